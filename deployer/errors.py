@@ -1,0 +1,41 @@
+"""What can go wrong, as exceptions that carry the exit code, a hint and where it happened."""
+
+from __future__ import annotations
+
+
+class FerryError(Exception):
+    """Base of every error that is the user's to read: `message`, then `where` lines, then a hint. No stack trace."""
+
+    exit_code = 125
+
+    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+
+class UsageError(FerryError):
+    """The command line or the config is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class ConnectError(FerryError):
+    """The host could not be reached, or is not who it was, or let nobody in."""
+
+
+class HostError(FerryError):
+    """The host was reached and said no: no Python, no space, no such GPU, no usable environment."""
+
+
+class LostConnection(FerryError):
+    """The connection broke; the job, if there is one, goes on."""
+
+    exit_code = 75
+
+
+class UnknownJob(FerryError):
+    """No job, or more than one, answers to this id."""
+
+    exit_code = 2

@@ -1,0 +1,208 @@
+"""Everything that can be configured, with its unit and its rule beside it, and the names of a run folder's files.
+
+This module imports neither torch nor yaml: the deployer reads it on a laptop that has neither.
+`trainer.config` loads files and overrides into these classes and checks the rules that span fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+# --- the run folder: what a training run writes, and where -----------------------------------------------------------
+
+METRICS_FILE = "metrics.jsonl"  # one JSON object a line; training steps and evaluations
+CONFIG_FILE = "config.yaml"  # the resolved config
+OUTCOME_FILE = "outcome.json"  # written last, by rank 0
+CHECKPOINTS_DIR = "checkpoints"  # step_NNNNNN/ each with a COMPLETE marker
+CHECKPOINT_MARKER = "COMPLETE"
+EXPORT_DIR = "export"  # Hugging Face format
+STOP_FILE = "control/stop.json"  # its existence asks the ranks to save and stop at the next step border
+
+RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the run folder, set by whoever launches
+JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Where the job runs and on which devices."""
+
+    gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
+    """The host's own GPU indices as nvidia-smi shows them, or GPU UUIDs; one training process for each, in this order."""
+    train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
+    """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto`: CUDA, and an error where there is none. `cpu`: len(gpu_ranks) gloo processes and no visible GPU."""
+    ssh: str | None = None
+    """`[user@]host[:port]` or an alias of ~/.ssh/config; None: this machine. `--ssh` overrides it."""
+    python: str | None = None
+    """The interpreter on the host; None: found or built there."""
+    root: str = "~/.torchferry"
+    """Folder on the host that holds code, jobs and environments."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the job. Not for secrets: see `secrets`."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables taken from the client's environment; their values are written nowhere."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which causal language model is trained: a Hugging Face name or folder, or a fresh one of the given shape."""
+
+    name: str | None = None
+    """Hugging Face name or local folder (config.json and safetensors). None: build from the fields below."""
+    init: Literal["auto", "pretrained", "random"] = "auto"
+    """`auto`: pretrained when `name` is given, random otherwise. `random` with a name takes only its config."""
+    family: Literal["qwen2", "qwen3", "llama"] = "qwen3"
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int | None = None
+    """None: hidden_size / num_heads."""
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_position_embeddings: int = 4096
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, how it becomes tokens, and which of them are targets."""
+
+    train: list[str] = field(default_factory=lambda: ["builtin:stdlib-docs"])
+    """JSONL or Parquet files, Hugging Face dataset names, or `builtin:stdlib-docs`."""
+    eval: list[str] = field(default_factory=list)
+    """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
+    eval_fraction: float = 0.05
+    """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
+    train_split: str = "train"
+    eval_split: str = "test"
+    """Splits of Hugging Face dataset names."""
+    schema: Literal[
+        "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
+    ] = "auto"
+    tokenizer: str = "auto"
+    """`auto`: the model's own when it has a name, else `builtin:bytes`; or a name or folder."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's template."""
+    system_prompt: str | None = None
+    """Put before conversations that have no system turn."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are targets: the assistant's turns with their end token, or everything."""
+    seq_len: int = 512
+    """Tokens per row of a batch."""
+    packing: bool = True
+    """Several conversations per row; they never see each other."""
+    overlong: Literal["drop", "truncate"] = "truncate"
+    """A conversation longer than seq_len: left out and counted, or its end cut off."""
+    max_train_rows: int | None = None
+    max_eval_rows: int | None = 256
+    """Conversations read at most; None: all."""
+    shuffle: bool = True
+    workers: int = 0
+    """Processes that tokenize ahead; 0: in a thread of the training process."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 0.0
+    """Where the decay ends, same unit as learning_rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    """WSD only: length of the final decay; None: a fifth of all steps."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """Decoupled; not applied to norms, biases and other one-dimensional parameters."""
+    max_grad_norm: float = 1.0
+    """Global norm; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop: how long, how large a batch, how often to look and to save."""
+
+    steps: int | None = 200
+    """Optimizer steps; None: given by `epochs`."""
+    epochs: float | None = None
+    """Passes over the training rows; exclusive with steps."""
+    micro_batch_size: int = 4
+    """Rows per rank per forward."""
+    grad_accum_steps: int | None = None
+    """Forwards per optimizer step; None: from global_batch_size, else 1."""
+    global_batch_size: int | None = None
+    """Rows per optimizer step over all ranks; need not divide by the ranks."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always."""
+    seed: int = 0
+    deterministic: bool = False
+    """Deterministic kernels (slower on CUDA): bitwise repeatable runs."""
+    log_every: int = 1
+    eval_every: int = 50
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    eval_batches: int | None = None
+    """Batches per rank of one evaluation; None: all."""
+    save_every: int = 100
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = 2
+    """Complete checkpoints kept; 0: all."""
+    resume: str = "auto"
+    """`auto`: from the newest complete checkpoint of the run folder when there is one; `never`; or a checkpoint's path."""
+    max_nonfinite_steps: int = 10
+    """Skipped non-finite steps in a row before the run ends with an error."""
+    stop_after_steps: int | None = None
+    """End after this many steps of this start though the schedule goes on (for tests and short leases)."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread and how memory is saved."""
+
+    reshard_after_forward: bool = True
+    """FSDP: free a block's gathered parameters after its forward (FULL_SHARD); False keeps them (SHARD_GRAD_OP)."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the gradient reduction."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full`: every block's activations are computed again in the backward pass."""
+    compile: bool = False
+    """torch.compile each block."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The name and the outputs of a run."""
+
+    name: str = "run"
+    dir: str = "runs"
+    """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
+    export: bool = True
+    """Write the final model in Hugging Face format, reopened and compared."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole job. `configs/NAME.py` defines `config = Config(...)`; YAML files say the same."""
+
+    recipe: Literal["sft"] = "sft"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    files: list[str] = field(default_factory=list)
+    """Git-ignored data or model paths to ship, relative to the project; like `--include`."""
+    script: str | None = None
+    """A program of your own, run instead of the trainer; the trainer's sections are then not allowed to be set."""
+    args: list[str] = field(default_factory=list)
+    """Arguments of `script`."""
+    torchrun: bool = True
+    """Start `script` under torchrun, one process per entry of gpu_ranks."""
