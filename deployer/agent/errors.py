@@ -1,0 +1,11 @@
+"""What the agent refuses, as data for the client."""
+
+
+class AgentError(Exception):
+    """`kind` is one of usage, host, unknown_job, need; the client turns it into its own error with the right exit code."""
+
+    def __init__(self, kind: str, message: str, hint: str = "") -> None:
+        Exception.__init__(self, message)
+        self.kind = kind
+        self.message = message
+        self.hint = hint

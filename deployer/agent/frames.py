@@ -1,0 +1,100 @@
+"""The language between client and agent: length-prefixed frames, a JSON head and a binary body each.
+
+A frame is two unsigned 32-bit big-endian lengths (head, body), the head as JSON object, then the body; at most 64 KiB in
+all. Whatever precedes the nonce that the client chose is login noise. Both ends read in a thread of their own, so that no
+end ever writes while the other one waits to be read.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import struct
+import threading
+from typing import Any, BinaryIO, Dict, NamedTuple, Optional
+
+MAX_FRAME = 64 * 1024
+MAX_BODY = 48 * 1024
+MAX_NOISE = 256 * 1024
+"""Bytes that a login shell may print before the nonce."""
+WINDOW = 1 << 20
+"""Bytes of a stream that may be under way without an answer: the receiver grants what it has consumed."""
+
+_LENGTHS = struct.Struct(">II")
+
+
+class ProtocolError(Exception):
+    """The other side does not speak this language (any more)."""
+
+
+class Frame(NamedTuple):
+    head: Dict[str, Any]
+    body: bytes
+
+
+def encode(head: Dict[str, Any], body: bytes = b"") -> bytes:
+    """The bytes of a frame. ValueError when head and body exceed MAX_FRAME."""
+    text = json.dumps(head, separators=(",", ":")).encode("ascii")
+    if len(text) + len(body) > MAX_FRAME:
+        raise ValueError("a frame of %d bytes exceeds %d" % (len(text) + len(body), MAX_FRAME))
+    return _LENGTHS.pack(len(text), len(body)) + text + body
+
+
+def read_frame(stream: BinaryIO) -> Optional[Frame]:
+    """The next frame; None at a clean end. ProtocolError inside a frame or for a length beyond MAX_FRAME."""
+    lengths = _read_exactly(stream, _LENGTHS.size)
+    if not lengths:
+        return None
+    if len(lengths) < _LENGTHS.size:
+        raise ProtocolError("the stream ended inside a frame")
+    head_size, body_size = _LENGTHS.unpack(lengths)
+    if head_size + body_size > MAX_FRAME:
+        raise ProtocolError("a frame of %d bytes is announced, at most %d are allowed" % (head_size + body_size, MAX_FRAME))
+    data = _read_exactly(stream, head_size + body_size)
+    if len(data) < head_size + body_size:
+        raise ProtocolError("the stream ended inside a frame")
+    try:
+        head = json.loads(data[:head_size].decode("ascii"))
+    except ValueError:
+        raise ProtocolError("a frame's head is not JSON")
+    if not isinstance(head, dict):
+        raise ProtocolError("a frame's head is not an object")
+    return Frame(head, data[head_size:])
+
+
+def _read_exactly(stream: BinaryIO, size: int) -> bytes:
+    parts = []
+    while size > 0:
+        part = stream.read(size)
+        if not part:
+            break
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+class Window:
+    """How many bytes of one stream its sender may still send; `take` waits for the receiver's grants."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._free = size
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def take(self, size: int, *, timeout_s: float) -> None:
+        """Waits until `size` bytes may be sent. ProtocolError when no grant comes in time or the stream was closed."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free >= size or self._closed, timeout_s):
+                raise ProtocolError("the other side took no data for %g s" % timeout_s)
+            if self._closed:
+                raise ProtocolError("the stream was closed")
+            self._free -= size
+
+    def grant(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,65 @@
+"""Where everything of Torchferry lies on a host: one class knows the root's folders, one a job's files.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+
+FORMAT_VERSION = 1
+"""Of job.json; a newer client drives older jobs."""
+
+JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
+RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
+ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
+
+JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
+
+
+class Root:
+    """The folder on the host that holds agents, code, environments and jobs (`~/.torchferry` unless set)."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(os.path.expanduser(path))
+        self.agents = os.path.join(self.path, "agent")
+        self.blobs = os.path.join(self.path, "store", "blobs")
+        self.trees = os.path.join(self.path, "store", "trees")
+        self.data = os.path.join(self.path, "data")
+        self.envs = os.path.join(self.path, "envs")
+        self.jobs = os.path.join(self.path, "jobs")
+        self.tmp = os.path.join(self.path, "tmp")
+
+    def job(self, job_id: str) -> "Job":
+        if not JOB_ID.match(job_id):
+            raise ValueError("not a job id: %r" % job_id)
+        return Job(os.path.join(self.jobs, job_id))
+
+
+class Job:
+    """The files of one job. `job.json` and `control/` are written by the agent, `status.json` and `logs/` by the
+    supervisor, `ranks/` by the rank wrappers, the rest by the trainer."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.id = os.path.basename(path)
+        self.record = os.path.join(path, "job.json")
+        self.config = os.path.join(path, "config.yaml")
+        self.code = os.path.join(path, "code")
+        self.lib = os.path.join(path, "lib")  # the client's own trainer, for projects that have none
+        self.status = os.path.join(path, "status.json")
+        self.outcome = os.path.join(path, "outcome.json")
+        self.metrics = os.path.join(path, "metrics.jsonl")
+        self.checkpoints = os.path.join(path, "checkpoints")
+        self.export = os.path.join(path, "export")
+        self.control = os.path.join(path, "control")
+        self.stop = os.path.join(path, "control", "stop.json")
+        self.lock = os.path.join(path, "control", "launch.lock")
+        self.supervisor_log = os.path.join(path, "control", "supervisor.log")
+
+    def logs(self, attempt: int) -> str:
+        """Folder with prepare.log, launcher.log and rank_N.log, raw bytes."""
+        return os.path.join(self.path, "logs", "attempt_%d" % attempt)
+
+    def ranks(self, attempt: int) -> str:
+        """Folder with rank_N.json: who the rank is, and how it ended."""
+        return os.path.join(self.path, "ranks", "attempt_%d" % attempt)

@@ -1,0 +1,71 @@
+"""A tree of files as data: entries, their canonical form and the root hash that names it. Both sides use this.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import hashlib
+import json
+import os
+from typing import Dict, List, NamedTuple, Sequence
+
+FILE, EXECUTABLE, LINK = "f", "x", "l"
+
+
+class Entry(NamedTuple):
+    """One file of a tree. Folders exist by their files; an empty folder does not travel (as in git)."""
+
+    path: str  # relative, '/'-separated, surrogateescape for bytes that are not UTF-8
+    mode: str  # FILE, EXECUTABLE or LINK
+    size: int  # bytes; of a link: of its target text
+    hash: str  # of the content; of a link: the target text itself
+
+
+def content_hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def file_hash(path: str) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    with open(path, "rb") as f:
+        for chunk in iter(lambda: f.read(1 << 20), b""):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def root_hash(entries: Sequence[Entry]) -> str:
+    """Name of a tree: a hash over its sorted entries."""
+    return content_hash(dump_entries(sorted(entries)))
+
+
+def dump_entries(entries: Sequence[Entry]) -> bytes:
+    return json.dumps([list(e) for e in entries], separators=(",", ":")).encode("ascii")
+
+
+def load_entries(data: bytes) -> List[Entry]:
+    """Entries from the other side, each checked: nothing of it may point outside the tree."""
+    entries = [Entry(*row) for row in json.loads(data)]
+    for entry in entries:
+        check_entry(entry)
+    return entries
+
+
+def check_entry(entry: Entry) -> None:
+    """Raises ValueError for a path that is absolute, leaves the tree, or is not a plain name."""
+    parts = entry.path.split("/")
+    if not entry.path or "\0" in entry.path or any(p in ("", ".", "..") for p in parts):
+        raise ValueError("unsafe path in a tree: %r" % entry.path)
+    if entry.mode not in (FILE, EXECUTABLE, LINK):
+        raise ValueError("unknown mode %r of %r" % (entry.mode, entry.path))
+    if entry.mode == LINK and ("\0" in entry.hash or not entry.hash):
+        raise ValueError("unsafe link target of %r" % entry.path)
+    if entry.mode != LINK and not all(c in "0123456789abcdef" for c in entry.hash):
+        raise ValueError("not a hash: %r" % entry.hash)
+
+
+def blobs_of(entries: Sequence[Entry]) -> Dict[str, int]:
+    """Content hash -> size of every blob that a tree needs."""
+    return {e.hash: e.size for e in entries if e.mode != LINK}
+
+
+def entry_of_link(path: str, target: str) -> Entry:
+    return Entry(path, LINK, len(os.fsencode(target)), target)
