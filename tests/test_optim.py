@@ -1,0 +1,89 @@
+"""Schedules equal those of transformers; matrices decay and vectors do not; AdamW can skip a step on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import optimization as hf
+
+from trainer.optim import build_optimizer, lr_multiplier, wsd_decay_steps
+from trainer.schema import OptimConfig
+
+STEPS = 100
+
+
+def values_of_transformers(make, **kwargs) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = make(optimizer, **kwargs)
+    multiplier = schedule.lr_lambdas[0]
+    return [multiplier(step) for step in range(STEPS + 1)]
+
+
+def ours(**fields) -> list[float]:
+    multiplier = lr_multiplier(OptimConfig(learning_rate=1.0, **fields), STEPS)
+    return [multiplier(step) for step in range(STEPS + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+@pytest.mark.parametrize(
+    ("schedule", "make"),
+    [("cosine", hf.get_cosine_schedule_with_warmup), ("linear", hf.get_linear_schedule_with_warmup)],
+)
+def test_decaying_schedule_equals_transformers(schedule, make, warmup):
+    expected = values_of_transformers(make, num_warmup_steps=warmup, num_training_steps=STEPS)
+    assert ours(schedule=schedule, warmup_steps=warmup) == pytest.approx(expected, abs=1e-12)
+
+
+def test_constant_with_warmup_equals_transformers():
+    expected = values_of_transformers(hf.get_constant_schedule_with_warmup, num_warmup_steps=7)
+    assert ours(schedule="constant", warmup_steps=7) == pytest.approx(expected, abs=1e-12)
+
+
+def test_cosine_with_minimum_equals_transformers():
+    expected = values_of_transformers(
+        hf.get_cosine_with_min_lr_schedule_with_warmup, num_warmup_steps=5, num_training_steps=STEPS, min_lr=0.1
+    )
+    assert ours(schedule="cosine", warmup_steps=5, min_learning_rate=0.1) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("decay", "floor"), [(20, 0.0), (35, 0.1)])
+def test_wsd_equals_transformers(decay, floor):
+    expected = values_of_transformers(
+        hf.get_wsd_schedule,
+        num_warmup_steps=8,
+        num_decay_steps=decay,
+        num_training_steps=STEPS,
+        min_lr_ratio=floor,
+    )
+    got = ours(schedule="wsd", warmup_steps=8, decay_steps=decay, min_learning_rate=floor)
+    assert got == pytest.approx(expected, abs=1e-12)
+
+
+def test_wsd_without_decay_steps_decays_over_a_fifth():
+    assert wsd_decay_steps(OptimConfig(schedule="wsd"), 200) == 40
+
+
+def test_linear_ends_at_the_minimum():
+    got = ours(schedule="linear", warmup_steps=0, min_learning_rate=0.25)
+    assert (got[0], got[50], got[100]) == pytest.approx((1.0, 0.625, 0.25))
+
+
+def test_vectors_do_not_decay():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    decayed, plain = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    assert (decayed["weight_decay"], [tuple(p.shape) for p in decayed["params"]]) == (0.3, [(2, 3)])
+    assert (plain["weight_decay"], [tuple(p.shape) for p in plain["params"]]) == (0.0, [(2,), (2,), (2,)])
+
+
+def test_found_inf_leaves_weights_and_moments_as_they_were():
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimConfig())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = [t.clone() for t in (model.weight, optimizer.state[model.weight]["exp_avg"])]
+    model.weight.grad.fill_(float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = [model.weight, optimizer.state[model.weight]["exp_avg"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
