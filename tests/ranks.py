@@ -1,0 +1,110 @@
+"""Several gloo ranks for a test: `run_ranks(fn, world_size, *args)` gives what `fn(dist, *args)` returned on each rank.
+
+The ranks are forked from one server process that has imported torch, so that a start costs a fraction of a second, and
+from a process that has never run autograd, which may not be forked after its first backward pass.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "trainer.dist"]
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """What `fn(dist, *args)` returned on each rank, in rank order.
+
+    `fn` must be a function of a module's top level; arguments and results go through torch.save. The first failure of
+    any rank ends them all and is raised here with that rank's traceback.
+    """
+    os.environ.update({name: value for name, value in _ENV.items() if name not in os.environ})
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder) / 'store'}"
+        packed = _pack(args)
+        readers, processes = [], []
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(writer, store, rank, world_size, fn, packed), daemon=True
+            )
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        try:
+            return _collect(readers, timeout_s)
+        finally:
+            _end(processes)
+
+
+def _rank_main(
+    writer: Connection, store: str, rank: int, world_size: int, fn: Callable[..., Any], packed: bytes
+) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    torch.set_num_threads(1)
+    from trainer.dist import start_dist, stop_dist
+
+    try:
+        dist = start_dist("cpu", init_method=store)
+        writer.send((True, _pack(fn(dist, *_unpack(packed)))))
+        stop_dist(dist)
+    except BaseException:
+        writer.send((False, traceback.format_exc()))
+
+
+def _collect(readers: list[Connection], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(readers):
+        open_ranks = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
+        ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(open_ranks.values())} gave no result within {timeout_s} s")
+        for reader in ready:
+            rank = open_ranks[reader]
+            results[rank] = _receive(reader, rank)
+    return [results[rank] for rank in range(len(readers))]
+
+
+def _receive(reader: Connection, rank: int) -> Any:
+    try:
+        succeeded, value = reader.recv()
+    except EOFError:
+        raise RuntimeError(f"rank {rank} ended without a result") from None
+    if not succeeded:
+        raise RuntimeError(f"rank {rank} failed:\n{value}")
+    return _unpack(value)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """Give the ranks a moment to leave their process group, then kill what remains."""
+    deadline = time.monotonic() + 5
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
+        process.join()
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

@@ -1,0 +1,211 @@
+"""Who this process is among the ranks, and the few collectives everything else is built from.
+
+One process without torchrun is world size 1 and needs neither environment nor process group: every function here then
+returns its argument.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+T = TypeVar("T")
+
+COMM_TIMEOUT_ENV = "TORCHFERRY_COMM_TIMEOUT_S"
+"""Seconds until a collective on the devices counts as hung (default 120)."""
+CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
+"""Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
+
+
+class DistError(Exception):
+    """The ranks cannot work together: an incomplete environment, or another rank's failure."""
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process among the ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    control_group: torch_dist.ProcessGroup | None = None
+    """A gloo group on the CPU for flags, barriers and objects; None in a world of one."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start_dist(device_kind: Literal["cuda", "cpu"], *, init_method: str = "env://") -> Dist:
+    """This process's place among the ranks, with the process groups set up when torchrun started it.
+
+    Raises DistError when only some of torchrun's variables are set, or when the GPU of this rank is missing.
+    """
+    rank, local_rank, world_size = read_ranks(os.environ)
+    device = _pick_device(device_kind, local_rank)
+    if "RANK" not in os.environ:
+        return Dist(rank, local_rank, world_size, device)
+    torch_dist.init_process_group(
+        _backend(device_kind),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=_seconds(COMM_TIMEOUT_ENV, 120),
+        device_id=device if device_kind == "cuda" else None,
+    )
+    control_group = None
+    if world_size > 1:
+        control_group = torch_dist.new_group(backend="gloo", timeout=_seconds(CONTROL_TIMEOUT_ENV, 1800))
+    return Dist(rank, local_rank, world_size, device, control_group)
+
+
+def stop_dist(dist: Dist) -> None:
+    """Leave the process groups; harmless when there are none."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def ensure_group(dist: Dist) -> None:
+    """A default process group also for a single process without torchrun: FSDP needs one."""
+    if not torch_dist.is_initialized():
+        store = torch_dist.HashStore()
+        torch_dist.init_process_group(_backend(dist.device.type), store=store, rank=0, world_size=1)
+
+
+def read_ranks(env: os._Environ[str] | dict[str, str]) -> tuple[int, int, int]:
+    """(rank, local_rank, world_size) from torchrun's variables; (0, 0, 1) when none of them is set."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in env]
+    if len(missing) == len(names):
+        return 0, 0, 1
+    if missing:
+        given = ", ".join(f"{name}={env[name]}" for name in names if name in env)
+        raise DistError(f"{', '.join(missing)} not set though {given}: start with torchrun, or unset all of them")
+    rank, local_rank, world_size = (int(env[name]) for name in names)
+    return rank, local_rank, world_size
+
+
+def _backend(device_kind: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
+
+
+def _seconds(name: str, default: float) -> timedelta:
+    return timedelta(seconds=float(os.environ.get(name, default)))
+
+
+def _pick_device(device_kind: str, local_rank: int) -> torch.device:
+    if device_kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise DistError(
+            f"local rank {local_rank} has no GPU: torch sees {count} (CUDA_VISIBLE_DEVICES={visible});"
+            " name fewer GPUs, or use target.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+# --- collectives: every rank must call them in the same order ---------------------------------------------------------
+
+
+def sum_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
+    """The elementwise sum over all ranks, a new tensor on the same device."""
+    return _all_reduce(tensor, dist, torch_dist.ReduceOp.SUM)
+
+
+def max_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
+    """The elementwise maximum over all ranks, a new tensor on the same device."""
+    return _all_reduce(tensor, dist, torch_dist.ReduceOp.MAX)
+
+
+def _all_reduce(tensor: torch.Tensor, dist: Dist, op: torch_dist.ReduceOp.RedOpType) -> torch.Tensor:
+    result = tensor.detach().clone()
+    if dist.world_size > 1:
+        torch_dist.all_reduce(result, op=op)
+    return result
+
+
+def barrier(dist: Dist) -> None:
+    """Wait until every rank is here (on the CPU; does not wait for the GPU)."""
+    if dist.control_group is not None:
+        torch_dist.barrier(group=dist.control_group)
+
+
+def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
+    """What `function` returned on rank 0, on every rank (it must be picklable).
+
+    When it raises there, rank 0 raises that and every other rank a DistError with its message: none is left waiting.
+    """
+    if dist.control_group is None:
+        return function()
+    answer: list = [None, None]
+    caught: Exception | None = None
+    if dist.is_main:
+        try:
+            answer[0] = function()
+        except Exception as error:
+            caught, answer[1] = error, f"{type(error).__name__}: {error}"
+    torch_dist.broadcast_object_list(answer, src=0, group=dist.control_group)
+    if caught is not None:
+        raise caught
+    if answer[1] is not None:
+        raise DistError(f"rank 0 failed: {answer[1]}")
+    return answer[0]
+
+
+def rank0_first(dist: Dist, function: Callable[[], T]) -> T:
+    """Each rank's own result of `function`, rank 0 before the others: for downloads and caches."""
+    if dist.control_group is None:
+        return function()
+    mine: list[T] = []
+    on_rank0(dist, lambda: mine.append(function()))
+    return mine[0] if dist.is_main else function()
+
+
+class FlagBoard:
+    """Control flags that all ranks agree on, without waiting for a rank or a GPU.
+
+    Each rank posts its flags after a step; the elementwise maximum over the ranks is read one post later. All ranks
+    must call `post` and `read` at the same steps, so that they see the same answer at the same step.
+    """
+
+    def __init__(self, dist: Dist, width: int) -> None:
+        self._dist = dist
+        self._width = width
+        self._pending: deque[tuple[torch.Tensor, torch_dist.Work | None]] = deque()
+
+    def post(self, flags: Sequence[int]) -> None:
+        """Start sharing this rank's flags, `width` small non-negative integers; returns at once."""
+        if len(flags) != self._width:
+            raise ValueError(f"{len(flags)} flags posted on a board of {self._width}")
+        values = torch.tensor(flags, dtype=torch.int32)
+        work = None
+        if self._dist.control_group is not None:
+            work = torch_dist.all_reduce(
+                values, op=torch_dist.ReduceOp.MAX, group=self._dist.control_group, async_op=True
+            )
+        self._pending.append((values, work))
+
+    def read(self, *, keep: int = 1) -> tuple[int, ...]:
+        """The maximum over all ranks and all posts not read yet but the newest `keep`; zeros when there are none.
+
+        keep=0 waits for everything posted.
+        """
+        seen = [0] * self._width
+        while len(self._pending) > keep:
+            values, work = self._pending.popleft()
+            if work is not None:
+                work.wait()
+            seen = [max(pair) for pair in zip(seen, values.tolist(), strict=True)]
+        return tuple(seen)
