@@ -1,0 +1,279 @@
+"""Decoder-only transformers of the Qwen2, Qwen3 and Llama families, with Hugging Face's parameter names.
+
+Precision is the same on every backend: parameters are fp32 and take part in a product in `compute_dtype` (cast in the
+forward pass, or by FSDP when it gathers them); the residual stream is in `compute_dtype` as in Hugging Face's bf16
+models; norm statistics, rotary embedding, softmax and loss are fp32.
+
+Shapes: B rows, T positions, D hidden, H query heads, K key-value heads, E head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Family = Literal["qwen2", "qwen3", "llama"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those of pretraining."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Everything that decides a decoder's parameters and its function."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_position_embeddings: int = 4096
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, a tied matrix counted once."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in Decoder(self).parameters())
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def rotary_frequencies(shape: DecoderShape) -> Tensor:
+    """Angle per position of each pair of head dims, [E/2] fp32 on the CPU."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64, device="cpu").float() / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    return _llama3_frequencies(frequencies, scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long waves slowed by the factor, short ones kept, those between interpolated (Llama 3.1's rule)."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    weight = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    weight = weight.clamp(0.0, 1.0)
+    return (1 - weight) * frequencies / scaling.factor + weight * frequencies
+
+
+def rotate(x_bhte: Tensor, cos_bte: Tensor, sin_bte: Tensor) -> Tensor:
+    """Rotary embedding in fp32, back in the input's dtype."""
+    x = x_bhte.float()
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cos_bte.unsqueeze(1) + turned * sin_bte.unsqueeze(1)).to(x_bhte.dtype)
+
+
+def document_mask(doc_ids_bt: Tensor) -> Tensor:
+    """Which position sees which: [B, 1, T, T] bool, the same document and not later.
+
+    Padding (-1) forms a document of its own, so no row of the mask is empty and no softmax is NaN.
+    """
+    length = doc_ids_bt.shape[1]
+    same = doc_ids_bt.unsqueeze(2) == doc_ids_bt.unsqueeze(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=doc_ids_bt.device).tril()
+    return (same & causal).unsqueeze(1)
+
+
+def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled dot-product attention over `mask`, or causal over the whole row without one: [B, H, T, E].
+
+    With a mask the key-value heads are repeated: the memory-saving CUDA kernels that take a mask know no grouped heads.
+    """
+    groups = q_bhte.shape[1] // k_bkte.shape[1]
+    if mask is None:
+        return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=groups > 1)
+    if groups > 1:
+        k_bkte, v_bkte = (x.repeat_interleave(groups, dim=1) for x in (k_bkte, v_bkte))
+    return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, attn_mask=mask)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    """A product in the input's dtype; the parameters are cast when theirs differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: statistics in fp32, result in the input's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.head_dim = shape.head_dim
+        self.q_proj = Linear(shape.hidden_size, query_size, bias=shape.qkv_bias)
+        self.k_proj = Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.v_proj = Linear(shape.hidden_size, kv_size, bias=shape.qkv_bias)
+        self.o_proj = Linear(query_size, shape.hidden_size, bias=False)
+        if shape.qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.qk_norm = shape.qk_norm
+
+    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        heads = (*x_btd.shape[:2], -1, self.head_dim)
+        q, k, v = (project(x_btd).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One layer. With `recompute` its activations are computed again in the backward pass instead of kept.
+
+    The recomputation is inside the block, hence inside what FSDP wraps: it sees the same gathered, cast parameters.
+    """
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.recompute = False
+
+    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.layer, x_btd, cos, sin, mask, use_reentrant=False)
+        return self.layer(x_btd, cos, sin, mask)
+
+    def layer(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), cos, sin, mask)
+        return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
+
+
+class Trunk(nn.Module):
+    """What Hugging Face calls `model`: the embedding, the layers and the final norm."""
+
+    inv_freq: Tensor
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.register_buffer("inv_freq", rotary_frequencies(shape), persistent=False)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
+        angles_bte = (positions.unsqueeze(-1).float() * self.inv_freq).repeat(1, 1, 2)
+        cos, sin = angles_bte.cos(), angles_bte.sin()
+        x_btd = self.embed_tokens(input_ids).to(compute_dtype)
+        for block in self.layers:
+            x_btd = block(x_btd, cos, sin, mask)
+        return self.norm(x_btd)
+
+
+class Decoder(nn.Module):
+    """A causal language model. Its parameter names are the keys of Hugging Face's checkpoint, no more and no fewer.
+
+    A tied model has no `lm_head` at all: the head is the embedding's own parameter, which nothing can untie.
+    """
+
+    def __init__(self, shape: DecoderShape, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.shape = shape
+        self.compute_dtype = compute_dtype
+        self.model = Trunk(shape)
+        if not shape.tie_embeddings:
+            self.lm_head = Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        doc_ids: Tensor,
+        *,
+        packed: bool = True,
+        head: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Any:
+        """The hidden states [B, T, D] after the final norm, or `head(hidden, head_weight [V, D])` when a head is given.
+
+        The head runs inside this forward because only here FSDP holds the head's weight gathered. `packed=False` says
+        that every row is one document from position 0, padded at its end at most: causal attention alone is then right
+        for all but the padding, and faster.
+        """
+        mask = document_mask(doc_ids) if packed else None
+        hidden = self.model(input_ids, positions, mask, self.compute_dtype)
+        return hidden if head is None else head(hidden, self.head_weight)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """The [V, D] matrix from hidden states to logits, tied or own."""
+        return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Compute the rotary frequencies again, after `to_empty` has left them undefined."""
+        self.model.inv_freq = rotary_frequencies(self.shape).to(device)
+
+
+def logits_head(hidden: Tensor, head_weight: Tensor) -> Tensor:
+    """A head for `Decoder.forward`: fp32 logits [B, T, V] of every position."""
+    return F.linear(hidden, head_weight.to(hidden.dtype)).float()
