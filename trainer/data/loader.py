@@ -1,0 +1,274 @@
+"""Batches of a step, and of an evaluation, for one rank.
+
+The rows of all epochs form one endless sequence that (seed, epoch) alone decides. Step s takes the next
+global_batch_size rows of it; ranks and micro-batches only divide them. Rows that an epoch leaves over go into the step
+that begins the next epoch. A run of a given number of epochs ends with a smaller step instead, so every row is seen
+exactly that often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from trainer.batch import Batch
+from trainer.data.chat import check_template
+from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows
+from trainer.data.errors import DataError
+from trainer.data.packing import PackedRow, Plan, build_row, plan_rows
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Ranks(Protocol):
+    """What is needed of `trainer.dist.Dist`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read, kept and dropped; `eval` is None without held-out rows."""
+
+    train: SplitReport
+    eval: SplitReport | None
+    notes: list[str] = field(default_factory=list)
+
+    def render(self) -> list[str]:
+        """A few lines for people."""
+        return [*self.train.render(), *(self.eval.render() if self.eval else ["eval: no held-out rows"]), *self.notes]
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that a run trains and is judged on."""
+
+    train: TrainLoader
+    eval: EvalSet
+    report: DataReport
+
+
+def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast) -> Data:
+    """Reads, tokenizes and lays out everything, the same on every rank without a word between them.
+
+    Raises DataError when something cannot be read or nothing is left to train on.
+    """
+    check_template(tokenizer)
+    train_rows, eval_rows = read_rows(config)
+    documents = build_documents(train_rows, tokenizer, config.data, name="train")
+    check_documents(documents, where="data.train", seq_len=config.data.seq_len)
+    held_out = build_documents(eval_rows, tokenizer, config.data, name="eval")
+    if config.data.eval or eval_rows:
+        check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
+    pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
+    train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
+    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
+    return Data(train, evaluation, DataReport(documents.report, held_out.report if held_out.docs else None))
+
+
+class TrainLoader:
+    """`step_batches(step)`: this rank's micro-batches of an optimizer step, a pure function of the step.
+
+    `total_steps`: optimizer steps of the run. `steps_per_epoch`: of the first epoch, a fraction where rows are left
+    over. `global_batch_size`: rows per step over all ranks.
+    """
+
+    def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
+        self._documents = documents
+        self._lengths = documents.lengths
+        self._config = config
+        self._ranks = ranks
+        self._pad_id = pad_id
+        self._epochs: list[Plan] = []
+        self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.global_batch_size = global_batch_size(config, ranks.world_size)
+        first = self._epoch(0)
+        documents.report.packed_rows = len(first)
+        documents.report.padding_share = padding_share(documents, rows=len(first), seq_len=config.data.seq_len)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return len(self._epoch(0)) / self.global_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        if self._config.train.steps is not None:
+            return self._config.train.steps
+        left = self._end_row() - self._first_row
+        return self._first_step + max(0, -(-left // self.global_batch_size))
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the data that `step` steps make."""
+        epoch, row = self._place(self._row_of(step))
+        return epoch + row / len(self._epoch(epoch))
+
+    def step_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
+
+        All have micro_batch_size rows; rows without targets fill up. The next step is laid out in a thread meanwhile.
+        """
+        if self._ahead is not None and self._ahead[0] == step:
+            batches = self._ahead[1].result()
+        else:
+            batches = self._thread.submit(self._build_step, step).result()
+        if step + 1 < self.total_steps:
+            self._ahead = step + 1, self._thread.submit(self._build_step, step + 1)
+        return batches
+
+    def step_documents(self, step: int) -> list[list[str]]:
+        """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
+        return [[self._documents.docs[index].id for index in row] for row in self._rows_of(step)]
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The position after `step` steps, the same on every rank."""
+        return {"step": step, "row": self._row_of(step), "fingerprint": self.fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on at the position, also with other ranks or another global batch.
+
+        Raises DataError when documents, seed or lay-out differ from those of the position.
+        """
+        if state["fingerprint"] != self.fingerprint():
+            raise DataError(
+                "the checkpoint was made with other data: rows, tokenizer, template, data.seq_len, data.packing, "
+                f"data.shuffle or train.seed have changed (order {state['fingerprint']}, now {self.fingerprint()})",
+                hint="restore them, or start anew with train.resume=never",
+            )
+        self._first_step, self._first_row = int(state["step"]), int(state["row"])
+        self._ahead = None
+
+    def fingerprint(self) -> str:
+        """Changes with the order or the content of the rows."""
+        data = self._config.data
+        order = (self._documents.fingerprint(), self._config.train.seed, data.seq_len, data.packing, data.shuffle)
+        return hashlib.sha256(repr(order).encode()).hexdigest()[:16]
+
+    def _build_step(self, step: int) -> list[Batch]:
+        rows = self._rows_of(step)
+        return build_batches(
+            [[self._documents.docs[index] for index in row] for row in rows],
+            ranks=self._ranks,
+            micro_batch_size=self._config.train.micro_batch_size,
+            seq_len=self._config.data.seq_len,
+            pad_id=self._pad_id,
+        )
+
+    def _rows_of(self, step: int) -> Plan:
+        if step < self._first_step:
+            raise ValueError(f"step {step} lies before step {self._first_step}, where this run began")
+        begin = self._row_of(step)
+        end = begin + self.global_batch_size
+        if self._config.train.steps is None:
+            end = min(end, self._end_row())
+        places = [self._place(row) for row in range(begin, end)]
+        return [self._epoch(epoch)[row] for epoch, row in places]
+
+    def _row_of(self, step: int) -> int:
+        return self._first_row + (step - self._first_step) * self.global_batch_size
+
+    def _end_row(self) -> int:
+        """Rows of the whole run when it is given in epochs; a part of an epoch is rounded to whole rows."""
+        epochs = self._config.train.epochs or 0.0
+        whole = int(epochs)
+        rows = sum(len(self._epoch(epoch)) for epoch in range(whole))
+        return rows + round((epochs - whole) * len(self._epoch(whole))) if epochs > whole else rows
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The epoch of a row of the endless sequence, and its place in that epoch."""
+        epoch = 0
+        while row >= len(self._epoch(epoch)):
+            row -= len(self._epoch(epoch))
+            epoch += 1
+        return epoch, row
+
+    def _epoch(self, epoch: int) -> Plan:
+        while len(self._epochs) <= epoch:
+            self._epochs.append(plan_epoch(self._lengths, epoch=len(self._epochs), config=self._config))
+        return self._epochs[epoch]
+
+
+class EvalSet:
+    """The held-out rows; `batches()` are this rank's, the same number on every rank, built once."""
+
+    def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
+        data = config.data
+        order = range(len(documents.docs))
+        plan = plan_rows(documents.lengths, order, seq_len=data.seq_len, packing=data.packing)
+        documents.report.packed_rows = len(plan)
+        documents.report.padding_share = padding_share(documents, rows=len(plan), seq_len=data.seq_len)
+        if config.train.eval_batches is not None:
+            plan = plan[: config.train.eval_batches * config.train.micro_batch_size * ranks.world_size]
+        self._batches = build_batches(
+            [[documents.docs[index] for index in row] for row in plan],
+            ranks=ranks,
+            micro_batch_size=config.train.micro_batch_size,
+            seq_len=data.seq_len,
+            pad_id=pad_id,
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batches(self) -> list[Batch]:
+        return self._batches
+
+
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Rows per optimizer step over all ranks."""
+    train = config.train
+    return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size
+
+
+def plan_epoch(lengths: Sequence[int], *, epoch: int, config: Config) -> Plan:
+    """The rows of one epoch: documents shuffled, laid into rows, rows shuffled; or all as read."""
+    data = config.data
+    count = len(lengths)
+    if not data.shuffle:
+        return sorted(plan_rows(lengths, range(count), seq_len=data.seq_len, packing=data.packing), key=min)
+    # RandomState: its stream is frozen (NEP 19), so a run can be resumed with another numpy
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([config.train.seed, epoch])))
+    rows = plan_rows(lengths, random.permutation(count).tolist(), seq_len=data.seq_len, packing=data.packing)
+    # packing puts rows of long documents first, so the rows are shuffled as well
+    return [rows[index] for index in random.permutation(len(rows))]
+
+
+def build_batches(
+    rows: Sequence[Sequence[Any]], *, ranks: Ranks, micro_batch_size: int, seq_len: int, pad_id: int
+) -> list[Batch]:
+    """This rank's share of `rows` (lists of documents), [micro_batch_size, seq_len] each, as many on every rank."""
+    world = ranks.world_size
+    begin, end = len(rows) * ranks.rank // world, len(rows) * (ranks.rank + 1) // world
+    largest = -(-len(rows) // world)
+    count = -(-largest // micro_batch_size)
+    mine = [build_row(docs, seq_len=seq_len, pad_id=pad_id) for docs in rows[begin:end]]
+    empty = build_row([], seq_len=seq_len, pad_id=pad_id)
+    mine += [empty] * (count * micro_batch_size - len(mine))
+    return [_batch(mine[i : i + micro_batch_size]) for i in range(0, len(mine), micro_batch_size)]
+
+
+def _batch(rows: Sequence[PackedRow]) -> Batch:
+    return Batch(
+        input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
+        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
+        positions=torch.from_numpy(np.stack([row.positions for row in rows])),
+        doc_ids=torch.from_numpy(np.stack([row.doc_ids for row in rows])),
+    )
+
+
+def padding_share(documents: Documents, *, rows: int, seq_len: int) -> float:
+    """The part of all positions that holds no document."""
+    return 1 - documents.report.tokens / (rows * seq_len) if rows else 0.0

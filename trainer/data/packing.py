@@ -1,0 +1,87 @@
+"""Documents laid into rows of a fixed length, and the labels of each position.
+
+The only place where labels are shifted: the label of a position is the next token of the same document.
+Legend: N documents, R rows, T tokens per row (seq_len).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.batch import IGNORE
+from trainer.data.chat import Encoded
+
+BUFFER_DOCS = 4096
+"""Documents that are sorted into rows together; beyond it the order of reading holds."""
+
+Plan = list[list[int]]
+"""Rows, each the indices of its documents in the order in which they stand."""
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """One row, every array [T] int64, as in `trainer.batch.Batch`."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    doc_ids: np.ndarray
+
+
+def plan_rows(lengths: Sequence[int], order: Sequence[int], *, seq_len: int, packing: bool) -> Plan:
+    """Which documents share a row: best fit, longest first, within each BUFFER_DOCS documents of `order`.
+
+    Every document of `order` is in exactly one row. `lengths[i]` <= seq_len is the length of document i.
+    """
+    if not packing:
+        return [[index] for index in order]
+    rows: Plan = []
+    for begin in range(0, len(order), BUFFER_DOCS):
+        rows += _best_fit(lengths, order[begin : begin + BUFFER_DOCS], seq_len)
+    return rows
+
+
+def _best_fit(lengths: Sequence[int], order: Sequence[int], seq_len: int) -> Plan:
+    rows: Plan = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted; full rows are not in it
+    for index in sorted(order, key=lambda i: -lengths[i]):  # stable: equal lengths keep their order
+        length = lengths[index]
+        place = bisect_left(room, (length, -1))
+        if place < len(room):
+            free, row = room.pop(place)
+            rows[row].append(index)
+        else:
+            free, row = seq_len, len(rows)
+            rows.append([index])
+        if free > length:
+            insort(room, (free - length, row))
+    return rows
+
+
+def build_row(documents: Sequence[Encoded], *, seq_len: int, pad_id: int) -> PackedRow:
+    """The documents one after another, then padding; no documents make a row of padding only."""
+    input_ids = np.full(seq_len, pad_id, dtype=np.int64)
+    labels = np.full(seq_len, IGNORE, dtype=np.int64)
+    positions = np.zeros(seq_len, dtype=np.int64)
+    doc_ids = np.full(seq_len, -1, dtype=np.int64)
+    begin = 0
+    for number, document in enumerate(documents):
+        end = begin + len(document.ids)
+        input_ids[begin:end] = document.ids
+        labels[begin : end - 1] = np.where(document.is_target[1:], document.ids[1:], IGNORE)
+        positions[begin:end] = np.arange(end - begin)
+        doc_ids[begin:end] = number
+        begin = end
+    positions[begin:] = np.arange(seq_len - begin)  # padding looks like one more document to whoever reads positions
+    return PackedRow(input_ids, labels, positions, doc_ids)
+
+
+def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: bool = True) -> list[PackedRow]:
+    """All documents, none longer than `seq_len`, in rows."""
+    lengths = [len(document.ids) for document in encoded]
+    plan = plan_rows(lengths, range(len(encoded)), seq_len=seq_len, packing=packing)
+    return [build_row([encoded[i] for i in row], seq_len=seq_len, pad_id=pad_id) for row in plan]

@@ -1,0 +1,93 @@
+"""The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data.errors import DataError
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BYTES = "builtin:bytes"
+PAD, TURN_START, TURN_END, END_OF_TEXT = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+
+CHATML_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+"""ChatML; what the assistant says, with its end token, stands in generation tags."""
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
+    """The tokenizer that `data.tokenizer` names, with the template of `data.chat_template` when that is set."""
+    name = config.data.tokenizer
+    if name == "auto":
+        name = config.model.name or BYTES
+    tokenizer = build_bytes_tokenizer() if name == BYTES else _load_pretrained(name)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.data.chat_template).expanduser())
+    return tokenizer
+
+
+def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """256 bytes and 4 special tokens, 260 in all; any text survives encoding and decoding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    model.add_special_tokens([PAD, TURN_START, TURN_END, END_OF_TEXT])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        pad_token=PAD,
+        eos_token=TURN_END,
+        additional_special_tokens=[TURN_START, END_OF_TEXT],
+        chat_template=CHATML_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    folder = Path(name).expanduser()
+    if name.startswith(("/", "./", "../", "~")) and not folder.is_dir():
+        raise DataError(f"there is no tokenizer folder {folder.absolute()}", hint="check data.tokenizer and model.name")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub client's own alike
+        raise DataError(
+            f"the tokenizer {name!r} cannot be loaded: {str(error).strip().splitlines()[0] if str(error) else error!r}",
+            hint=f"data.tokenizer takes a Hugging Face name (needs internet), a folder, or {BYTES}",
+        ) from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"the tokenizer {name!r} has no fast version, so tokens cannot be traced to the text",
+            hint="convert it to a folder with a tokenizer.json",
+        )
+    return tokenizer
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the chat template {path.absolute()} cannot be read: {error}", where="data.chat_template"
+        ) from None
