@@ -1,0 +1,208 @@
+"""A checkpoint is complete or absent, loads at another world size, and continues random numbers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from trainer import checkpoint
+from trainer.dist import Dist
+from trainer.optim import build_optimizer
+from trainer.schema import OptimConfig
+
+ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+class Tied(nn.Module):
+    """Weights of several sizes, one with a single row, and one tensor under two names."""
+
+    def __init__(self, vocab: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocab, 4)
+        self.mid = nn.Linear(4, 1)
+        self.head = nn.Linear(4, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(ids)) * self.embed(ids))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def start(dist: Dist) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Tied()
+    if dist.world_size > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return model, build_optimizer(model, OptimConfig(learning_rate=0.1))
+
+
+def save_after_two_steps(dist: Dist, folder: str) -> list[torch.Tensor]:
+    """Save at step 2, take one more step, and give the weights after it."""
+    model, optimizer = start(dist)
+    step(model, optimizer)
+    step(model, optimizer)
+    checkpoint.save(Path(folder), 2, model, optimizer, {"data": {"row": 5}}, dist)
+    step(model, optimizer)
+    return [full(p) for p in model.parameters()]
+
+
+def load_and_step(dist: Dist, path: str) -> tuple[list[torch.Tensor], dict, bool]:
+    model, optimizer = start(dist)
+    resumed = checkpoint.load(Path(path), model, optimizer, dist)
+    step(model, optimizer)
+    tied = model.head.weight is model.embed.weight
+    return [full(p) for p in model.parameters()], {"step": resumed.step, **resumed.extra}, tied
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_next_step_after_load_is_the_same_at_any_world_size(tmp_path, saved_at, loaded_at):
+    expected = run_ranks(save_after_two_steps, saved_at, str(tmp_path))[0]
+    weights, extra, tied = run_ranks(load_and_step, loaded_at, str(tmp_path / "step_000002"))[0]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, expected, strict=True))
+    assert extra == {"step": 2, "data": {"row": 5}}
+    assert tied
+
+
+def test_save_needs_no_process_group(tmp_path):
+    expected = save_after_two_steps(ALONE, str(tmp_path))
+    assert not torch.distributed.is_initialized()
+    weights, _, _ = load_and_step(ALONE, str(tmp_path / "step_000002"))
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def test_save_leaves_only_the_final_folder(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_save_replaces_what_a_killed_save_left(tmp_path):
+    for leftover in (tmp_path / ".tmp_step_000002", tmp_path / "step_000002"):
+        leftover.mkdir()
+        (leftover / "__0_0.distcp").write_bytes(b"half a shard")
+    save_after_two_steps(ALONE, str(tmp_path))
+    assert load_and_step(ALONE, str(tmp_path / "step_000002"))[1]["step"] == 2
+
+
+def test_newest_complete_ignores_folders_without_marker_or_metadata(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000004")
+    (tmp_path / "step_000004" / ".metadata").unlink()
+    shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000006")
+    (tmp_path / "step_000006" / "COMPLETE").unlink()
+    shutil.copytree(tmp_path / "step_000002", tmp_path / ".tmp_step_000008")
+    assert checkpoint.newest_complete(tmp_path) == tmp_path / "step_000002"
+
+
+def test_newest_complete_of_an_absent_folder_is_none(tmp_path):
+    assert checkpoint.newest_complete(tmp_path / "checkpoints") is None
+
+
+def test_loading_an_incomplete_checkpoint_is_refused(tmp_path):
+    (tmp_path / "step_000001").mkdir()
+    model, optimizer = start(ALONE)
+    with pytest.raises(checkpoint.CheckpointError, match="step_000001 is not a complete checkpoint"):
+        checkpoint.load(tmp_path / "step_000001", model, optimizer, ALONE)
+
+
+def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    model = Tied(vocab=9)
+    optimizer = build_optimizer(model, OptimConfig())
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002.*model's shape"):
+        checkpoint.load(tmp_path / "step_000002", model, optimizer, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_last", "doomed"),
+    [([10, 20, 30], 2, [10]), ([30, 10, 20], 1, [10, 20]), ([10, 20], 2, []), ([10, 20], 0, []), ([], 3, [])],
+)
+def test_retention_keeps_the_newest(steps, keep_last, doomed):
+    assert checkpoint.to_delete(steps, keep_last) == doomed
+
+
+def test_prune_deletes_older_complete_checkpoints(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    for later in (4, 6):
+        shutil.copytree(tmp_path / "step_000002", tmp_path / f"step_{later:06d}")
+    checkpoint.prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
+
+
+def test_random_state_continues_python_numpy_and_torch():
+    state = checkpoint.random_state()
+    expected = (random.random(), numpy.random.rand(), torch.rand(3).tolist())
+    checkpoint.set_random_state(state)
+    assert (random.random(), numpy.random.rand(), torch.rand(3).tolist()) == expected
+
+
+def draw_after_load(dist: Dist, folder: str) -> tuple[list[float], list[float]]:
+    """Random numbers drawn after a save, and those drawn after loading it."""
+    model, optimizer = start(dist)
+    torch.manual_seed(100 + dist.rank)
+    path = checkpoint.save(Path(folder), 1, model, optimizer, {}, dist)
+    drawn = torch.rand(3).tolist()
+    checkpoint.load(path, model, optimizer, dist)
+    return drawn, torch.rand(3).tolist()
+
+
+def test_every_rank_continues_its_own_random_numbers(tmp_path):
+    (first, first_again), (second, second_again) = run_ranks(draw_after_load, 2, str(tmp_path))
+    assert (first_again, second_again) == (first, second)
+    assert first != second
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 512 KiB; needs the right to mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_too_little_space_is_said_before_anything_is_written(small_disk):
+    model, optimizer = start(ALONE)
+    with pytest.raises(checkpoint.CheckpointError, match=r"it needs 8 MiB and 0 MiB are free"):
+        checkpoint.save(small_disk, 1, model, optimizer, {}, ALONE)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_disk_that_fills_up_keeps_the_old_checkpoint_and_no_partial_one(small_disk, monkeypatch):
+    monkeypatch.setattr(checkpoint, "HEADROOM_BYTES", 0)
+    save_after_two_steps(ALONE, str(small_disk))
+    model = nn.Linear(256, 256)  # 256 KiB and its optimizer state: passes for one tensor, not for what is written
+    optimizer = torch.optim.SGD(model.parameters())
+    (small_disk / "ballast").write_bytes(bytes(200 * 1024))
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.save(small_disk, 4, model, optimizer, {}, ALONE)
+    assert checkpoint.newest_complete(small_disk) == small_disk / "step_000002"
+    assert not (small_disk / ".tmp_step_000004").exists()
+
+
+def test_state_file_is_json_of_step_world_size_and_extra(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    state = json.loads((tmp_path / "step_000002" / "state.json").read_text())
+    assert state == {"step": 2, "world_size": 1, "data": {"row": 5}}

@@ -1,0 +1,186 @@
+"""Where a run's numbers go: one JSON object a line, a readable console line, a progress bar on a terminal; and MFU."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+Record = dict[str, Any]
+
+PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bf16 peak per card, by a part of the name that CUDA reports (SXM figures of NVIDIA's data sheets)."""
+LIMITED_VARIANTS = ("PCIe", "NVL", "MIG")
+"""Variants of those cards with another peak."""
+
+
+def peak_flops(card: str) -> float | None:
+    """The card's dense bf16 peak in FLOP/s; None for a card whose peak is not known for sure."""
+    if any(variant in card for variant in LIMITED_VARIANTS):
+        return None
+    return next((tflops * 1e12 for name, tflops in PEAK_BF16_TFLOPS.items() if name in card), None)
+
+
+def flops_per_token(num_params: int, *, layers: int, heads: int, head_dim: int, seq_len: int) -> float:
+    """Floating point operations of one trained token: 6N + 12·L·H·Dh·T, without a discount for causality."""
+    return 6.0 * num_params + 12.0 * layers * heads * head_dim * seq_len
+
+
+class MetricsLog:
+    """The one place where numbers leave the run; a rank other than 0 gets `enabled=False` and writes nothing.
+
+    `path` is appended to and flushed line by line. `keep_through` is the step that a resumed run continues from:
+    later records of the earlier start are dropped, so no step appears twice.
+    """
+
+    def __init__(self, path: Path, *, total_steps: int, keep_through: int = 0, enabled: bool = True) -> None:
+        self.total_steps = total_steps
+        self._screen = Screen(sys.stdout) if enabled else None
+        self._file: TextIO | None = None
+        self._began = (time.monotonic(), keep_through)
+        if enabled:
+            drop_records_after(path, keep_through)
+            self._file = path.open("a", encoding="utf-8")
+
+    def train(self, record: Record) -> None:
+        """One training step: `step, loss, grad_norm, lr, tokens, …`."""
+        if self._write(record) and self._screen:
+            self._screen.line(render_train(record, self.total_steps, self._seconds_left(record["step"])))
+            self._screen.bar(record["step"], self.total_steps)
+
+    def evaluation(self, record: Record) -> None:
+        """One evaluation: `step, eval_loss, eval_tokens`."""
+        if self._write(record) and self._screen:
+            self._screen.line(render_eval(record, self.total_steps))
+
+    def note(self, text: str) -> None:
+        """A sentence for the reader of the console; not a number."""
+        if self._screen:
+            self._screen.line(text)
+
+    def close(self) -> None:
+        if self._screen:
+            self._screen.clear()
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Record) -> bool:
+        if self._file is None:
+            return False
+        self._file.write(json.dumps(finite(record)) + "\n")
+        self._file.flush()
+        return True
+
+    def _seconds_left(self, step: int) -> float | None:
+        began, first = self._began
+        done = step - first
+        # the first step holds warm-up costs that would spoil the estimate
+        return (time.monotonic() - began) / done * (self.total_steps - step) if done > 1 else None
+
+
+class Screen:
+    """Lines on a stream, and below them a bar when the stream is a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._shown = ""
+
+    def line(self, text: str) -> None:
+        shown = self._shown
+        self.clear()
+        self._stream.write(text + "\n")
+        self._show(shown)
+
+    def bar(self, step: int, total: int) -> None:
+        if self._live:
+            self.clear()
+            self._show(render_bar(step, total))
+
+    def clear(self) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._shown = ""
+        self._stream.flush()
+
+    def _show(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+        self._shown = text
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Leave only complete records up to `step` in the file; atomic, and no error when there is no file."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _recorded_step(line) <= step]
+    if kept == lines:
+        return
+    aside = path.with_suffix(".tmp")
+    aside.write_bytes(b"".join(kept))
+    aside.replace(path)
+
+
+def _recorded_step(line: bytes) -> float:
+    """The step of one JSON line; infinite for a line that a killed process left unfinished."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def finite(record: Record) -> Record:
+    """The record with NaN and infinities as None: JSON has neither."""
+    return {key: None if _is_nonfinite(value) else value for key, value in record.items()}
+
+
+def _is_nonfinite(value: object) -> bool:
+    return isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
+
+
+def render_train(record: Record, total_steps: int, seconds_left: float | None) -> str:
+    """`step 12/200  loss 3.1234  lr 9.80e-04  grad 1.23  12.3k tok/s  mem 3.2 GiB  eta 1:23`."""
+    parts = [
+        f"step {record['step']}/{total_steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.2e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{render_count(record['tokens_per_s_per_gpu'])} tok/s/gpu",
+    ]
+    parts += [f"mfu {record['mfu']:.1%}"] if record.get("mfu") is not None else []
+    parts += [f"mem {record['mem_gib']:.1f} GiB"] if record.get("mem_gib") is not None else []
+    parts += [f"eta {render_duration(seconds_left)}"] if seconds_left is not None else []
+    parts += ["skipped: gradient not finite"] if record.get("skipped") else []
+    return "  ".join(parts)
+
+
+def render_eval(record: Record, total_steps: int) -> str:
+    return (
+        f"step {record['step']}/{total_steps}  held-out loss {record['eval_loss']:.4f} ({record['eval_tokens']} tokens)"
+    )
+
+
+def render_count(number: float) -> str:
+    """`950`, `12.3k`, `4.5M`."""
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{suffix}"
+    return f"{number:.0f}"
+
+
+def render_duration(seconds: float) -> str:
+    """`0:07`, `1:23`, `2:03:04`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def render_bar(step: int, total: int, width: int = 30) -> str:
+    """`[##########--------------------] 33 %`."""
+    done = width * step // max(1, total)
+    return f"[{'#' * done}{'-' * (width - done)}] {100 * step // max(1, total)} %"
