@@ -1,0 +1,220 @@
+"""Read a config file: `.py` by running it, YAML by its nodes. Each gives values and the places where they stand."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+from trainer.config_fields import ConfigError, Places, Word, section_of_class, unknown_key
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    import yaml
+
+YAML_SUFFIXES = (".yaml", ".yml")
+MODULE_NAME = "torchferry_config"
+MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
+UNKNOWN_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+RAISED_HINTS = {
+    "FrozenInstanceError": "configs do not change; give the value to Config(...) or use dataclasses.replace",
+    "ModuleNotFoundError": "a config is read on this machine, so what it imports must be installed here",
+}
+
+
+def read_source(path: Path) -> bytes:
+    """The bytes of a config file; a ConfigError when there is none to read."""
+    if not path.exists():
+        raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
+    if path.is_dir():
+        raise ConfigError(f"config {path} is a folder", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
+    if path.suffix not in (".py", *YAML_SUFFIXES):
+        ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
+        raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
+    if not source.strip():
+        raise ConfigError(f"config {path} is empty")
+    return source
+
+
+def _nearest_file(path: Path) -> str:
+    from difflib import get_close_matches
+
+    with contextlib.suppress(OSError):
+        names = [p.name for p in path.parent.iterdir() if p.suffix in (".py", *YAML_SUFFIXES)]
+        near = get_close_matches(path.name, names, n=1)
+        if near:
+            return f"did you mean {path.parent / near[0]}?"
+    return f"looked from {Path.cwd()}" if not path.is_absolute() else ""
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def read_python(path: Path) -> tuple[Config, Places]:
+    """Run a `.py` config and return its `config`, not yet checked, with the line of every keyword it gives.
+
+    Its folder is importable meanwhile, and what it prints goes to stderr: stdout is for data.
+    """
+    source = read_source(path)
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise _syntax_error(error, path) from None
+    places = Places(str(path), {key: f"{path}:{line}" for key, line in keyword_lines(ast.parse(source)).items()})
+    module = ModuleType(MODULE_NAME)
+    module.__file__ = str(path)
+    try:
+        with _importable(path.parent.resolve(), module), contextlib.redirect_stdout(sys.stderr):
+            exec(code, module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise _raised(error, path, places) from None
+    return _defined_config(vars(module), path), places
+
+
+def _defined_config(names: dict[str, object], path: Path) -> Config:
+    if "config" not in names:
+        other = [name for name, value in names.items() if isinstance(value, Config)]
+        hint = f"rename {other[0]} to config" if other else "it must end with: config = Config(...)"
+        raise ConfigError(f"{path} does not define config", where=str(path), hint=hint)
+    config = names["config"]
+    if not isinstance(config, Config):
+        message = f"config is a {type(config).__name__}, expected a Config"
+        raise ConfigError(message, where=str(path), hint="from trainer.schema import Config; config = Config(...)")
+    return config
+
+
+@contextlib.contextmanager
+def _importable(folder: Path, module: ModuleType) -> Iterator[None]:
+    """The folder comes first in sys.path; afterwards all is as before and the folder's modules are forgotten."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    sys.modules[MODULE_NAME] = module
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if name == MODULE_NAME or (file and Path(file).parent == folder):
+                del sys.modules[name]
+
+
+def keyword_lines(tree: ast.Module) -> dict[str, int]:
+    """Line of every keyword of a call of a schema class, by dotted key; without those that are given twice."""
+    prefixes = section_of_class()
+    found: list[tuple[str, int]] = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in prefixes:
+            found += [(f"{prefixes[name]}{k.arg}", k.value.lineno) for k in call.keywords if k.arg]
+    times = Counter(key for key, _ in found)
+    return {key: line for key, line in found if times[key] == 1}
+
+
+def _syntax_error(error: SyntaxError | ValueError, path: Path) -> ConfigError:
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename or path}:{error.lineno}" if error.lineno else str(path)
+        return ConfigError(f"syntax error: {error.msg}", where=where, hint=(error.text or "").strip())
+    return ConfigError(f"{path} is not Python: {error}", where=str(path))
+
+
+def _raised(error: BaseException, path: Path, places: Places) -> ConfigError:
+    """The error for an exception that the config's own code raised."""
+    if isinstance(error, SyntaxError):  # in a module that the config imports
+        return _syntax_error(error, path)
+    line = _line_in(error.__traceback__, str(path))
+    where = f"{path}:{line}" if line else str(path)
+    unknown = UNKNOWN_KEYWORD.match(str(error)) if isinstance(error, TypeError) else None
+    if unknown and unknown[1] in section_of_class():
+        key = f"{section_of_class()[unknown[1]]}{unknown[2]}"
+        return unknown_key(key, Places(where, places.by_key))
+    kind = type(error).__name__
+    text = str(error) or "without a message"
+    return ConfigError(f"the config raised {kind}: {text}", where=where, hint=RAISED_HINTS.get(kind, ""))
+
+
+def _line_in(trace: TracebackType | None, filename: str) -> int | None:
+    lines = [line for frame, line in traceback.walk_tb(trace) if frame.f_code.co_filename == filename]
+    return lines[-1] if lines else None
+
+
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def read_yaml(path: Path) -> tuple[dict[str, object], Places]:
+    """The nested values of a YAML config, unquoted scalars as `Word`, with the line of every key and list element."""
+    source = read_source(path)
+    node = _compose(source, str(path))
+    if node is None:
+        raise ConfigError(f"config {path} is empty", where=str(path))
+    lines: dict[str, str] = {}
+    tree = node_value(node, "", str(path), lines)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} is not a mapping of sections", where=f"{path}:{node.start_mark.line + 1}")
+    return tree, Places(str(path), lines)
+
+
+def read_yaml_text(text: str, key: str, place: str) -> object:
+    """The value that a piece of YAML on the command line says, unquoted scalars as `Word`."""
+    node = _compose(text, place)
+    return Word("") if node is None else node_value(node, key, "", {})
+
+
+def _compose(source: bytes | str, place: str) -> yaml.Node | None:
+    import yaml
+
+    try:
+        node: yaml.Node | None = yaml.compose(source, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
+        raise ConfigError(f"not valid YAML: {problem}", where=where) from None
+    except RecursionError:
+        raise ConfigError("not a config: nested too deeply", where=place) from None
+    return node
+
+
+def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> object:
+    """The value of a YAML node; puts the place of every key below it into `lines`. Refuses tags and repeated keys."""
+    import yaml
+
+    place = f"{file}:{node.start_mark.line + 1}"
+    if "python/" in node.tag or not node.tag.startswith("tag:yaml.org,2002:"):
+        raise ConfigError(f"{key or 'the config'} has the YAML tag {node.tag}, which is not allowed", where=place)
+    if key.count(".") + key.count("[") > MAX_DEPTH:
+        raise ConfigError(f"{key} is nested too deeply", where=place)
+    if isinstance(node, yaml.ScalarNode):
+        return Word(node.value) if node.style is None else str(node.value)
+    if isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            lines[f"{key}[{i}]"] = f"{file}:{item.start_mark.line + 1}"
+        return [node_value(item, f"{key}[{i}]", file, lines) for i, item in enumerate(node.value)]
+    return _mapping_value(node, key, file, lines)
+
+
+def _mapping_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name_node, value_node in node.value:
+        name = name_node.value if isinstance(name_node.value, str) else "[…]"
+        inner = f"{key}.{name}" if key else name
+        place = f"{file}:{name_node.start_mark.line + 1}"
+        if name in values:
+            raise ConfigError(
+                f"{inner} is given twice", where=f"{lines[inner]} and line {name_node.start_mark.line + 1}"
+            )
+        lines[inner] = place
+        values[name] = node_value(value_node, inner, file, lines)
+    return values

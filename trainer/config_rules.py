@@ -1,0 +1,314 @@
+"""Rules that a config of right types must keep, each broken one with all its numbers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config_fields import COMMAND_LINE, ConfigError, Places, field_kinds, get_key, scalar_texts, show
+from trainer.schema import Config, ModelConfig
+
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+GPU_UUID = re.compile(r"GPU-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
+
+# Set by the launcher for every process; a second source would silently win or lose.
+LAUNCHER_NAMES = {
+    "CUDA_VISIBLE_DEVICES": "target.gpu_ranks says which GPUs the job sees",
+    "CUDA_DEVICE_ORDER": "it is PCI_BUS_ID always, so that target.gpu_ranks are nvidia-smi's indices",
+} | dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "torchrun sets it for every process",
+)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold: the key to look at first, what is wrong, what to do, the other keys in it."""
+
+    key: str
+    message: str
+    hint: str = ""
+    others: tuple[str, ...] = ()
+
+    def place(self, places: Places) -> str:
+        """Where the first of the keys stands, or the command line if it gave one of them: it came last."""
+        found = [places.of(key) for key in (self.key, *self.others)]
+        return COMMAND_LINE if COMMAND_LINE in found else found[0]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Which numbers a key takes; `words` completes `KEY is VALUE, must be …`."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Limit("0 or more", lambda v: v >= 0)
+AT_LEAST_1 = Limit("1 or more", lambda v: v >= 1)
+AT_LEAST_2 = Limit("2 or more", lambda v: v >= 2)
+ABOVE_0 = Limit("more than 0", lambda v: v > 0)
+SHARE = Limit("0 or more and less than 1", lambda v: 0 <= v < 1)
+SEED = Limit("0 to 4294967295", lambda v: 0 <= v < 2**32)
+EVEN = Limit("an even number of 2 or more (rotary embeddings turn pairs)", lambda v: v >= 2 and v % 2 == 0)
+
+LIMITS = {
+    "model.hidden_size": AT_LEAST_1,
+    "model.intermediate_size": AT_LEAST_1,
+    "model.num_layers": AT_LEAST_1,
+    "model.num_heads": AT_LEAST_1,
+    "model.num_kv_heads": AT_LEAST_1,
+    "model.head_dim": EVEN,
+    "model.rope_theta": ABOVE_0,
+    "model.rms_norm_eps": ABOVE_0,
+    "model.max_position_embeddings": AT_LEAST_2,
+    "data.eval_fraction": SHARE,
+    "data.seq_len": AT_LEAST_2,
+    "data.max_train_rows": AT_LEAST_1,
+    "data.max_eval_rows": AT_LEAST_1,
+    "data.workers": AT_LEAST_0,
+    "optim.learning_rate": ABOVE_0,
+    "optim.min_learning_rate": AT_LEAST_0,
+    "optim.warmup_steps": AT_LEAST_0,
+    "optim.decay_steps": AT_LEAST_1,
+    "optim.beta1": SHARE,
+    "optim.beta2": SHARE,
+    "optim.eps": ABOVE_0,
+    "optim.weight_decay": AT_LEAST_0,
+    "optim.max_grad_norm": AT_LEAST_0,
+    "train.steps": AT_LEAST_1,
+    "train.epochs": ABOVE_0,
+    "train.micro_batch_size": AT_LEAST_1,
+    "train.grad_accum_steps": AT_LEAST_1,
+    "train.global_batch_size": AT_LEAST_1,
+    "train.seed": SEED,
+    "train.log_every": AT_LEAST_1,
+    "train.eval_every": AT_LEAST_0,
+    "train.eval_batches": AT_LEAST_1,
+    "train.save_every": AT_LEAST_0,
+    "train.keep_last": AT_LEAST_0,
+    "train.max_nonfinite_steps": AT_LEAST_1,
+    "train.stop_after_steps": AT_LEAST_1,
+}
+
+
+BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
+
+
+def num_processes(config: Config) -> int:
+    """Processes of the job on one node: one for each entry of gpu_ranks, or one for a script without torchrun."""
+    return 1 if config.script is not None and not config.torchrun else len(config.target.gpu_ranks)
+
+
+def resolved_backend(config: Config) -> Literal["pytorch", "ddp", "fsdp"]:
+    """The training backend with `auto` decided."""
+    if config.target.train_backend != "auto":
+        return config.target.train_backend
+    return "pytorch" if num_processes(config) == 1 else "fsdp"
+
+
+def check_config(config: Config, *, places: Places | None = None) -> None:
+    """Raise a ConfigError for the first rule that a config of right types breaks; `places` tells where keys stand."""
+    rules = (_limits, _texts, _gpus, _environment, _script, _model, _data, _length, _batch, _schedule)
+    for broken in (broken for rule in rules for broken in rule(config)):
+        raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
+
+
+def _limits(config: Config) -> Iterator[Broken]:
+    for key, limit in LIMITS.items():
+        value = get_key(config, key)
+        if value is not None and not limit.holds(value):
+            yield Broken(key, f"{key} is {value}, must be {limit.words}")
+
+
+def _texts(config: Config) -> Iterator[Broken]:
+    for key, text in scalar_texts(config):
+        if not text.strip() and key != "data.system_prompt" and not key.startswith("args["):
+            yield Broken(key, f"{key} is empty")
+    if not RUN_NAME.fullmatch(config.run.name):
+        allowed = "letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        yield Broken("run.name", f"run.name is {config.run.name!r}, it may hold only {allowed}")
+    for key, value in (("target.ssh", config.target.ssh), ("target.python", config.target.python)):
+        if value is not None and value.startswith("-"):
+            yield Broken(key, f"{key} is {value!r}, it may not start with '-'")
+
+
+def _gpus(config: Config) -> Iterator[Broken]:
+    key, ranks = "target.gpu_ranks", config.target.gpu_ranks
+    if not ranks:
+        yield Broken(
+            key, f"{key} is empty", "name one GPU index for each process; with target.device=cpu any index does"
+        )
+    for rank in ranks:
+        number = _index(rank)
+        if number is not None and number < 0:
+            yield Broken(key, f"{key} holds {rank}, a GPU index is 0 or more")
+        if number is None and not GPU_UUID.fullmatch(str(rank)):
+            yield Broken(key, f"{key} holds {rank!r}, expected an index such as 0 or a UUID such as GPU-8932f937-…")
+    seen: set[str] = set()
+    for rank in ranks:
+        name = str(rank).upper() if _index(rank) is None else str(_index(rank))
+        if name in seen:
+            yield Broken(key, f"{key} is {show(ranks)}, it names {rank} twice", "one process for each GPU")
+        seen.add(name)
+    if len({_index(rank) is None for rank in ranks}) > 1:
+        yield Broken(key, f"{key} is {show(ranks)}, CUDA takes indices or UUIDs, not both")
+    if config.target.train_backend == "pytorch" and num_processes(config) > 1:
+        message = f"target.train_backend is pytorch, one process, but {key} names {len(ranks)} GPUs: {show(ranks)}"
+        yield Broken("target.train_backend", message, "use ddp or fsdp, or name one GPU", (key,))
+
+
+def _index(rank: int | str) -> int | None:
+    """The GPU index that an entry names, also when written as text; None for anything else."""
+    if isinstance(rank, int):
+        return rank
+    return int(rank) if re.fullmatch(r"[-+]?[0-9]{1,9}", rank) else None
+
+
+def _environment(config: Config) -> Iterator[Broken]:
+    env, secrets = config.target.env, config.target.secrets
+    named = [(f"target.env.{name}", name) for name in env]
+    named += [(f"target.secrets[{i}]", name) for i, name in enumerate(secrets)]
+    for key, name in named:
+        section = key.partition("[")[0] if "[" in key else "target.env"
+        if not ENV_NAME.fullmatch(name):
+            hint = "a secret is given by its name; its value stays in your environment" if "[" in key else ""
+            yield Broken(key, f"{section} holds {name!r}, not a name of an environment variable", hint)
+        reason = "it is the launcher's own" if name.startswith("TORCHFERRY_") else LAUNCHER_NAMES.get(name)
+        if reason:
+            yield Broken(key, f"{section} may not set {name}: {reason}")
+    for i, name in enumerate(secrets):
+        if name in env:
+            yield Broken(f"target.env.{name}", f"{name} is in both target.env and target.secrets", "keep one of them")
+        if name in secrets[:i]:
+            yield Broken(f"target.secrets[{i}]", f"target.secrets names {name} twice")
+
+
+def _script(config: Config) -> Iterator[Broken]:
+    if config.script is None:
+        if config.args:
+            yield Broken("args", f"args is {show(config.args)}, but there is no script to take them", "set script")
+        if not config.torchrun:
+            yield Broken("torchrun", "torchrun is false, which needs a script: the trainer has its own launcher")
+        return
+    default = Config()
+    changed = [s for s in ("model", "data", "optim", "train", "parallel") if getattr(config, s) != getattr(default, s)]
+    if changed:
+        message = (
+            f"script is {config.script!r}, so the trainer does not run, but it is configured in: {', '.join(changed)}"
+        )
+        yield Broken(
+            changed[0], message, f"pass a script's own settings in args and drop {', '.join(changed)}", ("script",)
+        )
+    if config.target.train_backend != "auto":
+        message = f"target.train_backend is {config.target.train_backend}, but script {config.script!r} decides that"
+        yield Broken(
+            "target.train_backend", message, "drop it; gpu_ranks and torchrun still say how many processes start"
+        )
+
+
+def _model(config: Config) -> Iterator[Broken]:
+    m = config.model
+    if m.init == "pretrained" and m.name is None:
+        yield Broken("model.init", "model.init is pretrained, but model.name is null", "set model.name")
+    if m.name is not None:
+        return  # the shape is the named model's
+    if m.head_dim is None and m.hidden_size % m.num_heads:
+        message = f"model.hidden_size is {m.hidden_size}, not a multiple of model.num_heads, {m.num_heads}"
+        yield Broken("model.hidden_size", message, "change one of them or set model.head_dim", ("model.num_heads",))
+    elif m.head_dim is None and not EVEN.holds(m.hidden_size // m.num_heads):
+        heads = f"model.hidden_size {m.hidden_size} / model.num_heads {m.num_heads}"
+        yield Broken(
+            "model.hidden_size",
+            f"{heads} = {m.hidden_size // m.num_heads} per head, must be {EVEN.words}",
+            "",
+            ("model.num_heads",),
+        )
+    if m.num_heads % m.num_kv_heads:
+        message = f"model.num_heads is {m.num_heads}, not a multiple of model.num_kv_heads, {m.num_kv_heads}"
+        yield Broken("model.num_kv_heads", message, "", ("model.num_heads",))
+    if config.data.seq_len > m.max_position_embeddings:
+        limit = f"model.max_position_embeddings, {m.max_position_embeddings}"
+        yield Broken(
+            "data.seq_len",
+            f"data.seq_len is {config.data.seq_len}, more than {limit}",
+            "",
+            ("model.max_position_embeddings",),
+        )
+
+
+def _data(config: Config) -> Iterator[Broken]:
+    if not config.data.train:
+        yield Broken("data.train", "data.train is empty", "name a JSONL or Parquet file or a dataset")
+
+
+def _length(config: Config) -> Iterator[Broken]:
+    t = config.train
+    if t.steps is not None and t.epochs is not None:
+        message = f"train.steps is {t.steps} and train.epochs is {t.epochs:g}: only one may say how long to train"
+        hint = "set the other to null; in a .py config steps=None, since it has a default"
+        yield Broken("train.epochs", message, hint, ("train.steps",))
+    if t.steps is None and t.epochs is None:
+        yield Broken("train.steps", "neither train.steps nor train.epochs is given", "set one of them")
+
+
+def _batch(config: Config) -> Iterator[Broken]:
+    t, n = config.train, num_processes(config)
+    total = t.global_batch_size
+    if total is None:
+        return
+    if total < n:
+        message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"
+        yield Broken("train.global_batch_size", message, f"make it {n} or more", ("target.gpu_ranks",))
+    accum = t.grad_accum_steps
+    if accum is not None and total != t.micro_batch_size * accum * n:
+        product = f"micro_batch_size {t.micro_batch_size} x grad_accum_steps {accum} x {_processes(n)}"
+        message = f"train.global_batch_size is {total}, but {product} = {t.micro_batch_size * accum * n}"
+        yield Broken(
+            "train.global_batch_size", message, "set only one of global_batch_size and grad_accum_steps", BATCH_KEYS
+        )
+
+
+def _processes(n: int) -> str:
+    return "1 process" if n == 1 else f"{n} processes"
+
+
+def _schedule(config: Config) -> Iterator[Broken]:
+    o, steps = config.optim, config.train.steps
+    if o.min_learning_rate > o.learning_rate:
+        message = f"optim.min_learning_rate is {o.min_learning_rate:g}, more than learning_rate, {o.learning_rate:g}"
+        yield Broken("optim.min_learning_rate", message, "", ("optim.learning_rate",))
+    if o.decay_steps is not None and o.schedule != "wsd":
+        message = (
+            f"optim.decay_steps is {o.decay_steps}, but optim.schedule is {o.schedule}; only wsd has a decay of its own"
+        )
+        yield Broken("optim.decay_steps", message, "drop decay_steps or set optim.schedule=wsd", ("optim.schedule",))
+    if steps is not None and o.warmup_steps > steps:
+        message = f"optim.warmup_steps is {o.warmup_steps}, more than train.steps, {steps}"
+        yield Broken("optim.warmup_steps", message, f"set optim.warmup_steps={steps // 10}", ("train.steps",))
+    if steps is not None and o.decay_steps is not None and o.warmup_steps + o.decay_steps > steps:
+        total = f"optim.warmup_steps {o.warmup_steps} + decay_steps {o.decay_steps} = {o.warmup_steps + o.decay_steps}"
+        yield Broken(
+            "optim.decay_steps", f"{total}, more than train.steps, {steps}", "", ("train.steps", "optim.warmup_steps")
+        )
+
+
+def config_notes(config: Config) -> list[str]:
+    """One line for every key that is set but has no effect beside the others; to be shown, not to stop at."""
+    notes = []
+    default, model = ModelConfig(), config.model
+    if model.name is not None:
+        shape = [f for f in field_kinds(ModelConfig) if f not in ("name", "init")]
+        ignored = [f"model.{f}" for f in shape if getattr(model, f) != getattr(default, f)]
+        if ignored:
+            notes.append(f"{', '.join(ignored)}: no effect, {model.name} brings its own shape")
+    if config.data.eval and config.data.eval_fraction != Config().data.eval_fraction:
+        notes.append("data.eval_fraction: no effect, data.eval names the held-out data")
+    if resolved_backend(config) != "fsdp" and not config.parallel.reshard_after_forward:
+        notes.append(f"parallel.reshard_after_forward: no effect with {resolved_backend(config)}")
+    if config.optim.schedule == "constant" and config.optim.min_learning_rate:
+        notes.append("optim.min_learning_rate: no effect with the constant schedule")
+    return notes
