@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import numpy as np
 
 from trainer.data.errors import DataError
@@ -77,16 +78,18 @@ def render(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, row_id: str, open_turn: bool = False
 ) -> str:
     """The text of a conversation; `open_turn` adds what stands before the assistant's next words."""
-    import jinja2
-
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_turn)
     except jinja2.TemplateError as error:
-        raise DataError(
-            f"the chat template refuses the conversation: {error}",
-            where=row_id,
-            hint="change the row, or set data.chat_template",
-        ) from None
+        raise _refused(error, row_id) from None
+
+
+def _refused(error: Exception, row_id: str) -> DataError:
+    return DataError(
+        f"the chat template refuses the conversation: {error}",
+        where=row_id,
+        hint="change the row, or set data.chat_template",
+    )
 
 
 def _with_system(row: Row, system_prompt: str | None) -> tuple[list[Message], int]:
@@ -113,13 +116,16 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 def _encode_with_tags(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, context: int, row_id: str
 ) -> Encoded:
-    text = render(tokenizer, messages, row_id=row_id)
-    out = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    try:
+        out = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except jinja2.TemplateError as error:
+        raise _refused(error, row_id) from None
     is_target = np.asarray(out["assistant_masks"], dtype=bool)
     turns = _assistant_turns(messages)
     if turns and not is_target.any():
+        text = render(tokenizer, messages, row_id=row_id)
         raise _not_found(text, row_id, "its {% generation %} tags mark nothing")
     skipped = sum(index < context for index in turns)
     if skipped:
@@ -142,7 +148,7 @@ def _encode_with_spans(
     text = render(tokenizer, messages, row_id=row_id)
     out = _tokenize(tokenizer, text)
     starts, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-    special = np.isin(out["input_ids"], _special_ids(tokenizer))
+    special = np.isin(out["input_ids"], special_ids(tokenizer))
     is_target = np.zeros(len(starts), dtype=bool)
     for turn in _assistant_turns(messages):
         if turn < context:
@@ -166,10 +172,12 @@ def turn_span(
     (Qwen3's empty `<think>` block) is part of it. A template may render a turn differently once more turns follow
     (Qwen3 removes earlier thoughts): everything is looked up in the final text.
     """
+    closed = prompt = ""
+    if turn > 0:  # many templates cannot render an empty conversation
+        closed = render(tokenizer, messages[:turn], row_id=row_id)
+        prompt = render(tokenizer, messages[:turn], row_id=row_id, open_turn=True)
     replaced = [*messages[:turn], {**messages[turn], "content": SENTINEL}, *messages[turn + 1 :]]
     before, found, after = render(tokenizer, replaced, row_id=row_id).partition(SENTINEL)
-    prompt = render(tokenizer, messages[:turn], row_id=row_id, open_turn=True)
-    closed = render(tokenizer, messages[:turn], row_id=row_id)
     # a template without a generation prompt leaves the assistant's header out; then the words alone are the turn
     begin = prompt if prompt != closed and text.startswith(prompt) else before
     span = len(begin), len(text) - len(after)
@@ -186,7 +194,8 @@ def _with_end_token(text: str, end: int, *, starts: np.ndarray, ends: np.ndarray
     return end
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Ids of the tokens that stand for no text, such as the end of a turn."""
     added = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
     return [*added, *tokenizer.all_special_ids]
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.data.chat import Encoded, encode
+import numpy as np
+
+from trainer.data.chat import Encoded, encode, special_ids
 from trainer.data.errors import DataError
 from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, Row, read_conversations
 from trainer.schema import Config, DataConfig
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SHOWN_IDS = 5
+SAMPLE_DOCS = 100
 CHUNK_ROWS = 256  # per task of a tokenizing process
 
 NO_TARGET = "no target token"
@@ -160,6 +163,14 @@ def _keep(encoded: Encoded, data: DataConfig, report: SplitReport) -> Encoded | 
     if too_long:
         report.truncated.append(encoded.id)
     return doc
+
+
+def trains_end_token(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether a whole document has a special token among its targets, so that the model can learn to stop."""
+    special = special_ids(tokenizer)
+    cut = set(documents.report.truncated)
+    whole = [doc for doc in documents.docs[:SAMPLE_DOCS] if doc.id not in cut]
+    return not whole or any(np.isin(doc.ids[doc.is_target], special).any() for doc in whole)
 
 
 def check_documents(documents: Documents, *, where: str, seq_len: int) -> None:

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,13 +20,19 @@ import torch
 
 from trainer.batch import Batch
 from trainer.data.chat import check_template
-from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows
+from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows, trains_end_token
 from trainer.data.errors import DataError
 from trainer.data.packing import PackedRow, Plan, build_row, plan_rows
 from trainer.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+NO_END_TOKEN = (
+    "note: no end token is among the targets, so the model will not learn to stop; "
+    "the chat template's assistant turn should end with one"
+)
 
 
 class Ranks(Protocol):
@@ -75,7 +82,8 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast) 
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
-    return Data(train, evaluation, DataReport(documents.report, held_out.report if held_out.docs else None))
+    notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
+    return Data(train, evaluation, DataReport(documents.report, held_out.report if held_out.docs else None, notes))
 
 
 class TrainLoader:
@@ -92,6 +100,7 @@ class TrainLoader:
         self._ranks = ranks
         self._pad_id = pad_id
         self._epochs: list[Plan] = []
+        self._planning = Lock()  # the caller and the thread both ask for epochs
         self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
@@ -196,9 +205,10 @@ class TrainLoader:
         return epoch, row
 
     def _epoch(self, epoch: int) -> Plan:
-        while len(self._epochs) <= epoch:
-            self._epochs.append(plan_epoch(self._lengths, epoch=len(self._epochs), config=self._config))
-        return self._epochs[epoch]
+        with self._planning:
+            while len(self._epochs) <= epoch:
+                self._epochs.append(plan_epoch(self._lengths, epoch=len(self._epochs), config=self._config))
+            return self._epochs[epoch]
 
 
 class EvalSet:

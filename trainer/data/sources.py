@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -52,7 +53,7 @@ def read_conversations(
     text, where "test" is `held_out_share` of the modules. Raises DataError for anything that cannot be read.
     """
     if spec.startswith("builtin:"):
-        return list(islice(_read_builtin(spec, split, held_out_share), limit))
+        return _read_builtin(spec, split, held_out_share)[:limit]
     records = list(islice(_read_records(spec, split), limit))
     if not records:
         raise DataError(f"{spec} has no rows", where=_shown(spec))
@@ -162,6 +163,8 @@ def _message(item: Any, key: str, row_id: str) -> Message:
 def _text(value: Any, key: str, row_id: str) -> str:
     """`value` when it is a string; the joined text when it is a list of {"type": "text"} parts."""
     if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            raise DataError(f"{key} holds half a surrogate pair, which is no text", where=row_id, hint="remove the row")
         return value
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
         return "".join(_text(part.get("text"), key, row_id) for part in value)
@@ -204,16 +207,21 @@ def _read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
 
 
 def _read_json_lines(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{spec}:{number}", _record(_parse_json(line, f"{spec}:{number}"), f"{spec}:{number}")
+    for number, line in enumerate(_read_lines(path), start=1):
+        if line.strip():
+            yield f"{spec}:{number}", _record(_parse_json(line, f"{spec}:{number}"), f"{spec}:{number}")
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path.absolute()} cannot be read: {error}") from None
 
 
 def _read_json_list(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
-    data = path.read_bytes()
-    value = _parse_json(gzip.decompress(data) if path.suffix == ".gz" else data, spec)
+    value = _parse_json(b"".join(_read_lines(path)), spec)
     if not isinstance(value, list):
         raise DataError("the file holds no list of rows", where=_shown(spec), hint="one object a line is .jsonl")
     for index, item in enumerate(value):
@@ -271,10 +279,17 @@ def _first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _read_builtin(spec: str, split: str, held_out_share: float) -> Iterator[Row]:
+def _read_builtin(spec: str, split: str, held_out_share: float) -> list[Row]:
     if spec != STDLIB_DOCS:
         raise DataError(f"there is no {spec}", hint=f"the one built-in text is {STDLIB_DOCS}")
-    wanted = split != TRAIN
-    for pair in read_stdlib_pairs():
-        if is_held_out(pair.module, held_out_share) == wanted:
-            yield Row(f"{spec}[{pair.name}]", _question_answer(pair.question, pair.answer))
+    rows = [
+        Row(f"{spec}[{pair.name}]", _question_answer(pair.question, pair.answer))
+        for pair in read_stdlib_pairs()
+        if is_held_out(pair.module, held_out_share) == (split != TRAIN)
+    ]
+    if not rows:
+        raise DataError(
+            f"{spec} has no rows for the split {split!r} with {held_out_share:.0%} of its modules held out",
+            hint="change data.eval_fraction",
+        )
+    return rows

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import inspect
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -71,7 +72,9 @@ def _pairs_of_file(path: Path, folder: Path) -> Iterator[DocPair]:
     parts = path.relative_to(folder).with_suffix("").parts
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     try:
-        tree = ast.parse(path.read_bytes())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in somebody else's file
+            tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):  # some files are bad on purpose, some belong to another Python
         return
     yield from _pair(module, module, f"What is the module `{module}` for?", tree)

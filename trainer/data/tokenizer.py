@@ -44,12 +44,14 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
 
 
 def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes and 4 special tokens, 260 in all; any text survives encoding and decoding."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """256 bytes and 4 special tokens, 260 in all; any text in composed form (NFC) survives encoding and decoding."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     model = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    # an export of the qwen2 family is reopened as Qwen2Tokenizer whatever its files say, and that one composes
+    model.normalizer = normalizers.NFC()
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     model.add_special_tokens([PAD, TURN_START, TURN_END, END_OF_TEXT])
