@@ -1,4 +1,4 @@
-"""Between a Decoder and Hugging Face's files: shapes from config.json, weights from and to safetensors.
+"""The weights of a Decoder from and to Hugging Face's files; its shape from them is `trainer.models.shapes`' matter.
 
 Every tensor is spoken of by Hugging Face's name, whatever wraps the model: DDP, FSDP, checkpointing or compile.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,198 +19,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.dist import Dist, on_rank0, rank0_first
-from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.dist import Dist, on_rank0
+from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import greedy, sequence_logits
+from trainer.models.shapes import ModelError, model_folder, rope_fields, shape_from_config, shape_to_hf_config
 from trainer.parallel import fsdp_modules, local_tensor
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-    from trainer.schema import ModelConfig
+    from transformers import PreTrainedTokenizerBase
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INIT_STD = 0.02
 
-
-class ModelError(Exception):
-    """A model that cannot be built, read or written as asked."""
-
-
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
-
-def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first)."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"model.name={name}: there is no such folder")
-    return rank0_first(dist, lambda: _download(name, weights))
-
-
-def _download(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"model.name={name} is no folder here and could not be fetched from Hugging Face: {reason};"
-            " give a local folder, or check the name, the network and HF_TOKEN"
-        ) from error
-
-
-def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
-    """The shape of the configured model: of `folder` (or config.name) when it has a name, else from the fields.
-
-    `vocab_size` is the tokenizer's; a named model must have at least as many rows in its embedding.
-    """
-    if config.name is not None:
-        return shape_from_pretrained(folder or config.name, vocab_size)
-    head_dim = config.head_dim or config.hidden_size // config.num_heads
-    shape = DecoderShape(
-        family=config.family,
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=head_dim,
-        rope_theta=config.rope_theta,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_embeddings=config.tie_embeddings,
-        max_position_embeddings=config.max_position_embeddings,
-    )
-    if config.head_dim is None and config.hidden_size % config.num_heads:
-        raise ModelError(
-            f"model.hidden_size={config.hidden_size} is not a multiple of num_heads={config.num_heads}; set model.head_dim"
-        )
-    return _checked(shape, "the config")
-
-
-def shape_from_pretrained(source: Path | str, vocab_size: int) -> DecoderShape:
-    """The shape that the config.json of a folder or Hugging Face name describes.
-
-    Raises ModelError for an architecture or a feature that Decoder does not compute, naming the field.
-    """
-    from transformers import AutoConfig
-
-    try:
-        hf = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source}: no usable config.json: {str(error).strip().splitlines()[0]}") from error
-    _refuse_unsupported(hf, source)
-    theta, scaling = _rope(hf, source)
-    if hf.vocab_size < vocab_size:
-        raise ModelError(
-            f"{source}: vocab_size={hf.vocab_size} is less than the tokenizer's {vocab_size} tokens;"
-            " use the model's own tokenizer"
-        )
-    shape = DecoderShape(
-        family=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=hf.rms_norm_eps,
-        tie_embeddings=hf.tie_word_embeddings,
-        max_position_embeddings=hf.max_position_embeddings,
-    )
-    return _checked(shape, source)
-
-
-def _checked(shape: DecoderShape, where: object) -> DecoderShape:
-    if shape.num_heads % shape.num_kv_heads:
-        raise ModelError(f"{where}: num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}")
-    if shape.head_dim % 2:
-        raise ModelError(f"{where}: head_dim={shape.head_dim} is odd; rotary embedding needs pairs")
-    return shape
-
-
-def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
-    if hf.model_type not in ("qwen2", "qwen3", "llama"):
-        raise ModelError(f"{source}: model_type={hf.model_type} is not supported; qwen2, qwen3 and llama are")
-    expected = {
-        "hidden_act": ("silu",),
-        "use_sliding_window": (False, None),
-        "attention_dropout": (0, 0.0, None),
-        "mlp_bias": (False, None),
-        "quantization_config": (None,),
-        "partial_rotary_factor": (1, None),
-    }
-    if hf.model_type != "qwen2":
-        expected["attention_bias"] = (False, None)
-    for field, allowed in expected.items():
-        value = getattr(hf, field, None)
-        if value not in allowed and not (field == "hidden_act" and value is None):
-            raise ModelError(f"{source}: {field}={value} is not supported; only {allowed[0]} is")
-    other = sorted(set(getattr(hf, "layer_types", None) or []) - {"full_attention"})
-    if other:
-        raise ModelError(f"{source}: layer_types has {', '.join(other)}; only full_attention is supported")
-
-
-def _rope(hf: PretrainedConfig, source: Path | str) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
-    fields = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    theta = fields.get("rope_theta") or getattr(hf, "rope_theta", 10000.0)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", fields["factor"])
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return theta, RopeScaling("llama3", *(fields[name] for name in names))
-    raise ModelError(f"{source}: rope_type={kind} is not supported; default, linear and llama3 are")
-
-
-def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
-    """The transformers config of the same model."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family]
-    names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-    return kind(
-        architectures=[names[shape.family]],
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        tie_word_embeddings=shape.tie_embeddings,
-        max_position_embeddings=shape.max_position_embeddings,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **_rope_fields(shape),
-    )
-
-
-def _rope_fields(shape: DecoderShape) -> dict[str, Any]:
-    """rope_theta and rope_scaling as transformers 4, vLLM and others read them; transformers 5 takes them too."""
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return {"rope_theta": shape.rope_theta, "rope_scaling": None}
-    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        fields["low_freq_factor"] = scaling.low_freq_factor
-        fields["high_freq_factor"] = scaling.high_freq_factor
-        fields["original_max_position_embeddings"] = scaling.original_max_position
-    return {"rope_theta": shape.rope_theta, "rope_scaling": fields}
+__all__ = [
+    "ModelError",
+    "export_model",
+    "gather_full",
+    "init_random",
+    "load_pretrained",
+    "model_folder",
+    "named_weights",
+    "plain_decoder",
+    "shape_from_config",
+    "shape_to_hf_config",
+    "verify_export",
+    "write_export",
+]
 
 
 # --- weights of a possibly sharded model ------------------------------------------------------------------------------
@@ -345,10 +179,10 @@ def export_model(
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         write_export(partial, shape, tensors=tensors, tokenizer=tokenizer, dtype=dtype)
-        verify_export(partial, shape, tensors=tensors, prompt_ids=prompt_ids)
+        verify_export(partial, shape, tensors=tensors, prompt_ids=prompt_ids, dtype=dtype)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(partial, folder)
+        partial.replace(folder)
 
     on_rank0(dist, write)
 
@@ -375,7 +209,7 @@ def write_export(
     state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"}, max_shard_size="5GB")
     special = _special_tokens(tokenizer)
-    config = shape_to_hf_config(shape).to_dict() | special | _rope_fields(shape)
+    config = shape_to_hf_config(shape).to_dict() | special | rope_fields(shape)
     # both spellings: transformers 4 and vLLM read torch_dtype, transformers 5 reads dtype
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -400,11 +234,18 @@ def plain_decoder(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> Decoder
 
 @torch.no_grad()
 def verify_export(
-    folder: Path, shape: DecoderShape, *, tensors: Mapping[str, Tensor], prompt_ids: Sequence[int], n: int = 20
+    folder: Path,
+    shape: DecoderShape,
+    *,
+    tensors: Mapping[str, Tensor],
+    prompt_ids: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    n: int = 20,
 ) -> None:
-    """Open an export with transformers, and compare weights, logits and `n` greedy tokens with ours.
+    """Open an export with transformers and compare it with ours: names, weights, and logits of a forward pass.
 
-    Raises ModelError on missing or unexpected names, logits further apart than 1e-4 of their scale, or another token.
+    The pass is over the prompt and the `n` tokens that our greedy decoding adds, so equal logits are equal tokens too.
+    Raises ModelError on missing or unexpected names, another weight, or logits further apart than 1e-4 of their scale.
     """
     from transformers import AutoModelForCausalLM
 
@@ -412,8 +253,11 @@ def verify_export(
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
         raise ModelError(f"the export in {folder} does not load in transformers: {wrong}")
-    state = theirs.state_dict()
-    ours = plain_decoder(shape, {name: state[name] for name in tensors})
+    loaded, written = theirs.state_dict(), {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
+    changed = [name for name, tensor in written.items() if not torch.equal(loaded[name], tensor)]
+    if changed:
+        raise ModelError(f"the export in {folder} holds other weights than were written: {', '.join(changed)}")
+    ours = plain_decoder(shape, written)
     ids = [*prompt_ids, *greedy(ours, prompt_ids, n)]
     expected = sequence_logits(ours, ids)
     got = theirs.eval()(torch.tensor([ids])).logits[0]
