@@ -1,0 +1,124 @@
+"""What travels: the files of a project after git's ignore rules, each by hash, and what was left out and why."""
+# names are bytes here, as for git, and pathlib takes none:
+# ruff: noqa: PTH115, PTH117, PTH118, PTH120
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployer.agent.tree import EXECUTABLE, FILE, Entry, entry_of_link
+from deployer.errors import UsageError
+from deployer.git import git_state
+from deployer.hashing import HashCache, hash_file
+from deployer.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
+
+__all__ = ["JUNK", "Ignored", "Reason", "Scan", "git_state", "scan", "scan_include"]
+
+ALWAYS_HASH_BYTES = 200 * 10**6
+"""Trees up to this size are hashed whole every time; beyond, unchanged files are known by their stat."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A tree, ready to be named (`tree.root_hash(entries)`) and sent."""
+
+    entries: tuple[Entry, ...]  # sorted by path; paths carry the prefix
+    sources: dict[str, str]  # content hash -> absolute path of a file with that content
+    total_bytes: int
+    ignored: Ignored
+    largest: tuple[tuple[str, int], ...]  # the five largest files: (path without the prefix, bytes)
+    warnings: tuple[str, ...]
+
+    def why_ignored(self, path: str) -> Reason | None:
+        """The rule that left out a path (relative to the project) or one of the folders above it; None if none did."""
+        parts = path.split("/")
+        prefixes = ("/".join(parts[: n + 1]) for n in range(len(parts)))
+        return next((self.ignored.paths[p] for p in prefixes if p in self.ignored.paths), None)
+
+
+def scan(project: Path, *, prefix: str = "code/", extra_ignore: str = ".deployignore", hash_cache: Path | None) -> Scan:
+    """The project's tree. `hash_cache` is a folder of this machine for trees beyond ALWAYS_HASH_BYTES (None: no cache).
+
+    UsageError for a project that is no folder, and for a file or folder that cannot be read. Files that vanish
+    meanwhile are left out; a file that changes while it is read has the hash of what was read, and the store checks
+    what it is sent against that.
+    """
+    project = project.absolute()
+    if not project.is_dir():
+        raise UsageError(f"the project folder {project} does not exist or is no folder")
+    notes = Notes()
+    walk = Walk(os.fsencode(project), extra_ignore, notes)
+    return _finish(list(walk.files()), notes, prefix=prefix, root=project, hash_cache=hash_cache)
+
+
+def scan_include(path: Path, *, hash_cache: Path | None) -> Scan:
+    """The tree of a file or folder given by `--include`: no ignore rules (`.git` stays behind), hashes by stat.
+
+    A file becomes a tree of one entry with its name. A link that leads out of the folder (as in Hugging Face's cache)
+    is followed; one inside stays a link.
+    """
+    root = Path(os.path.realpath(path))
+    if not root.exists():
+        raise UsageError(f"{path} does not exist", hint="--include takes a file or folder of this machine")
+    notes = Notes()
+    if root.is_dir():
+        found = list(walk_included(os.fsencode(root), b"", os.fsencode(root), notes, frozenset({os.fsencode(root)})))
+    else:
+        found = [Found(os.fsencode(path.name), os.fsencode(root), root.stat())]
+    return _finish(found, notes, prefix="", root=root, hash_cache=hash_cache, always_hash_bytes=0)
+
+
+def _finish(
+    found: Sequence[Found],
+    notes: Notes,
+    *,
+    prefix: str,
+    root: Path,
+    hash_cache: Path | None,
+    always_hash_bytes: int = ALWAYS_HASH_BYTES,
+) -> Scan:
+    total = sum(f.stat.st_size for f in found)
+    cache = HashCache(hash_cache, root) if hash_cache and total > always_hash_bytes else None
+    entries, sources, sizes = [], {}, []
+    for file in sorted(found):
+        path = os.fsdecode(file.path)
+        entry = _entry_of(file, prefix + path, cache, notes, root=root)
+        if entry is not None:
+            entries.append(entry)
+        if entry is not None and not stat.S_ISLNK(file.stat.st_mode):
+            sources[entry.hash] = os.fsdecode(file.absolute)
+            sizes.append((path, entry.size))
+    if cache:
+        cache.save()
+    largest = tuple(sorted(sizes, key=lambda item: -item[1])[:5])
+    total_bytes = sum(size for _, size in sizes)
+    return Scan(tuple(sorted(entries)), sources, total_bytes, notes.ignored(), largest, tuple(notes.warnings))
+
+
+def _entry_of(file: Found, path: str, cache: HashCache | None, notes: Notes, *, root: Path) -> Entry | None:
+    try:
+        if stat.S_ISLNK(file.stat.st_mode):
+            target = os.fsdecode(os.readlink(file.absolute))
+            if _leads_out(os.fsdecode(file.path), target):
+                notes.warnings.append(
+                    f"{os.fsdecode(file.path)} is a link out of the project, to {target}; only the link goes"
+                )
+            return entry_of_link(path, target)
+        known = cache.get(file.absolute, file.stat) if cache else None
+        digest, size = known or hash_file(file.absolute)
+        if cache:
+            cache.put(file.absolute, file.stat, digest, size)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(file.absolute, error) from error
+    return Entry(path, EXECUTABLE if file.stat.st_mode & stat.S_IXUSR else FILE, size, digest)
+
+
+def _leads_out(path: str, target: str) -> bool:
+    joined = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return os.path.isabs(target) or joined == ".." or joined.startswith("../")
