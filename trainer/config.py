@@ -11,22 +11,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from trainer.config_fields import (
+from trainer.config_fields import NULL_WORDS, Word, build_config, fit
+from trainer.config_files import YAML_SUFFIXES, read_python, read_yaml, read_yaml_text
+from trainer.config_keys import (
     COMMAND_LINE,
-    NULL_WORDS,
     ConfigError,
     Places,
-    Word,
-    build_config,
     field_kinds,
-    fit,
     get_key,
     is_section,
     known_keys,
     list_keys,
     unknown_key,
 )
-from trainer.config_files import YAML_SUFFIXES, read_python, read_yaml, read_yaml_text
 from trainer.config_rules import check_config, config_notes, num_processes, resolved_backend
 from trainer.schema import Config
 

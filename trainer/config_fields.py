@@ -1,6 +1,6 @@
-"""The fields of the schema by dotted name, and how one value becomes a field: strict types, errors that name the place.
+"""How a value becomes a field of the schema: strict types, and errors that name key, value, expectation and place.
 
-Values come from three sources. Python values (a `.py` config, a decoded dump) must have the field's type already.
+Python values (a `.py` config, a decoded dump) must have the field's type already.
 Unquoted words (YAML, the command line) are `Word`: the field's type decides what they say, so `1e-4` is a number for
 `optim.learning_rate` and text for `run.name`, whatever YAML 1.1 would have made of it.
 """
@@ -11,75 +11,19 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from trainer.config_keys import ConfigError, Places, field_kinds, is_section, unknown_key
 from trainer.schema import Config
 
 T = TypeVar("T")
 
-COMMAND_LINE = "on the command line"
 NULL_WORDS = frozenset(("", "~", "null", "Null", "NULL"))
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 INT_WORD = re.compile(r"[-+]?[0-9](_?[0-9]){0,17}")
 FLOAT_WORD = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-
-# What people write who come from transformers, TRL or torchrun.
-ALIASES = {
-    "lr": "optim.learning_rate",
-    "clip_grad_norm": "optim.max_grad_norm",
-    "grad_clip": "optim.max_grad_norm",
-    "batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.grad_accum_steps",
-    "max_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "dtype": "train.precision",
-    "logging_steps": "train.log_every",
-    "eval_steps": "train.eval_every",
-    "save_steps": "train.save_every",
-    "save_total_limit": "train.keep_last",
-    "max_length": "data.seq_len",
-    "max_seq_len": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "dataset": "data.train",
-    "gpus": "target.gpu_ranks",
-    "devices": "target.gpu_ranks",
-    "nproc_per_node": "target.gpu_ranks",
-    "backend": "target.train_backend",
-    "host": "target.ssh",
-    "model_name": "model.name",
-    "model_name_or_path": "model.name",
-    "num_hidden_layers": "model.num_layers",
-    "num_attention_heads": "model.num_heads",
-    "num_key_value_heads": "model.num_kv_heads",
-    "gradient_checkpointing": "parallel.activation_checkpointing",
-    "output_dir": "run.dir",
-}
-
-
-class ConfigError(Exception):
-    """The config is wrong and nothing was started: `message`, `where` it stands, and a `hint`."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.where = where
-        self.hint = hint
-
-    def render(self) -> str:
-        """Up to three lines: what is wrong with which value, where, and what to do."""
-        lines = [f"Error: {self.message}"]
-        if self.where:
-            lines.append(f"  {self.where}" if self.where == COMMAND_LINE else f"  in {self.where}")
-        if self.hint:
-            lines.append(f"hint: {self.hint}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -89,101 +33,8 @@ class Word:
     text: str
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where each key was given: `file:line` by dotted key, and the file for keys whose line is not known."""
-
-    source: str = ""
-    by_key: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, key: str) -> str:
-        """The place of a key, of an element such as `data.train[1]`, or of what it belongs to."""
-        while key:
-            if key in self.by_key:
-                return self.by_key[key]
-            key = key[: max(key.rfind("."), key.rfind("["), 0)]
-        return self.source
-
-
 class Misfit(ValueError):
     """A value does not have the wanted type."""
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def is_section(kind: Any) -> bool:
-    """Whether a field's type is a schema class with keys of its own."""
-    return is_dataclass(kind)
-
-
-@cache
-def field_kinds(cls: Any) -> dict[str, Any]:
-    """Type of every field of a schema class, in order."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls)}
-
-
-@cache
-def known_keys() -> dict[str, Any]:
-    """Type of every key by its dotted name; sections themselves are not keys."""
-    keys: dict[str, Any] = {}
-    for name, kind in field_kinds(Config).items():
-        if is_section(kind):
-            keys.update({f"{name}.{leaf}": leaf_kind for leaf, leaf_kind in field_kinds(kind).items()})
-        else:
-            keys[name] = kind
-    return keys
-
-
-@cache
-def section_of_class() -> dict[str, str]:
-    """Prefix of the dotted names by the name of the class: `{"Config": "", "TargetConfig": "target.", …}`."""
-    sections = {kind.__name__: f"{name}." for name, kind in field_kinds(Config).items() if is_section(kind)}
-    return {"Config": "", **sections}
-
-
-def nearest_keys(key: str, *, sections: bool = False) -> list[str]:
-    """Up to three known keys that the writer may have meant, best first; with `sections` also names of sections."""
-    from difflib import SequenceMatcher  # not needed by a config without mistakes
-
-    section, _, leaf = key.rpartition(".")
-    if leaf in ALIASES:
-        return [ALIASES[leaf]]
-    names = [*known_keys(), *(_section_names() if sections else ())]
-
-    def score(name: str) -> float:
-        own_section, _, own_leaf = name.rpartition(".")
-        ratio = SequenceMatcher(None, leaf.lower(), own_leaf).ratio()
-        return ratio + (0.1 if section == own_section else 0) if ratio >= 0.6 else 0
-
-    scores = sorted(((score(name), name) for name in names), key=lambda pair: -pair[0])
-    return [name for value, name in scores if value and value >= scores[0][0] - 0.08][:3]
-
-
-def unknown_key(key: str, places: Places) -> ConfigError:
-    """The error for a key that the schema lacks, with the nearest names."""
-    where = places.of(key)
-    if key in known_keys():
-        section, _, leaf = key.partition(".")
-        return ConfigError(f"{key} is not a key here", where=where, hint=f"nest it: {section}: {{{leaf}: …}}")
-    near = nearest_keys(key, sections=where != COMMAND_LINE and "." not in key)
-    if near:
-        return ConfigError(f"{key} is not a key", where=where, hint=f"did you mean {' or '.join(near)}?")
-    return ConfigError(f"{key} is not a key", where=where, hint=list_keys(key.partition(".")[0]))
-
-
-def list_keys(section: str) -> str:
-    """The keys of a section, or the sections if there is none of this name, as a hint."""
-    leaves = [name.partition(".")[2] for name in known_keys() if name.startswith(f"{section}.")]
-    return f"keys of {section}: {', '.join(leaves)}" if leaves else f"sections: {', '.join(_section_names())}"
-
-
-def _section_names() -> list[str]:
-    return [prefix[:-1] for prefix in section_of_class().values() if prefix]
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
 
 
 def build_config(tree: Mapping[str, object], places: Places) -> Config:
@@ -351,21 +202,3 @@ def _misfit_hint(value: object, kind: Any) -> str:
     if kind is str and isinstance(value, Word):
         return f'put it in quotes if you mean the text: "{value.text}"'
     return ""
-
-
-def scalar_texts(config: Config) -> Iterator[tuple[str, str]]:
-    """Every text of a config with its dotted key (elements as `data.train[1]`, variables as `target.env.NAME`)."""
-    for key in known_keys():
-        value = get_key(config, key)
-        if isinstance(value, str):
-            yield key, value
-        elif isinstance(value, list):
-            yield from ((f"{key}[{i}]", v) for i, v in enumerate(value) if isinstance(v, str))
-
-
-def get_key(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from trainer.config_fields import ConfigError, Places, Word, section_of_class, unknown_key
+from trainer.config_fields import Word
+from trainer.config_keys import ConfigError, Places, section_of_class, unknown_key
 from trainer.schema import Config
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config_fields import COMMAND_LINE, ConfigError, Places, field_kinds, get_key, scalar_texts, show
+from trainer.config_fields import show
+from trainer.config_keys import COMMAND_LINE, ConfigError, Places, field_kinds, get_key, scalar_texts
 from trainer.schema import Config, ModelConfig
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
