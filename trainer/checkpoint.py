@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from trainer.dist import Dist, barrier, on_rank0, sum_over_ranks
+from trainer.parallel import fsdp_modules
 from trainer.schema import CHECKPOINT_MARKER
 
 STATE_FILE = "state.json"
@@ -130,6 +131,8 @@ def _sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """Model and optimizer state by parameter name, sharded as they live; independent of ranks and wrapping."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    for group in fsdp_modules(model):
+        group.reshard()  # an evaluation leaves the root group gathered, and then its parameters are not the optimizer's
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
 

@@ -1,0 +1,89 @@
+"""The command line of `train.py`. torch is imported only by the process that trains."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from trainer import launch
+from trainer.config import ConfigError, config_to_yaml, load_config
+from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
+
+HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
+
+Every value can be overridden: KEY is the dotted name, as in train.steps=50.
+
+\b
+  python train.py configs/01_debug_sft.py target.device=cpu
+  python train.py configs/02_debug_sft_fsdp.py target.gpu_ranks=0,1 train.steps=50
+  python train.py my.yaml --run-dir runs/big      # again: resumes from its newest checkpoint
+
+With several entries in target.gpu_ranks it starts itself again under torchrun, one process for each; under torchrun it
+trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go into the run folder,
+run.dir/NAME-DATE-TIME unless --run-dir says otherwise. Ctrl-C, SIGTERM and the file control/stop.json in that folder
+save a checkpoint and stop.
+
+Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config, the command or the data.
+"""
+
+
+@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.argument("config_path", metavar="CONFIG")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, debug: bool) -> None:
+    try:
+        config = load_config(config_path, overrides)
+        if launch.is_under_torchrun(os.environ):
+            sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
+        start(config, run_dir or _run_dir_of_env(), debug=debug)
+    except ConfigError as error:
+        if debug:
+            raise
+        click.echo(error.render(), err=True)
+        sys.exit(2)
+
+
+def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
+    """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
+    if config.script is not None:
+        raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
+    launch.check_target(config, launch.read_host_gpus(), os.environ)
+    os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
+    run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
+    write_config(config, run_dir)
+    click.echo(f"run folder: {run_dir}")
+    processes = len(config.target.gpu_ranks)
+    if processes == 1:
+        sys.exit(train(config, run_dir, debug=debug))
+    argv = launch.build_torchrun_argv(
+        sys.executable, sys.argv[0], run_dir / CONFIG_FILE, processes=processes, debug=debug
+    )
+    launch.relaunch(argv, run_dir)
+
+
+def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
+    """Be one rank: run the recipe and give the exit code. A failure is told in one paragraph, by one rank."""
+    from trainer.rank import run_rank  # imports torch
+
+    return run_rank(config, run_dir, debug=debug)
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Keep the resolved config in the run folder, created where needed."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).write_text(config_to_yaml(config))
+    except OSError as error:
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
+
+
+def _run_dir_of_env() -> Path | None:
+    value = os.environ.get(RUN_DIR_ENV)
+    return Path(value) if value else None

@@ -1,0 +1,100 @@
+"""What a failing rank tells: one paragraph with a hint, and a file that says which rank of the node failed first."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from pathlib import Path
+
+from trainer.schema import OUTCOME_FILE
+
+FAILURE_FILE = "control/failure.json"
+"""In the run folder, by the first rank that fails: the others end quietly, for theirs are only consequences."""
+
+HINTS = (
+    (
+        "CUDA out of memory",
+        "lower train.micro_batch_size (train.global_batch_size keeps the batch), set "
+        "parallel.activation_checkpointing=full, lower data.seq_len, or use more GPUs with target.train_backend=fsdp",
+    ),
+    ("NCCL", "run again with target.env.NCCL_DEBUG=INFO; `nvidia-smi topo -m` shows how the GPUs are linked"),
+    ("CUDA error", "run again with target.env.CUDA_LAUNCH_BLOCKING=1 to see the call that failed"),
+    ("process group has not been initialized", "start with `python train.py CONFIG`, which starts the ranks itself"),
+    ("Connection closed by peer", "another rank ended; its own message tells why, or the system killed it (memory?)"),
+    ("Connection reset by peer", "another rank ended; its own message tells why, or the system killed it (memory?)"),
+    ("No space left on device", "free some space, or move run.dir to a larger disk"),
+)
+
+
+def hint_for(message: str) -> str:
+    """What to try, for the failures that people meet most; empty when we do not know."""
+    return next((hint for sign, hint in HINTS if sign in message), "")
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether the trainer raised this on purpose: its message says all, and a stack trace would only hide it."""
+    return type(error).__module__.startswith("trainer.")
+
+
+def describe(error: BaseException) -> str:
+    """One paragraph: what is wrong, where, and what to do."""
+    if hasattr(error, "render"):
+        return error.render()
+    if is_ours(error):
+        return f"Error: {error}"
+    message = str(error).strip() or "no message"
+    first = message.splitlines()[0]
+    lines = [f"Error: {type(error).__name__}: {first}", f"  in {_place(error)}"]
+    hint = hint_for(message)
+    return "\n".join([*lines, f"hint: {hint}"] if hint else lines)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the trainer that the error passed through, else the innermost line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "an unknown place"
+    ours = [frame for frame in frames if f"{os.sep}trainer{os.sep}" in frame.filename]
+    frame = (ours or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} ({frame.name})"
+
+
+def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
+    """Whether this is the first rank of this start to fail; it then stands in FAILURE_FILE and in outcome.json."""
+    path = run_dir / FAILURE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if has_failed(run_dir):
+        return False
+    path.unlink(missing_ok=True)  # of an earlier start
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"start": start_id(), "rank": rank, "message": message}, file)
+    (run_dir / OUTCOME_FILE).write_text(
+        json.dumps({"state": "failed", "rank": rank, "error": message}, indent=1) + "\n"
+    )
+    return True
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Whether a rank of this start has failed already."""
+    try:
+        return json.loads((run_dir / FAILURE_FILE).read_text())["start"] == start_id()
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def start_id() -> str:
+    """The same for all ranks of one start by torchrun, and another for the next."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    return ":".join(os.environ.get(name, str(os.getpid())) for name in names)
+
+
+def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path:
+    """Keep the whole stack trace in the run folder, and give its path."""
+    path = run_dir / f"traceback_rank_{rank}.txt"
+    path.write_text("".join(traceback.format_exception(error)))
+    return path

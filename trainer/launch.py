@@ -1,0 +1,132 @@
+"""From a config to running ranks: in this process, or as torchrun in its place. Decides without importing torch.
+
+The functions that decide (`build_…`, `check_…`) are pure; `relaunch` alone replaces the process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from trainer.config import ConfigError
+from trainer.schema import RUN_DIR_ENV, Config
+
+DeviceKind = Literal["cuda", "cpu"]
+
+GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+"""One of these exists wherever torch can find a GPU: NVIDIA's driver, WSL, ROCm."""
+QUERY_GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+
+
+@dataclass(frozen=True)
+class HostGpus:
+    """What is known about this host's GPUs: `names` (indices and UUIDs) is None where nvidia-smi cannot say."""
+
+    present: bool
+    names: frozenset[str] | None = None
+    count: int = 0
+
+
+def device_kind(config: Config) -> DeviceKind:
+    """`auto` means CUDA: falling back to the CPU without a word would look like a very slow run."""
+    return "cpu" if config.target.device == "cpu" else "cuda"
+
+
+def is_under_torchrun(environ: Mapping[str, str]) -> bool:
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def build_torchrun_argv(python: str, script: str, config_path: Path, *, processes: int, debug: bool) -> list[str]:
+    """The command that starts one rank for each process of this node; `--standalone` needs no port."""
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*torchrun, script, str(config_path), *(["--debug"] if debug else [])]
+
+
+def build_launch_env(config: Config, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
+    """The variables to set before torch is imported, by this process or by torchrun's ranks."""
+    processes = len(config.target.gpu_ranks)
+    env = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that an index means what nvidia-smi shows
+        "CUDA_VISIBLE_DEVICES": _visible_devices(config),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if "OMP_NUM_THREADS" not in environ:  # torchrun would set 1 and say so
+        env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    return {**env, **config.target.env}
+
+
+def _visible_devices(config: Config) -> str:
+    return "" if device_kind(config) == "cpu" else ",".join(str(gpu) for gpu in config.target.gpu_ranks)
+
+
+def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for GPUs that this host lacks and for secrets that the environment lacks."""
+    missing = [name for name in config.target.secrets if name not in environ]
+    if missing:
+        raise ConfigError(f"target.secrets names {', '.join(missing)}, which the environment does not have")
+    if device_kind(config) == "cuda":
+        check_gpus(config.target.gpu_ranks, gpus)
+
+
+def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
+    """Raise ConfigError when the host is known to lack one of the GPUs."""
+    if not gpus.present:
+        raise ConfigError("this host has no GPU", hint="train on the CPU with target.device=cpu")
+    if gpus.names is None:
+        return
+    lacking = [str(gpu) for gpu in gpu_ranks if str(gpu) not in gpus.names]
+    if lacking:
+        has = f"indices 0 to {gpus.count - 1}" if gpus.count else "no GPU"
+        raise ConfigError(
+            f"target.gpu_ranks names {', '.join(lacking)}, and this host has {has}",
+            hint="`nvidia-smi -L` lists them; target.device=cpu trains without",
+        )
+
+
+def read_host_gpus() -> HostGpus:
+    """Ask nvidia-smi; without it, only whether a driver is there at all."""
+    present = any(Path(path).exists() for path in GPU_DEVICE_FILES)
+    if shutil.which(QUERY_GPUS[0]) is None:
+        return HostGpus(present)
+    try:
+        answer = subprocess.run(QUERY_GPUS, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return HostGpus(present)
+    return parse_gpus(answer.stdout) if answer.returncode == 0 else HostGpus(present)
+
+
+def parse_gpus(csv: str) -> HostGpus:
+    """nvidia-smi's `index, uuid` lines."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in csv.splitlines() if "," in line]
+    return HostGpus(bool(rows), frozenset(cell for row in rows for cell in row), len(rows))
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def new_run_dir(config: Config, started: time.struct_time) -> Path:
+    """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`, with a number behind it when two start in one second."""
+    parent, name = Path(config.run.dir).expanduser(), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
+    parent.mkdir(parents=True, exist_ok=True)
+    for suffix in ["", *(f"-{number}" for number in range(2, 1000))]:
+        try:
+            (parent / f"{name}{suffix}").mkdir()
+        except FileExistsError:
+            continue
+        return (parent / f"{name}{suffix}").absolute()
+    raise ConfigError(f"{parent} already holds a thousand runs named {name}")
+
+
+def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:
+    """Become torchrun: the same process id, so that whoever started this one signals and awaits torchrun itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir)})

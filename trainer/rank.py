@@ -1,0 +1,87 @@
+"""One rank's life: join the others, run the recipe, and leave with an exit code and at most one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from trainer import diagnose, launch
+from trainer.config import ConfigError, config_to_yaml
+from trainer.data.errors import DataError
+from trainer.dist import on_rank0, start_dist, stop_dist
+from trainer.schema import CONFIG_FILE, OUTCOME_FILE, Config
+
+
+def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
+    """Run the configured recipe as the rank that the environment describes, and return the exit code.
+
+    Without a run folder rank 0 makes one for all. Of several ranks a failing one does not return: the process ends at
+    once, because a clean-up would wait for ranks that wait for this one.
+    """
+    dist = None
+    try:
+        dist = start_dist(_usable_device(config))
+        run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
+        code = import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
+        stop_dist(dist)
+    except (Exception, KeyboardInterrupt) as error:
+        code = _tell_failure(error, run_dir, debug=debug)
+        if dist is not None and dist.world_size > 1:
+            _leave(code)
+    return code
+
+
+def _usable_device(config: Config) -> launch.DeviceKind:
+    kind = launch.device_kind(config)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch finds no usable GPU on this host", hint="train on the CPU with target.device=cpu")
+    return kind
+
+
+def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
+    """The run folder with the resolved config in it, and without the verdict of an earlier start."""
+    run_dir = run_dir or launch.new_run_dir(config, time.localtime())
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
+        (run_dir / stale).unlink(missing_ok=True)
+    (run_dir / CONFIG_FILE).write_text(config_to_yaml(config))
+    return run_dir
+
+
+def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> int:
+    """Tell the reason if no other rank of this start has told one, and give the exit code."""
+    rank = int(os.environ.get("RANK", "0"))
+    code = exit_code(error)
+    message = diagnose.describe(error)
+    if run_dir is not None and run_dir.is_dir():
+        if not diagnose.claim_failure(run_dir, rank, message):
+            return code
+        if not diagnose.is_ours(error) and not isinstance(error, KeyboardInterrupt):
+            message += f"\n  stack trace: {diagnose.write_traceback(run_dir, rank, error)}"
+    elif rank != 0 and diagnose.is_ours(error):
+        return code  # every rank has found the same before there was a run folder
+    if debug:
+        traceback.print_exception(error)
+    tag = f"[rank {rank}] " if "RANK" in os.environ else ""
+    print(f"{tag}{message}", file=sys.stderr, flush=True)
+    return code
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for a mistake of the user's in config or data, 130 for Ctrl-C, 1 for everything else."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, ConfigError | DataError) else 1
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,196 @@
+"""Supervised fine-tuning of a causal language model, from tokenizer to verified export."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint, loop, metrics
+from trainer.config import config_notes, config_to_dict
+from trainer.data.loader import Data, build_data
+from trainer.data.tokenizer import load_tokenizer
+from trainer.dist import Dist, on_rank0
+from trainer.losses import sft_loss
+from trainer.models import hf
+from trainer.models.decoder import DecoderShape
+from trainer.models.generate import greedy
+from trainer.optim import build_optimizer
+from trainer.parallel import Backend, make_backend
+from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, METRICS_FILE, OUTCOME_FILE, Config
+
+GREEDY_TOKENS = 20
+GREEDY_QUESTION = "What does os.path.join do?"
+
+
+def run(config: Config, run_dir: Path, dist: Dist) -> int:
+    """Train as configured, write everything into `run_dir`, and return the exit code."""
+    seed_everything(config, dist)
+    tokenizer = load_tokenizer(config)
+    data = build_data(config, dist, tokenizer)
+    folder = pretrained_folder(config, dist)
+    shape = hf.shape_from_config(config.model, len(tokenizer), folder=folder)
+
+    backend = make_backend(config, dist)
+    module = backend.prepare(shape)
+    optimizer = build_optimizer(module, config.optim)
+    resumed = resume(config, run_dir, module, optimizer, data, dist)
+    if resumed is None:
+        fill_weights(config, module, folder, dist)
+
+    start_step, extra = (resumed.step, resumed.extra) if resumed else (0, {})
+    log = metrics.MetricsLog(
+        run_dir / METRICS_FILE,
+        total_steps=data.train.total_steps,
+        keep_through=start_step,
+        enabled=dist.is_main,
+    )
+    tell_plan(log, config, data, backend, start_step=start_step)
+    result = loop.train(
+        loop.Run(
+            config=config,
+            run_dir=run_dir,
+            dist=dist,
+            backend=backend,
+            module=module,
+            optimizer=optimizer,
+            data=data,
+            loss_fn=partial(sft_loss, packed=config.data.packing),
+            log=log,
+            flops_per_token=flops_per_token(shape, config),
+            peak_flops=peak_flops(config, dist),
+            extra={**extra, "config": config_to_dict(config)},
+            start_step=start_step,
+        )
+    )
+
+    outcome = {
+        "state": "stopped" if result.stopped else "succeeded",
+        "steps": result.step,
+        "eval_loss_first": result.eval_loss_first,
+        "eval_loss_last": result.eval_loss_last,
+        "export": None,
+        "greedy": None,
+    }
+    if config.run.export and not result.stopped:
+        outcome |= export(run_dir / EXPORT_DIR, shape, module, tokenizer, dist)
+        log.note(f"exported to {run_dir / EXPORT_DIR}: reopened with transformers, same weights and logits")
+    on_rank0(dist, lambda: write_outcome(run_dir, outcome))
+    log.note(render_outcome(outcome, data.train.total_steps))
+    log.close()
+    return 0
+
+
+def seed_everything(config: Config, dist: Dist) -> None:
+    """Seed the generators, each rank differently; and choose deterministic kernels when asked."""
+    random.seed(config.train.seed + dist.rank)
+    torch.manual_seed(config.train.seed + dist.rank)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries start
+        torch.use_deterministic_algorithms(True)
+
+
+def pretrained_folder(config: Config, dist: Dist) -> Path | None:
+    """The local folder of a named model; None when the model is built from the config's fields."""
+    if config.model.name is None:
+        return None
+    return hf.model_folder(config.model.name, dist, weights=config.model.init != "random")
+
+
+def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist) -> None:
+    """Give a new run its first weights: the pretrained ones, or random ones by seed."""
+    if folder is not None and config.model.init != "random":
+        hf.load_pretrained(module, folder, dist)
+    else:
+        hf.init_random(module, config.train.seed, dist)
+
+
+def resume(
+    config: Config,
+    run_dir: Path,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    dist: Dist,
+) -> checkpoint.Resumed | None:
+    """Continue from the checkpoint that `train.resume` means; None for a run that starts anew."""
+    if config.train.resume == "never":
+        return None
+    if config.train.resume == "auto":
+        path = checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
+    else:
+        path = Path(config.train.resume).expanduser()
+    if path is None:
+        return None
+    resumed = checkpoint.load(path, module, optimizer, dist)
+    data.train.load_state_dict(resumed.extra.pop("data"))
+    return resumed
+
+
+def tell_plan(log: metrics.MetricsLog, config: Config, data: Data, backend: Backend, *, start_step: int) -> None:
+    """Say what is about to happen, before the first step."""
+    train, total = data.train, data.train.total_steps
+    began = f"resuming after step {start_step} of {total}" if start_step else f"{total} steps"
+    notes = [f"note: {note}" for note in config_notes(config)]
+    size = f"{train.global_batch_size} rows x {config.data.seq_len} tokens"
+    plan = f"{began} of {size}, {train.steps_per_epoch:.1f} steps an epoch"
+    for line in [*notes, *data.report.render(), *backend.describe().splitlines(), plan]:
+        log.note(line)
+
+
+def flops_per_token(shape: DecoderShape, config: Config) -> float:
+    return metrics.flops_per_token(
+        shape.num_params,
+        layers=shape.num_layers,
+        heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        seq_len=config.data.seq_len,
+    )
+
+
+def peak_flops(config: Config, dist: Dist) -> float | None:
+    """The bf16 peak of this rank's card; None for other cards and for fp32 runs, whose peak is another."""
+    if dist.device.type != "cuda" or config.train.precision != "bf16":
+        return None
+    return metrics.peak_flops(torch.cuda.get_device_name(dist.device))
+
+
+def export(folder: Path, shape: DecoderShape, module: torch.nn.Module, tokenizer: Any, dist: Dist) -> dict[str, Any]:
+    """Write the model in Hugging Face format, reopened and compared; every rank calls this.
+
+    Returns the outcome's entries `export` and `greedy`: what the trainer's own model says to a fixed question, for
+    anyone to compare with what another library makes of the export.
+    """
+    prompt_ids = greedy_prompt(tokenizer)
+    hf.export_model(folder, module, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
+    tensors = hf.gather_full(module, dist)
+    tokens = on_rank0(dist, lambda: greedy(hf.plain_decoder(shape, tensors or {}), prompt_ids, GREEDY_TOKENS))
+    return {"export": folder.name, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
+
+
+def greedy_prompt(tokenizer: Any) -> list[int]:
+    """The token ids of one fixed question, up to where the assistant begins."""
+    turns = [{"role": "user", "content": GREEDY_QUESTION}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
+    """Write outcome.json in one piece; it is the last file of a run."""
+    aside = run_dir / f".tmp_{OUTCOME_FILE}"
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items()]
+    aside.write_text("{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line
+    aside.replace(run_dir / OUTCOME_FILE)
+
+
+def render_outcome(outcome: dict[str, Any], total_steps: int) -> str:
+    """`succeeded after 200 of 200 steps, held-out loss 5.561 -> 2.213 (-60 %)`."""
+    text = f"{outcome['state']} after {outcome['steps']} of {total_steps} steps"
+    first, last = outcome["eval_loss_first"], outcome["eval_loss_last"]
+    if first is None or last is None:
+        return text
+    return f"{text}, held-out loss {first:.4f} -> {last:.4f} ({(last - first) / first:+.0%})"
