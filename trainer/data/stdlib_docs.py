@@ -7,11 +7,13 @@ Which pairs there are depends on the Python version; their order and the split d
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import inspect
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,14 +42,12 @@ class DocPair:
 def read_stdlib_pairs(folder: Path | None = None) -> tuple[DocPair, ...]:
     """Every pair of the library (or of `folder`), each answer once, in an order that only the names decide."""
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    seen: set[str] = set()
-    pairs = []
-    for path in module_paths(folder):
-        for pair in _pairs_of_file(path, folder):
-            if pair.answer not in seen:  # posixpath and ntpath share docstrings: a copy would leak into held-out data
-                seen.add(pair.answer)
-                pairs.append(pair)
-    return tuple(sorted(pairs, key=lambda pair: (_digest(pair.name), pair.name)))
+    first: dict[str, DocPair] = {}
+    with _without_collections():
+        for path in module_paths(folder):
+            for pair in _pairs_of_file(path, folder):
+                first.setdefault(pair.answer, pair)  # posixpath and ntpath share docstrings: a copy would leak
+    return tuple(sorted(first.values(), key=lambda pair: (_digest(pair.name), pair.name)))
 
 
 def is_held_out(module: str, share: float) -> bool:
@@ -66,6 +66,18 @@ def module_paths(folder: Path) -> list[Path]:
         elif entry.suffix == ".py":
             found.append(entry)
     return found
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """No search for reference cycles: among the many short-lived nodes of syntax trees it costs more than parsing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _pairs_of_file(path: Path, folder: Path) -> Iterator[DocPair]:

@@ -1,0 +1,245 @@
+"""Batches are a function of the step: no rank, micro-batch or restart changes which rows a step has."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from trainer.batch import Batch
+from trainer.data.errors import DataError
+from trainer.data.loader import Data, build_data
+from trainer.data.tokenizer import load_tokenizer
+from trainer.schema import Config, DataConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank: int = 0
+    world_size: int = 1
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    """30 questions and answers in the form of GSM8K, of lengths from about 55 to 230 bytes."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": f"What is {n} plus {n}?" + " Think." * (n % 9), "answer": f"{n}+{n}=<<{2 * n}>>" * (1 + n % 5)}
+        for n in range(30)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_config(rows_file: str, *, data: dict | None = None, **train) -> Config:
+    settings = {"train": [rows_file], "eval_fraction": 0.1, "seq_len": 256} | (data or {})
+    return Config(data=DataConfig(**settings), train=TrainConfig(**({"micro_batch_size": 2} | train)))
+
+
+def load(config: Config, rank: Rank = Rank()) -> Data:
+    return build_data(config, rank, load_tokenizer(config))
+
+
+def real_rows(batches: list[Batch]) -> Counter:
+    """Each row that holds documents, as the bytes of all that the model gets."""
+    found = Counter()
+    for batch in batches:
+        for tensors in zip(batch.input_ids, batch.labels, batch.positions, batch.doc_ids, strict=True):
+            if (tensors[3] >= 0).any():
+                found[torch.stack(tensors).numpy().tobytes()] += 1
+    return found
+
+
+def num_targets(batches: list[Batch]) -> int:
+    return sum(int(batch.num_targets) for batch in batches)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("global_batch_size", [5, 7])
+def test_ranks_and_micro_batches_divide_the_rows_of_a_step(rows_file, packing, global_batch_size):
+    base = make_config(rows_file, data={"packing": packing}, global_batch_size=global_batch_size, micro_batch_size=1)
+    expected = [real_rows(load(base).train.step_batches(step)) for step in range(6)]
+    assert all(rows.total() == global_batch_size for rows in expected)
+    for world_size in (1, 2, 3, 4):
+        for micro in (1, 2, 4):
+            config = replace(base, train=replace(base.train, micro_batch_size=micro))
+            ranks = [load(config, Rank(rank, world_size)).train for rank in range(world_size)]
+            for step, rows in enumerate(expected):
+                parts = [rank.step_batches(step) for rank in ranks]
+                assert len({len(part) for part in parts}) == 1
+                assert {batch.input_ids.shape for part in parts for batch in part} == {(micro, 256)}
+                assert sum((real_rows(part) for part in parts), Counter()) == rows
+
+
+def test_one_epoch_has_every_conversation_once(rows_file):
+    train = load(make_config(rows_file, steps=None, epochs=1.0, global_batch_size=4)).train
+    ids = [name for step in range(train.total_steps) for row in train.step_documents(step) for name in row]
+    assert len(ids) == 27  # of 30, a tenth is held out
+    assert len(set(ids)) == 27
+    assert train.total_steps == -(-train.steps_per_epoch // 1)
+
+
+def test_epoch_counts_are_exact_over_all_steps(rows_file):
+    data = load(make_config(rows_file, steps=None, epochs=2.0, global_batch_size=4))
+    batches = [batch for step in range(data.train.total_steps) for batch in data.train.step_batches(step)]
+    assert num_targets(batches) == 2 * data.report.train.target_tokens
+    assert sum(int(batch.num_tokens) for batch in batches) == 2 * data.report.train.tokens
+
+
+def test_rows_left_over_by_an_epoch_begin_the_next_one_in_the_same_step(rows_file):
+    config = make_config(
+        rows_file, data={"packing": False, "shuffle": False, "eval_fraction": 0.0}, global_batch_size=8
+    )
+    train = load(config).train
+    names = [row[0].rpartition(":")[2] for row in train.step_documents(3)]
+    assert names == ["25", "26", "27", "28", "29", "30", "1", "2"]
+    assert train.epoch_at(3) == 24 / 30
+    assert train.epoch_at(4) == 1 + 2 / 30
+
+
+def test_epochs_have_different_orders_of_the_same_conversations(rows_file):
+    train = load(make_config(rows_file, data={"packing": False}, global_batch_size=27)).train
+    first, second = ([row[0] for row in train.step_documents(step)] for step in (0, 1))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_order_changes_with_the_seed_only(rows_file):
+    orders = [
+        load(make_config(rows_file, seed=seed, global_batch_size=9)).train.step_documents(0) for seed in (3, 3, 4)
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_steps_can_be_asked_for_in_any_order(rows_file):
+    train = load(make_config(rows_file)).train
+    ahead = [real_rows(train.step_batches(step)) for step in range(5)]
+    again = [real_rows(train.step_batches(step)) for step in (4, 0, 3, 1, 2)]
+    assert [ahead[step] for step in (4, 0, 3, 1, 2)] == again
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_resume_on_other_ranks_goes_on_with_the_next_row(rows_file, world_size):
+    # no global_batch_size: a step has 2 rows per rank, so the steps are others after the restart
+    names = [row for step in range(16) for row in load(make_config(rows_file)).train.step_documents(step)]
+    state = load(make_config(rows_file), Rank(0, 2)).train.state_dict(2)
+    resumed = load(make_config(rows_file), Rank(0, world_size)).train
+    resumed.load_state_dict(state)
+    after = [row for step in range(2, 6) for row in resumed.step_documents(step)]
+    assert after == names[8 : 8 + 4 * 2 * world_size]
+
+
+def test_resume_keeps_the_number_of_rows_of_an_epoch_run(rows_file):
+    config = make_config(rows_file, data={"packing": False}, steps=None, epochs=1.0)
+    state = load(config, Rank(0, 2)).train.state_dict(3)  # 12 of 27 rows
+    resumed = load(config, Rank(0, 1)).train
+    resumed.load_state_dict(state)
+    assert resumed.total_steps == 3 + 8
+    assert len(resumed.step_documents(10)) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"seq_len": 300}, {"system_prompt": "x"}, {"max_train_rows": 20}, {"shuffle": False}]
+)
+def test_resume_with_other_data_is_refused(rows_file, change):
+    state = load(make_config(rows_file)).train.state_dict(2)
+    with pytest.raises(DataError, match="other data"):
+        load(make_config(rows_file, data=change)).train.load_state_dict(state)
+
+
+# --- what is left out ------------------------------------------------------------------------------------------------
+
+
+def test_overlong_conversations_are_dropped_and_counted(rows_file):
+    data = load(make_config(rows_file, data={"seq_len": 128, "overlong": "drop", "eval_fraction": 0.0}))
+    dropped = data.report.train.dropped["longer than seq_len"]
+    assert data.report.train.rows_kept == 30 - len(dropped) > 0
+    assert f"{rows_file}:9" in dropped
+    assert f"dropped, longer than seq_len: {dropped[0]}" in "\n".join(data.report.render())
+
+
+def test_overlong_conversations_are_cut_and_those_without_target_dropped(rows_file):
+    data = load(make_config(rows_file, data={"seq_len": 64, "eval_fraction": 0.0, "packing": False}))
+    report = data.report.train
+    [(reason, ids)] = report.dropped.items()
+    assert reason == "no target token in the first 64 tokens"
+    assert f"{rows_file}:9" in ids
+    assert report.truncated
+    assert report.rows_kept + len(ids) == report.rows_read == 30
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_no_row_left_is_an_error_with_reason_and_ids(rows_file, overlong):
+    with pytest.raises(DataError, match="none of the 30 conversations") as error:
+        load(make_config(rows_file, data={"seq_len": 16, "overlong": overlong, "eval_fraction": 0.0}))
+    assert f"{rows_file}:1" in error.value.message
+    assert "data.seq_len" in error.value.hint
+
+
+def test_report_has_exact_counts(rows_file):
+    data = load(make_config(rows_file, steps=None, epochs=1.0))
+    batches = [batch for step in range(data.train.total_steps) for batch in data.train.step_batches(step)]
+    report = data.report.train
+    assert report.packed_rows == real_rows(batches).total()
+    assert report.padding_share == pytest.approx(1 - report.tokens / (256 * report.packed_rows))
+    assert (report.rows_read, report.rows_kept) == (27, 27)
+
+
+def test_template_that_trains_no_end_token_is_noted(rows_file, tmp_path):
+    path = tmp_path / "plain.jinja"
+    path.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}")
+    assert (
+        "will not learn to stop" in load(make_config(rows_file, data={"chat_template": str(path)})).report.render()[-1]
+    )
+    assert load(make_config(rows_file)).report.notes == []
+
+
+def test_processes_tokenize_to_the_same_rows(tmp_path):
+    config = Config(data=DataConfig(max_train_rows=600, max_eval_rows=4))
+    parallel = replace(config, data=replace(config.data, workers=2))
+    assert load(parallel).train.fingerprint() == load(config).train.fingerprint()
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_rows_are_not_trained_on(rows_file):
+    data = load(make_config(rows_file, data={"packing": False}, steps=None, epochs=1.0))
+    trained = [batch for step in range(data.train.total_steps) for batch in data.train.step_batches(step)]
+    assert real_rows(data.eval.batches()).total() == 3
+    assert real_rows(data.eval.batches()).keys().isdisjoint(real_rows(trained))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_divide_the_evaluation_rows(rows_file, world_size):
+    config = make_config(rows_file, data={"eval": [rows_file], "max_eval_rows": 11})
+    alone = load(config).eval.batches()
+    parts = [load(config, Rank(rank, world_size)).eval.batches() for rank in range(world_size)]
+    assert len({len(part) for part in parts}) == 1
+    assert sum((real_rows(part) for part in parts), Counter()) == real_rows(alone)
+    assert sum(num_targets(part) for part in parts) == num_targets(alone)
+
+
+def test_eval_batches_limits_each_rank(rows_file):
+    config = make_config(rows_file, data={"eval": [rows_file], "packing": False}, eval_batches=2)
+    for rank in range(3):
+        assert len(load(config, Rank(rank, 3)).eval.batches()) == 2
+
+
+def test_max_eval_rows_limits_the_held_out_conversations(rows_file):
+    data = load(make_config(rows_file, data={"eval_fraction": 0.5, "max_eval_rows": 4}))
+    assert (data.report.train.rows_read, data.report.eval.rows_read) == (26, 4)
+
+
+def test_eval_fraction_zero_means_no_evaluation(rows_file):
+    data = load(make_config(rows_file, data={"eval_fraction": 0.0}))
+    assert (len(data.eval), data.report.eval, data.report.train.rows_read) == (0, None, 30)
+
+
+def test_builtin_text_is_evaluated_on_its_held_out_modules():
+    data = load(Config(data=DataConfig(max_train_rows=50, max_eval_rows=20)))
+    assert (data.report.train.rows_read, data.report.eval.rows_read) == (50, 20)
