@@ -1,0 +1,72 @@
+"""Questions to the person at the terminal, when there is one."""
+
+from __future__ import annotations
+
+import getpass
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from deployer.errors import ConnectError
+
+T = TypeVar("T")
+
+
+def has_terminal() -> bool:
+    """Whether a person can be asked: stdin and stderr are terminals."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask_yes(question: str) -> bool:
+    """Whether the person typed `yes`."""
+    sys.stderr.write(f"{question} [yes/no]: ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("yes", "y")
+
+
+def ask_secret(prompt: str) -> str:
+    """What the person typed, not shown. ConnectError when they ended the input."""
+    try:
+        return getpass.getpass(prompt, stream=sys.stderr)
+    except EOFError:
+        raise ConnectError("no answer to the question for a password") from None
+
+
+class Questions:
+    """Lets a background thread ask by way of the thread that waits for it, so that no prompt appears amid other output
+    and Ctrl-C at a prompt ends the program as usual."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """From the background: runs `question` in the waiting thread and returns or raises what it did."""
+        done = threading.Event()
+        answer: list[T] = []
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                answer.append(question())
+            except BaseException as error:
+                failure.append(error)
+                raise
+            finally:
+                done.set()
+
+        self._queue.put(run)
+        done.wait()
+        if failure:
+            raise failure[0]
+        return answer[0]
+
+    def finish(self) -> None:
+        """From the background: there will be no more questions."""
+        self._queue.put(None)
+
+    def answer_until_finished(self) -> None:
+        """From the waiting thread: answers whatever is asked until the background has finished."""
+        while (question := self._queue.get()) is not None:
+            question()

@@ -1,0 +1,262 @@
+"""SSH by paramiko: one connection, a stream for each command. paramiko is loaded while the connection is being made."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.target import SshOptions, Target, resolve
+from deployer.transport import WRITE_TIMEOUT_S, explain_no_answer
+from deployer.transport.ask import Questions
+from deployer.transport.drain import Drain
+from deployer.transport.sockets import SshSocket, connect_tcp
+
+if TYPE_CHECKING:
+    import paramiko
+
+    from deployer.transport.session import Session
+
+PING_EVERY_S = 15.0
+PONG_WITHIN_S = 30.0
+OPEN_TIMEOUT_S = 60.0
+
+
+class FabricTransport:
+    """A connection to one SSH host. `start_connect` begins it in the background, `connect` waits for it."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        ssh_key: str | None = None,
+        accept_new_host_key: bool = False,
+        config_file: str | None = None,
+    ) -> None:
+        self.description = target.text
+        self.options: SshOptions | None = None
+        self._target = target
+        self._ssh_key = ssh_key
+        self._accept_new = accept_new_host_key
+        self._config_file = config_file
+        self._session: Session | None = None
+        self._spare: paramiko.Channel | None = None
+        self._attempt: _Attempt | None = None
+        self._keep_alive: KeepAlive | None = None
+
+    @property
+    def session(self) -> Session:
+        """The live connection. LostConnection when there is none (any more)."""
+        if self._session is None or not self._session.is_active():
+            raise LostConnection(self.why_lost())
+        return self._session
+
+    def start_connect(self) -> None:
+        """Begins to connect unless connected; failures wait for `connect`."""
+        if self._attempt is None and (self._session is None or not self._session.is_active()):
+            self._attempt = _Attempt(self._connect)
+
+    def connect(self) -> None:
+        """See Transport; connects again when the connection was lost."""
+        self.start_connect()
+        if self._attempt is not None:
+            attempt, self._attempt = self._attempt, None
+            attempt.finish()
+
+    def open(self, command: str) -> SshStream:
+        """See Transport. HostError when the server runs no commands."""
+        import paramiko
+
+        try:
+            channel, self._spare = self._spare or self._open_channel(self.session), None
+            channel.exec_command(command)
+        except (paramiko.SSHException, EOFError, OSError):
+            if self._session is not None and self._session.is_active():
+                raise explain_no_answer("", b"", None) from None
+            raise LostConnection(self.why_lost()) from None
+        return SshStream(channel, self)
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._keep_alive is not None:
+            self._keep_alive.stop()
+        if self._session is not None:
+            self._session.close()
+
+    def why_lost(self) -> str:
+        """A sentence on the connection that is gone."""
+        if self._keep_alive is not None and self._keep_alive.silent:
+            return f"{self.description} has not answered for {PING_EVERY_S + PONG_WITHIN_S:g} s"
+        reason = self._session.goodbye if self._session is not None else ""
+        return f"the connection to {self.description} broke" + (f": {reason}" if reason else "")
+
+    # --- in the background ------------------------------------------------------------------------------------------
+
+    def _connect(self, questions: Questions) -> None:
+        importer = threading.Thread(target=_import_dial, name="paramiko-import", daemon=True)
+        importer.start()
+        options = resolve(self._target, self._ssh_key, config_file=self._config_file)
+        self.options, self.description = options, options.description
+        sock: SshSocket | None = None
+        if options.jump is None and options.proxy_command is None:
+            sock = connect_tcp(options, timeout_s=options.connect_timeout_s)
+        importer.join()
+        from deployer.transport.dial import dial
+
+        self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, sock=sock)
+        self._keep_alive = KeepAlive(self._session)
+        self._spare = self._open_channel(self._session)
+
+    def _open_channel(self, session: Session) -> paramiko.Channel:
+        import paramiko
+
+        try:
+            return session.open_session(timeout=OPEN_TIMEOUT_S)
+        except paramiko.ChannelException as error:
+            raise ConnectError(
+                f"{self.description} opens no session: {error.text}", hint="the server's MaxSessions may be reached"
+            ) from None
+
+
+def _import_dial() -> None:
+    from deployer.transport.paramiko_import import import_paramiko
+
+    import_paramiko()
+    import deployer.transport.dial  # noqa: F401
+
+
+class _Attempt:
+    """One connection being made in the background."""
+
+    def __init__(self, run: Any) -> None:
+        self._questions = Questions()
+        self._failure: BaseException | None = None
+        self._run = run
+        threading.Thread(target=self._work, name="ssh-connect", daemon=True).start()
+
+    def finish(self) -> None:
+        """Waits, answers questions at the terminal, and raises what went wrong."""
+        self._questions.answer_until_finished()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        try:
+            self._run(self._questions)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._questions.finish()
+
+
+class SshStream:
+    """Stdin and stdout of one command on the host."""
+
+    def __init__(self, channel: paramiko.Channel, transport: FabricTransport) -> None:
+        self._channel = channel
+        self._transport = transport
+        self._closed = False
+        channel.settimeout(1.0)  # how often a blocked call looks up; reads and writes go on beyond it
+        self._stderr = Drain(self._read_stderr)
+
+    def read(self, size: int) -> bytes:
+        """See Stream."""
+        while True:
+            try:
+                data = self._channel.recv(size)
+            except TimeoutError:
+                continue
+            if not data and not self._ended_in_order():
+                raise LostConnection(self._transport.why_lost())
+            return data
+
+    def write(self, data: bytes) -> None:
+        """See Stream."""
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        while data:
+            sent = self._write_some(data)
+            if sent:
+                data, deadline = data[sent:], time.monotonic() + WRITE_TIMEOUT_S
+            elif time.monotonic() > deadline:
+                raise LostConnection(f"{self._transport.description} took no data for {WRITE_TIMEOUT_S:g} s")
+
+    def _write_some(self, data: bytes) -> int:
+        try:
+            sent = self._channel.send(data)
+        except TimeoutError:
+            return 0
+        except Exception as error:  # paramiko raises OSError, EOFError, SSHException
+            raise self._cannot_write(error) from None
+        if sent == 0:
+            raise self._cannot_write(None)
+        return sent
+
+    def _cannot_write(self, error: Exception | None) -> FerryError:
+        if not self._channel.get_transport().is_active():
+            return LostConnection(self._transport.why_lost())
+        reason = f": {error}" if error is not None and str(error) != "Socket is closed" else ""
+        return LostConnection(f"the process on {self._transport.description} takes no more input{reason}")
+
+    def close_write(self) -> None:
+        """See Stream."""
+        self._quietly(self._channel.shutdown_write)
+
+    def close(self) -> None:
+        """See Stream."""
+        self._closed = True
+        self._quietly(self._channel.close)
+
+    def stderr_text(self) -> str:
+        """See Stream."""
+        self._stderr.wait(0.2 if self._channel.eof_received else 0)
+        return self._stderr.text()
+
+    def exit_status(self, timeout_s: float) -> int | None:
+        """See Stream; None also for a process that a signal ended."""
+        self._channel.status_event.wait(timeout_s)
+        return self._channel.exit_status if self._channel.exit_status >= 0 else None
+
+    def _ended_in_order(self) -> bool:
+        return self._closed or bool(self._channel.eof_received) or self._channel.get_transport().is_active()
+
+    def _read_stderr(self) -> bytes:
+        while True:
+            try:
+                return self._channel.recv_stderr(1 << 15)
+            except TimeoutError:
+                continue
+
+    @staticmethod
+    def _quietly(action: Any) -> None:
+        try:
+            action()
+        except Exception:  # the connection is gone already, and so is what was to be closed
+            return
+
+
+class KeepAlive:
+    """Ends a connection that no longer answers, so that nothing waits for it forever. Pings only in silence."""
+
+    def __init__(self, session: Session) -> None:
+        self.silent = False
+        self._session = session
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="ssh-keepalive", daemon=True).start()
+
+    def stop(self) -> None:
+        """No more pings."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.wait(PING_EVERY_S) and self._session.is_active():
+            asked = time.monotonic()
+            if asked - self._session.last_heard < PING_EVERY_S:
+                continue
+            # in a thread of its own: with a dead network even sending blocks
+            threading.Thread(target=self._session.ping, name="ssh-ping", daemon=True).start()
+            if self._stop.wait(PONG_WITHIN_S):
+                return
+            if self._session.last_heard < asked:
+                self.silent = True
+                self._session.close()

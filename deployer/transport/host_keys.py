@@ -1,0 +1,102 @@
+"""Whether the key that a host shows is to be trusted: the files, the options, and the person decide."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from deployer.errors import ConnectError
+from deployer.target import DEFAULT_PORT, SshOptions
+from deployer.transport.ask import ask_yes
+from deployer.transport.known_hosts import (
+    KnownKey,
+    Verdict,
+    append_known_host,
+    fingerprint,
+    host_name_in_files,
+    judge,
+    read_known_keys,
+)
+
+Ask = Callable[[Callable[[], bool]], bool]
+"""Runs a question where a person can answer it."""
+
+
+class HostKeys:
+    """What is known about one host."""
+
+    def __init__(self, options: SshOptions) -> None:
+        self.options = options
+        self.name = host_name_in_files(options)
+        files = [*options.user_known_hosts, *options.global_known_hosts]
+        self.known = read_known_keys(files, self.name)
+        if options.port != DEFAULT_PORT and not options.host_key_alias and not self.known:
+            self.portless = read_known_keys(files, options.hostname.lower())
+        else:
+            self.portless = []
+
+    @property
+    def types(self) -> list[str]:
+        """Key types to ask the host for first: those it is known by."""
+        return [key.key_type for key in [*self.known, *self.portless] if not key.marker]
+
+    def check(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:
+        """Returns when the key is trusted, having written it down when it is new. ConnectError otherwise."""
+        verdict, lines = judge(self.known, blob)
+        if verdict is Verdict.UNKNOWN:
+            verdict, lines = self._judge_without_port(blob)
+        if verdict is Verdict.REVOKED:
+            raise ConnectError(
+                f"the key of {self.name} is marked as revoked: {key_type} {fingerprint(blob)}",
+                where=lines[0].place,
+                hint="do not connect: somebody may have got hold of this key",
+            )
+        if verdict is Verdict.CHANGED:
+            raise self._changed(key_type, blob, lines)
+        if verdict is Verdict.UNKNOWN:
+            self._meet(key_type, blob, accept_new=accept_new, ask=ask)
+
+    def _judge_without_port(self, blob: bytes) -> tuple[Verdict, list[KnownKey]]:
+        """As ssh does: a line for the bare host name vouches for a port too, but does not contradict."""
+        verdict, lines = judge(self.portless, blob)
+        return (Verdict.UNKNOWN, []) if verdict is Verdict.CHANGED else (verdict, lines)
+
+    def _changed(self, key_type: str, blob: bytes, lines: list[KnownKey]) -> ConnectError:
+        files = dict.fromkeys(line.path for line in lines)
+        remove = "\n      ".join(
+            f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files
+        )
+        known = "\n".join(f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines)
+        return ConnectError(
+            f"the host key of {self.name} has changed: it shows {key_type} {fingerprint(blob)}",
+            where=known,
+            hint="the host was reinstalled, or somebody is in between. Only if you know why it changed:\n      "
+            + remove,
+        )
+
+    def _meet(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:
+        shown = f"{key_type} {fingerprint(blob)}"
+        if self.options.strict_host_key == "accept-new" or accept_new:
+            sys.stderr.write(f"New host key of {self.name} accepted: {shown}\n")
+        elif ask is None or self.options.strict_host_key == "yes":
+            raise self._unknown(shown)
+        elif not ask(lambda: ask_yes(f"The host key of {self.name} is not known: {shown}\nConnect and remember it?")):
+            raise ConnectError(f"the host key of {self.name} was not accepted")
+        for path in self.options.user_known_hosts[:1]:
+            self._remember(path, key_type, blob)
+
+    def _unknown(self, shown: str) -> ConnectError:
+        port = "" if self.options.port == DEFAULT_PORT else f"-p {self.options.port} "
+        return ConnectError(
+            f"the host key of {self.name} is not known: {shown}",
+            hint="compare the fingerprint with the provider's, then use --accept-new-host-key, or write it down with\n"
+            f"      ssh-keyscan {port}{shlex.quote(self.options.hostname)} >> ~/.ssh/known_hosts",
+        )
+
+    def _remember(self, path: Path, key_type: str, blob: bytes) -> None:
+        try:
+            append_known_host(path, self.name, key_type=key_type, blob=blob, hashed=self.options.hash_known_hosts)
+        except OSError as error:
+            sys.stderr.write(f"The host key could not be written to {path}: {error.strerror}\n")

@@ -1,0 +1,220 @@
+"""The keys to log in with, in the order in which ssh would offer them: the agent's first, then the files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+from cryptography.hazmat.primitives import serialization
+from paramiko.agent import AgentSSH
+
+from deployer.errors import ConnectError
+from deployer.target import SshOptions
+from deployer.transport.ask import ask_secret
+
+PASSPHRASE_TRIES = 3
+AGENT_TIMEOUT_S = 5.0
+_USABLE = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
+_MAGIC = b"openssh-key-v1\x00"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A key that can be offered; `load` may ask for its passphrase."""
+
+    label: str
+    load: Callable[[], paramiko.PKey]
+
+
+@dataclass(frozen=True)
+class Keyring:
+    """What can be offered, and what was found but cannot, with the reason."""
+
+    candidates: list[Candidate]
+    skipped: list[str]
+
+
+class UnusableKey(Exception):
+    """A key that cannot be offered; the text says why."""
+
+
+def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | None) -> Keyring:
+    """All keys for a host. `ask` runs a question at the terminal; without it encrypted files are left out."""
+    skipped: list[str] = []
+    files = [path for path in options.identity_files if path.is_file()]
+    wanted = [blob for path in files if (blob := public_blob(path)) is not None]
+    agent = _agent_keys(options, wanted, skipped)
+    held = {key.asbytes() for key in agent}
+    ready, locked = _file_candidates(files, held, ask, skipped)
+    found = [Candidate(f"agent: {key.comment} ({key.get_name()})", lambda key=key: key) for key in agent]  # type: ignore[misc]
+    if options.pkcs11:
+        skipped.append("PKCS11Provider (smart cards need the ssh program)")
+    return Keyring([*found, *ready, *locked], skipped)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _file_candidates(
+    files: Sequence[Path], held: set[bytes], ask: Callable[[Callable[[], str]], str] | None, skipped: list[str]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Files that load at once, and encrypted ones, which come last so that nobody is asked in vain."""
+    ready: list[Candidate] = []
+    locked: list[Candidate] = []
+    for path in files:
+        if public_blob(path) in held:
+            continue
+        try:
+            key = load_private_key(path)
+            ready += _with_certificate(path, key)
+        except paramiko.PasswordRequiredException:
+            if ask is None:
+                skipped.append(f"{path} (it has a passphrase and there is no terminal to ask on; ssh-add it)")
+            else:
+                locked.append(Candidate(str(path), lambda path=path: _unlock(path, ask)))  # type: ignore[misc]
+        except UnusableKey as error:
+            skipped.append(f"{path} ({error})")
+    return ready, locked
+
+
+def load_private_key(path: Path, passphrase: str | None = None) -> paramiko.PKey:
+    """The key in a file. PasswordRequiredException without the passphrase it needs; UnusableKey with the reason."""
+    try:
+        text = path.read_text(encoding="ascii")
+        kind = key_type(text)
+        if kind == "PKCS8":
+            return _load_pkcs8(text, passphrase)
+        return _class_of(kind).from_private_key(io.StringIO(text), passphrase)
+    except paramiko.PasswordRequiredException:
+        raise
+    except (UnicodeDecodeError, ValueError, OSError, paramiko.SSHException) as error:
+        raise UnusableKey(str(error) or "it is no private key") from None
+
+
+def _load_pkcs8(text: str, passphrase: str | None) -> paramiko.PKey:
+    """paramiko does not read this format, so it is turned into OpenSSH's."""
+    try:
+        key = serialization.load_pem_private_key(text.encode(), passphrase.encode() if passphrase else None)
+    except TypeError:
+        raise paramiko.PasswordRequiredException("the key is encrypted") from None
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    converted = key.private_bytes(*form).decode("ascii")
+    return _class_of(key_type(converted)).from_private_key(io.StringIO(converted))
+
+
+def _class_of(kind: str) -> type[paramiko.PKey]:
+    if kind == "ssh-ed25519":
+        return paramiko.Ed25519Key
+    if kind == "ssh-rsa":
+        return paramiko.RSAKey
+    if kind.startswith("ecdsa-"):
+        return paramiko.ECDSAKey
+    if kind.startswith("sk-"):
+        raise UnusableKey("a security key; it needs the ssh program: add it to ssh-agent or use another key")
+    raise UnusableKey(f"{kind} is not supported")
+
+
+def key_type(text: str) -> str:
+    """The type of a private key file, read without its passphrase. UnusableKey when it is none."""
+    header = re.search(r"-----BEGIN ([A-Z0-9 ]*)PRIVATE KEY-----", text)
+    if header is None:
+        hint = "convert it with puttygen -O private-openssh" if text.startswith("PuTTY") else "it is no private key"
+        raise UnusableKey(hint)
+    if header[1] != "OPENSSH ":
+        return {"RSA ": "ssh-rsa", "EC ": "ecdsa-", "": "PKCS8", "ENCRYPTED ": "PKCS8"}.get(
+            header[1], header[1].strip()
+        )
+    return _first_string(_openssh_public_blob(text)).decode("ascii", "replace")
+
+
+def public_blob(path: Path) -> bytes | None:
+    """The public half of a private key file, without its passphrase; None when it cannot be told."""
+    try:
+        text = path.read_text(encoding="ascii")
+        if "BEGIN OPENSSH PRIVATE KEY" in text:
+            return _openssh_public_blob(text)
+        return base64.b64decode(path.with_name(path.name + ".pub").read_text().split()[1])
+    except (OSError, ValueError, IndexError, UnusableKey):
+        return None
+
+
+def _openssh_public_blob(text: str) -> bytes:
+    """PROTOCOL.key of OpenSSH: magic, cipher, KDF, KDF options, number of keys, public key."""
+    try:
+        body = text.split("PRIVATE KEY-----")[1].split("-----END")[0]
+        data = base64.b64decode(body)
+        if not data.startswith(_MAGIC):
+            raise ValueError
+        data = data[len(_MAGIC) :]
+        for _ in range(3):
+            data = data[4 + struct.unpack(">I", data[:4])[0] :]
+        size = struct.unpack(">I", data[4:8])[0]
+        return data[8 : 8 + size]
+    except (ValueError, IndexError, struct.error):
+        raise UnusableKey("the file is damaged") from None
+
+
+def _first_string(data: bytes) -> bytes:
+    size = struct.unpack(">I", data[:4])[0]
+    return data[4 : 4 + size]
+
+
+def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:
+    """The key, behind its certificate when there is one beside it."""
+    plain = Candidate(f"{path} ({key.get_name()})", lambda: key)
+    certificate = path.with_name(path.name + "-cert.pub")
+    if not certificate.is_file():
+        return [plain]
+    try:
+        signed = load_private_key(path)
+        signed.load_certificate(str(certificate))
+    except (ValueError, OSError, paramiko.SSHException):
+        return [plain]
+    return [Candidate(f"{certificate}", lambda: signed), plain]
+
+
+def _unlock(path: Path, ask: Callable[[Callable[[], str]], str]) -> paramiko.PKey:
+    for _ in range(PASSPHRASE_TRIES):
+        passphrase = ask(lambda: ask_secret(f"Passphrase of {path}: "))
+        try:
+            return load_private_key(path, passphrase)
+        except (UnusableKey, paramiko.PasswordRequiredException):
+            continue
+    raise ConnectError(f"the passphrase of {path} was wrong {PASSPHRASE_TRIES} times")
+
+
+# --- the agent --------------------------------------------------------------------------------------------------------
+
+
+class _Agent(AgentSSH):
+    """The agent behind one socket; paramiko's own class only knows SSH_AUTH_SOCK."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(AGENT_TIMEOUT_S)
+        sock.connect(path)
+        self._connect(sock)  # type: ignore[attr-defined]
+        sock.settimeout(None)  # a signature may wait for a person
+
+
+def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]) -> list[paramiko.AgentKey]:
+    """Usable keys of the agent: those of the identity files first, and only those with IdentitiesOnly."""
+    if options.identity_agent is None:
+        return []
+    try:
+        keys = _Agent(options.identity_agent).get_keys()
+    except (OSError, paramiko.SSHException) as error:
+        skipped.append(f"agent at {options.identity_agent} ({error})")
+        return []
+    usable = [key for key in keys if key.get_name() in _USABLE]
+    skipped += [f"agent: {key.comment} ({key.get_name()} needs the ssh program)" for key in keys if key not in usable]
+    named = [key for key in usable if key.asbytes() in wanted]
+    return named if options.identities_only else named + [key for key in usable if key not in named]

@@ -1,0 +1,245 @@
+"""One authenticated SSH connection: paramiko's protocol engine with our sockets, keys, host-key rules and deadlines."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import paramiko
+from paramiko.auth_handler import AuthHandler
+from paramiko.common import cMSG_SERVICE_REQUEST
+
+from deployer.errors import ConnectError
+from deployer.target import SshOptions
+from deployer.transport.ask import ask_secret, has_terminal
+from deployer.transport.explain import explain_auth, explain_handshake, explain_silence
+from deployer.transport.host_keys import HostKeys
+from deployer.transport.keys import Candidate, Keyring, UnusableKey, find_keys
+
+T = TypeVar("T")
+
+WINDOW_BYTES = 4 << 20
+"""What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
+AUTH_TIMEOUT_S = 30.0
+PERSON_TIMEOUT_S = 300.0
+"""While a person may have to find a passphrase, a password or a security token."""
+PASSWORD_TRIES = 3
+FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
+
+
+class Ask(Protocol):
+    """Runs a question in the thread that may talk to the person, and returns the answer."""
+
+    def __call__(self, question: Callable[[], T], /) -> T: ...
+
+
+class EagerAuth(AuthHandler):
+    """Authentication without waiting for SERVICE_ACCEPT, which saves two round trips with the first key.
+
+    RFC 4252 lets a client send the request right behind the service request; both travel in order.
+    """
+
+    methods: Sequence[str] = ()
+    """What the server said it would accept, after a refusal."""
+
+    def _request_auth(self) -> None:
+        session: Any = self.transport
+        if not session.service_requested:
+            session.service_requested = True
+            request = paramiko.Message()
+            request.add_byte(cMSG_SERVICE_REQUEST)
+            request.add_string("ssh-userauth")
+            session._send_message(request)
+        accept = paramiko.Message()
+        accept.add_string("ssh-userauth")
+        accept.rewind()
+        super()._parse_service_accept(accept)  # type: ignore[misc]  # builds, signs and sends the request
+
+    def _parse_service_accept(self, m: paramiko.Message) -> None:
+        """The server's acceptance, which was not waited for."""
+
+    def _parse_userauth_failure(self, m: paramiko.Message) -> None:
+        self.methods = m.get_list()
+        m.rewind()
+        super()._parse_userauth_failure(m)  # type: ignore[misc]
+
+
+class Session(paramiko.Transport):
+    """A connection to one host. Made by `open_session_to`."""
+
+    def __init__(self, sock: Any, options: SshOptions, host_keys: HostKeys) -> None:
+        super().__init__(sock, default_window_size=WINDOW_BYTES)
+        self.options = options
+        self.service_requested = False
+        self.goodbye = ""
+        self.proxy: subprocess.Popen[bytes] | None = None
+        self.hop: Session | None = None
+        defaults: Any = paramiko.Transport
+        self._preferred_keys = order_key_types(defaults._preferred_keys, host_keys.types)
+        gcm = tuple(name for name in FAST_CIPHERS if name in defaults._cipher_info)
+        self._preferred_ciphers = (*gcm, *(name for name in defaults._preferred_ciphers if name not in gcm))
+
+    @property
+    def preferred_keys(self) -> tuple[str, ...]:
+        """Host-key types without certificates: `@cert-authority` lines are not used."""
+        return tuple(self._preferred_keys)
+
+    @property
+    def last_heard(self) -> float:
+        """When bytes last came, by time.monotonic()."""
+        return float(self.sock.last_heard)  # type: ignore[union-attr]
+
+    def ping(self) -> None:
+        """Asks the server for an answer to nothing; returns when it came or the connection ended."""
+        try:
+            self.global_request("keepalive@openssh.com", wait=True)
+        except (OSError, EOFError, paramiko.SSHException):
+            return
+
+    def close(self) -> None:
+        """Ends the connection, the jump hosts before it, and a ProxyCommand."""
+        super().close()
+        if self.hop is not None:
+            self.hop.close()
+        if self.proxy is not None and self.proxy.poll() is None:
+            self.proxy.terminate()
+
+    def _parse_disconnect(self, m: paramiko.Message) -> None:
+        m.get_int()
+        self.goodbye = m.get_text()
+
+
+def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Host-key algorithms, those of the known key types first."""
+    first = [name for kind in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind == "ssh-rsa" else (kind,))]
+    wanted = [name for name in dict.fromkeys(first) if name in default]
+    return (*wanted, *(name for name in default if name not in wanted))
+
+
+# --- connecting -------------------------------------------------------------------------------------------------------
+
+
+def open_session_to(options: SshOptions, sock: Any, *, timeout_s: float, accept_new: bool, ask: Ask) -> Session:
+    """An authenticated connection over a pipe to the server; its host key is checked before anything is told to it.
+
+    `timeout_s` is for the handshake. ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
+    """
+    can_ask = has_terminal() and not options.batch_mode
+    host_keys = HostKeys(options)
+    session = Session(sock, options, host_keys)
+    try:
+        _shake_hands(session, timeout_s=timeout_s)
+        key = session.get_remote_server_key()
+        host_keys.check(key.get_name(), key.asbytes(), accept_new=accept_new, ask=ask if can_ask else None)
+        _log_in(session, find_keys(options, ask if can_ask else None), ask=ask if can_ask else None)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+class HandshakeCut(ConnectError):
+    """The server hung up during the handshake: it may have too many connections just now."""
+
+
+def _shake_hands(session: Session, *, timeout_s: float) -> None:
+    begun = time.monotonic()
+    session.banner_timeout = session.handshake_timeout = timeout_s
+    done = threading.Event()
+    session.start_client(event=done)
+    done.wait(timeout_s)
+    if session.is_active() and session.initial_kex_done:
+        return
+    where = session.options.description
+    if time.monotonic() - begun > 0.9 * timeout_s:
+        raise explain_silence(where=where, timeout_s=session.options.connect_timeout_s)
+    error = session.get_exception()
+    if isinstance(error, paramiko.SSHException) and not isinstance(error.__context__, (EOFError, OSError)):
+        raise explain_handshake(session.goodbye or str(error), where=where)
+    cut = explain_handshake(session.goodbye or "end of stream", where=where)
+    raise HandshakeCut(cut.message, hint=cut.hint)
+
+
+# --- logging in -------------------------------------------------------------------------------------------------------
+
+
+def _log_in(session: Session, keyring: Keyring, *, ask: Ask | None) -> None:
+    tried: list[str] = []
+    skipped = list(keyring.skipped)
+    methods: Sequence[str] = ()
+    for candidate in keyring.candidates:
+        methods = _try_key(session, candidate, tried, skipped)
+        if session.is_authenticated():
+            return
+        if methods and "publickey" not in methods:
+            break
+    if ask is not None and session.options.password_auth and _try_password(session, methods, ask=ask):
+        return
+    raise _refused(session, tried, skipped, methods)
+
+
+def _refused(session: Session, tried: list[str], skipped: list[str], methods: Sequence[str]) -> ConnectError:
+    banner = getattr(session.auth_handler, "banner", None) or b""
+    said = (banner.decode("utf-8", "replace") + "\n" + session.goodbye).strip()
+    options = session.options
+    return explain_auth(
+        tried, skipped, where=options.description, user=options.user, methods=list(methods), banner=said
+    )
+
+
+def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event], None]) -> EagerAuth:
+    """Runs one attempt to its end. The handler says what the server would accept after a refusal."""
+    done = threading.Event()
+    handler = EagerAuth(session)
+    session.auth_handler = handler
+    try:
+        start(handler, done)
+        partial = handler.wait_for_response(done)
+        if partial:
+            handler.methods = partial
+    except paramiko.AuthenticationException:
+        pass
+    return handler
+
+
+def _try_key(session: Session, candidate: Candidate, tried: list[str], skipped: list[str]) -> Sequence[str]:
+    """Offers one key; the methods that the server names after a refusal."""
+    session.auth_timeout = AUTH_TIMEOUT_S
+    user = session.options.user
+    try:
+        key = candidate.load()
+        tried.append(candidate.label)
+        return _authenticate(session, lambda handler, done: handler.auth_publickey(user, key, done)).methods
+    except (UnusableKey, paramiko.SSHException, EOFError, OSError) as error:
+        if not session.is_active():
+            raise _refused(session, tried, skipped, ()) from None
+        skipped.append(f"{candidate.label} ({error})")
+        return ()
+
+
+def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool:
+    """Asks the person for a password, or whatever the server wants to know, up to three times."""
+    options = session.options
+    session.auth_timeout = PERSON_TIMEOUT_S
+
+    def reply(title: str, instructions: str, prompts: list[tuple[str, bool]]) -> list[str]:
+        return [ask(lambda text=text: ask_secret(f"{options.description}: {text}")) for text, _ in prompts]  # type: ignore[misc]
+
+    def with_password(handler: EagerAuth, done: threading.Event) -> None:
+        handler.auth_password(options.user, ask(lambda: ask_secret(f"Password of {options.description}: ")), done)
+
+    def with_dialogue(handler: EagerAuth, done: threading.Event) -> None:
+        handler.auth_interactive(options.user, reply, done)
+
+    if not methods:  # no key was offered, so the server was not asked yet
+        methods = _authenticate(session, lambda handler, done: handler.auth_none(options.user, done)).methods
+    for _ in range(PASSWORD_TRIES):
+        start = with_dialogue if "keyboard-interactive" in methods else with_password
+        if not session.is_active() or not {"keyboard-interactive", "password"} & set(methods):
+            break
+        if not session.is_authenticated():
+            methods = _authenticate(session, start).methods
+    return session.is_authenticated()

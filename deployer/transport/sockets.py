@@ -1,0 +1,97 @@
+"""Byte pipes to an SSH server: TCP tuned for small packets, or the user's ProxyCommand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+
+from deployer.errors import ConnectError
+from deployer.target import SshOptions
+from deployer.transport.explain import explain_socket_error
+
+QUICK_RECEIPTS = 300
+"""Receipts after which the kernel may delay acknowledgements again: the handshake and first exec are over by then."""
+
+
+class SshSocket(socket.socket):
+    """A connected socket that acknowledges at once and knows when it last heard something.
+
+    sshd writes SUCCESS, a host-keys note and the channel's confirmation as packets of their own and, with Nagle's
+    algorithm on, waits for our ACK between them, which Linux would hold back for 40 ms. TCP_QUICKACK is not sticky, so
+    it is set again after each of the first receipts.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected.family, connected.type, connected.proto, fileno=connected.detach())
+        self.last_heard = time.monotonic()
+        self._quick = QUICK_RECEIPTS if self.family != socket.AF_UNIX and hasattr(socket, "TCP_QUICKACK") else 0
+        if self.family != socket.AF_UNIX:
+            self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._acknowledge()
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        data = super().recv(bufsize, flags)
+        self.last_heard = time.monotonic()
+        self._acknowledge()
+        return data
+
+    def _acknowledge(self) -> None:
+        if self._quick > 0:
+            self._quick -= 1
+            try:
+                self.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+            except OSError:  # the connection is already gone; the next read says so
+                self._quick = 0
+
+
+def connect_tcp(options: SshOptions, *, timeout_s: float) -> SshSocket:
+    """A TCP connection to the host, its addresses tried in order within `timeout_s` in all. ConnectError."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        addresses = socket.getaddrinfo(options.hostname, options.port, options.address_family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise explain_socket_error(error, host=options.hostname, port=options.port, timeout_s=timeout_s) from None
+    failure: OSError = TimeoutError()
+    for left, (family, _, _, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        share_s = max(0.05, (deadline - time.monotonic()) / left)
+        try:
+            return _connect_one(family, address, options.bind_address, timeout_s=share_s)
+        except OSError as error:
+            failure = error
+    raise explain_socket_error(failure, host=options.hostname, port=options.port, timeout_s=timeout_s)
+
+
+def _connect_one(
+    family: socket.AddressFamily,
+    address: tuple[str | int, ...] | tuple[int, bytes],
+    bind: str | None,
+    *,
+    timeout_s: float,
+) -> SshSocket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        if bind:
+            sock.bind((bind, 0))
+        sock.connect(address)
+        return SshSocket(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def start_proxy(command: str) -> tuple[SshSocket, subprocess.Popen[bytes]]:
+    """A socket whose other end is the stdin and stdout of a ProxyCommand, run by the user's shell as ssh does."""
+    ours, theirs = socket.socketpair()
+    shell = os.environ.get("SHELL") or "/bin/sh"
+    end = theirs.fileno()
+    try:
+        process = subprocess.Popen([shell, "-c", f"exec {command}"], stdin=end, stdout=end, start_new_session=True)
+    except OSError as error:
+        raise ConnectError(f"the ProxyCommand cannot be started by {shell}: {error}") from None
+    finally:
+        theirs.close()
+    return SshSocket(ours), process
