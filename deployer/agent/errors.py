@@ -2,7 +2,7 @@
 
 
 class AgentError(Exception):
-    """`kind` is one of usage, host, unknown_job, need; the client turns it into its own error with the right exit code."""
+    """`kind` is usage, host, unknown_job or need; the client turns it into its own error with the right exit code."""
 
     def __init__(self, kind: str, message: str, hint: str = "") -> None:
         Exception.__init__(self, message)

@@ -1,8 +1,8 @@
 """The language between client and agent: length-prefixed frames, a JSON head and a binary body each.
 
-A frame is two unsigned 32-bit big-endian lengths (head, body), the head as JSON object, then the body; at most 64 KiB in
-all. Whatever precedes the nonce that the client chose is login noise. Both ends read in a thread of their own, so that no
-end ever writes while the other one waits to be read.
+A frame is two unsigned 32-bit big-endian lengths (head, body), the head as JSON object, then the body; at most 64 KiB
+in all. Whatever precedes the nonce that the client chose is login noise. Both ends read in a thread of their own, so
+that no end ever writes while the other one waits to be read.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -48,7 +48,9 @@ def read_frame(stream: BinaryIO) -> Optional[Frame]:
         raise ProtocolError("the stream ended inside a frame")
     head_size, body_size = _LENGTHS.unpack(lengths)
     if head_size + body_size > MAX_FRAME:
-        raise ProtocolError("a frame of %d bytes is announced, at most %d are allowed" % (head_size + body_size, MAX_FRAME))
+        raise ProtocolError(
+            "a frame of %d bytes is announced, at most %d are allowed" % (head_size + body_size, MAX_FRAME)
+        )
     data = _read_exactly(stream, head_size + body_size)
     if len(data) < head_size + body_size:
         raise ProtocolError("the stream ended inside a frame")

@@ -1,0 +1,61 @@
+# One .venv, made on demand. PYTHON chooses the interpreter that makes it (3.10 to 3.13).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+.PHONY: help install demo test test-oldest soak lint format bench clean
+
+help:  ## what each target does
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+install: $(VENV)/installed  ## .venv with the deployer, the trainer and the tests' needs
+
+# torch comes first and by its pin, so that no later requirement picks another build
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[train,test]'
+	touch $@
+
+demo: install  ## ship, train, stream, pull: the main job on this machine, on the CPU
+	$(BIN)/python deploy.py configs/02_debug_sft_fsdp.py target.device=cpu target.gpu_ranks=[0,1]
+
+# an OpenSSH server, rsync and other login shells are part of the tests; without the right to install them, the tests
+# that need one say so
+.PHONY: system
+system:
+	@missing=""; for p in sshd:openssh-server ssh:openssh-client rsync:rsync fish:fish tcsh:tcsh git:git ip:iproute2; do \
+	  PATH="$$PATH:/usr/sbin:/sbin" command -v $${p%%:*} >/dev/null || missing="$$missing $${p##*:}"; done; \
+	if [ -n "$$missing" ] && command -v apt-get >/dev/null; then \
+	  echo "installing$$missing"; \
+	  { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \
+	    || echo "could not install$$missing: tests that need them will say so"; fi
+
+test: install system  ## every test but the long soaks, within 15 minutes on 2 cores
+	$(PYTEST) -m "not soak" tests
+
+test-oldest: system  ## the CPU tests on the oldest supported torch
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[train,test]'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not soak" tests
+
+soak: install system  ## the long tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1800 tests
+
+lint: install  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install system  ## the deployment benchmark, ratios against rsync && ssh (root: it makes network namespaces)
+	$(BIN)/python bench/deploy.py
+
+clean:  ## remove what the targets made
+	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

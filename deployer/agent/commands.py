@@ -1,0 +1,77 @@
+"""One command on this host, its input and output as a stream.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from typing import Any, Dict
+
+from . import probe
+from .errors import AgentError
+from .frames import ProtocolError
+from .layout import Root
+from .requests import find_job
+from .wire import Call
+
+
+def execute(root: Root, call: Call) -> Dict[str, Any]:
+    """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
+    argv = call.head["argv"]
+    env = probe.job_environment(dict(os.environ), probe.container_env())
+    cwd = find_job(root, call.head["job"]).code if call.head.get("job") else os.path.expanduser("~")
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentError("host", "cannot run %s: %s" % (argv[0], error.strerror))
+    pumps = [threading.Thread(target=_pump, args=(process, name, call), daemon=True) for name in ("stdout", "stderr")]
+    threading.Thread(target=_feed, args=(process, call), daemon=True).start()
+    for pump in pumps:
+        pump.start()
+    for pump in pumps:
+        pump.join()
+    code = process.wait()
+    return {"exit": code if code >= 0 else 128 - code}
+
+
+def _feed(process: "subprocess.Popen[bytes]", call: Call) -> None:
+    assert process.stdin is not None
+    try:
+        for frame in call.receive():
+            process.stdin.write(frame.body)
+            process.stdin.flush()
+        process.stdin.close()
+    except ProtocolError:
+        _end(process)
+    except OSError:
+        pass  # the command has closed its input
+
+
+def _pump(process: "subprocess.Popen[bytes]", name: str, call: Call) -> None:
+    fd = getattr(process, name).fileno()
+    try:
+        while True:
+            data = os.read(fd, 32768)
+            if not data:
+                return
+            call.send_data(data, stream=name)
+    except ProtocolError:
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    # the client is gone: its command goes with it, as a terminal's would
+    try:
+        os.killpg(process.pid, signal.SIGHUP)
+    except ProcessLookupError:
+        pass

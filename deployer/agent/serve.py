@@ -1,0 +1,56 @@
+"""The agent: what a client may ask of a host, each request one handler.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import sys
+from typing import Any, BinaryIO, Dict
+
+from . import frames
+from .layout import Root
+from .wire import Conversation, Handler, Sender
+
+
+def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
+    """Answers the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
+    root = Root(first["root"])
+    sender = Sender(_take_stdout())
+    hello = {"hello": {"python": "%d.%d.%d" % sys.version_info[:3], "root": root.path, "pid": os.getpid()}}
+    sender.write(first["nonce"].encode("ascii") + frames.encode(hello))
+    Conversation(stdin, sender, handlers(root)).run(first.get("request"))
+    os._exit(0)  # threads may still wait for a client that is gone
+
+
+def _take_stdout() -> int:
+    # whatever else writes to 1 or 2 from here on must not get between the frames
+    out = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)
+    return out
+
+
+def handlers(root: Root) -> Dict[str, Handler]:
+    """Request name -> handler; imports wait until a request needs them, so that the usual path starts at once."""
+
+    def ask(module: str, name: str) -> Handler:
+        def handler(call: Any) -> Dict[str, Any]:
+            from importlib import import_module
+
+            return getattr(import_module("." + module, __package__), name)(root, call)  # type: ignore[no-any-return]
+
+        return handler
+
+    return {
+        "launch": ask("start", "launch"),
+        "slots": ask("start", "slots"),
+        "follow": ask("requests", "follow"),
+        "ps": ask("requests", "ps"),
+        "status": ask("requests", "status"),
+        "stop": ask("requests", "stop"),
+        "files": ask("requests", "files"),
+        "fetch": ask("requests", "fetch"),
+        "last_lines": ask("requests", "last_lines"),
+        "exec": ask("commands", "execute"),
+        "doctor": ask("requests", "doctor"),
+    }

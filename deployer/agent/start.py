@@ -1,0 +1,237 @@
+"""Starting a job on this host: the plan's trees are here or asked for, its folder is made once, its supervisor owns it.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+import zlib
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional
+
+from . import gpus, logs, probe, runtime, state, supervise, tree
+from .errors import AgentError
+from .layout import FORMAT_VERSION, Job, Root
+from .requests import follow_job
+from .store import Store
+from .wire import Call
+
+MIN_FREE_BYTES = 64 << 20
+AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
+
+
+def launch(root: Root, call: Call) -> Dict[str, Any]:
+    """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
+    request = dict(call.head)
+    if request.get("payload"):
+        request.update(call.receive_json())
+    plan = request["plan"]
+    job = _job(root, plan["job_id"])
+    _check_root(root)
+    already = _existing(job, plan)
+    if not already:
+        env = _base_env()
+        _check_gpus(plan, env)
+        _bring_trees(Store(root), _trees_of(plan), call)
+        with _locked(job):
+            already = _existing(job, plan)
+            if not already:
+                _make_job(root, job, plan, request)
+                if call.cancelled.is_set():
+                    shutil.rmtree(job.path, ignore_errors=True)
+                    raise AgentError("host", "the launch was cancelled")
+                _start(root, job, plan, request, env)
+    if call.cancelled.is_set():
+        state.request_stop(job, 0)
+        raise AgentError("host", "the launch was cancelled")
+    call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path})
+    if request.get("follow"):
+        return follow_job(job, call, logs.LogReader(job))
+    return {}
+
+
+def slots(root: Root, call: Call) -> Dict[str, Any]:
+    """What the slots of a plan would be filled with here, without starting or writing anything."""
+    plan = call.receive_json()["plan"]
+    env = _base_env()
+    _check_gpus(dict(plan, allow_busy=True), env)
+    found = {"job": os.path.join(root.jobs, plan["job_id"]), "root": root.path, "agent": AGENT_DIR}
+    spec = dict(plan["python"], lock=None, wheels=None)
+    try:
+        found["python"] = runtime.find_python(spec, env=env, root=root)
+    except AgentError as error:
+        found["python"] = "(to be built: %s)" % error.message
+    return {"slots": found}
+
+
+def plan_hash(plan: Dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _job(root: Root, job_id: str) -> Job:
+    try:
+        return root.job(job_id)
+    except ValueError as error:
+        raise AgentError("usage", str(error))
+
+
+def _base_env() -> Dict[str, str]:
+    return probe.job_environment(dict(os.environ), probe.container_env())
+
+
+def _check_root(root: Root) -> None:
+    hint = "choose another folder with --remote-root"
+    try:
+        os.makedirs(root.jobs, mode=0o700, exist_ok=True)
+        os.makedirs(root.tmp, mode=0o700, exist_ok=True)
+        free = os.statvfs(root.path)
+    except OSError as error:
+        raise AgentError("host", "the remote root %s cannot be used: %s" % (root.path, error.strerror), hint)
+    if not os.access(root.jobs, os.W_OK):
+        raise AgentError("host", "the remote root %s is not writable" % root.path, hint)
+    free_bytes = free.f_bavail * free.f_frsize
+    if free_bytes < MIN_FREE_BYTES:
+        raise AgentError(
+            "host", "the disk of the remote root %s is full: %d MB free" % (root.path, free_bytes >> 20), hint
+        )
+
+
+def _check_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> None:
+    if plan["device"] == "cuda" and plan["gpus"]:
+        gpus.check_gpus(plan["gpus"], env, plan["allow_busy"])
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def _trees_of(plan: Dict[str, Any]) -> List[str]:
+    trees = [plan["tree"]] + [include["tree"] for include in plan["includes"]]
+    wheels = plan["python"].get("wheels")
+    return trees + ([wheels] if wheels else [])
+
+
+def _bring_trees(store: Store, wanted: List[str], call: Call) -> None:
+    """Asks the client for every tree that is not here, then for the blobs that these trees lack."""
+    for name in wanted:
+        if store.has_tree(name):
+            continue
+        call.send_event("need_tree", name)
+        entries = tree.load_entries(zlib.decompress(b"".join(frame.body for frame in call.receive())))
+        if tree.root_hash(entries) != name:
+            raise AgentError("host", "the file list that arrived is not the one announced; try again")
+        missing = store.missing(entries)
+        if missing:
+            call.send_event("need_blobs", missing)
+            _receive_blobs(store, tree.blobs_of(entries), call)
+        store.save_tree(entries)
+
+
+def _receive_blobs(store: Store, sizes: Dict[str, int], call: Call) -> None:
+    writer = None
+    try:
+        for frame in call.receive():
+            name = frame.head.get("blob")
+            if name is not None:
+                if name not in sizes:
+                    raise AgentError("host", "a file arrived that nobody asked for")
+                writer = store.writer(name, sizes[name])
+            if writer is None:
+                raise AgentError("host", "file content arrived without its name")
+            if frame.body:
+                writer.write(frame.body)
+            if frame.head.get("last"):
+                writer.finish()
+                writer = None
+    finally:
+        if writer is not None:
+            writer.abort()
+
+
+# --- the job folder ---------------------------------------------------------------------------------------------------
+
+
+def _existing(job: Job, plan: Dict[str, Any]) -> bool:
+    """Whether this very plan was started already. AgentError when another plan has its id."""
+    if not os.path.exists(job.status):
+        return False
+    with open(job.record, encoding="utf-8") as f:
+        if json.load(f)["plan_hash"] != plan_hash(plan):
+            raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
+    return True
+
+
+@contextmanager
+def _locked(job: Job) -> Iterator[None]:
+    os.makedirs(job.control, mode=0o700, exist_ok=True)
+    with open(job.lock, "a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any]) -> None:
+    """Everything of a job that is there before its supervisor; a launch that was cut off is simply done again."""
+    store = Store(root)
+    for leftover in (job.code, job.lib):
+        shutil.rmtree(leftover, ignore_errors=True)
+    store.materialise(plan["tree"], job.path)
+    os.makedirs(job.code, exist_ok=True)
+    for include in plan["includes"]:
+        _link_include(store, job, include)
+    if plan.get("config_yaml") is not None:
+        _write_private(job.config, plan["config_yaml"].encode())
+    record = {
+        "format": FORMAT_VERSION,
+        "plan": plan,
+        "plan_hash": plan_hash(plan),
+        "env": request.get("env", {}),
+        "git": request.get("git"),
+        "created_at": time.time(),
+        "agent_python": sys.version.split()[0],
+    }
+    _write_private(job.record, json.dumps(record, indent=1).encode())
+
+
+def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
+    path = include["path"]
+    tree.check_entry(tree.Entry(path, tree.LINK, 0, "x"))
+    where = os.path.join(job.code, path)
+    os.makedirs(os.path.dirname(where), exist_ok=True)
+    if os.path.realpath(os.path.dirname(where)) != os.path.normpath(
+        os.path.dirname(os.path.join(os.path.realpath(job.code), path))
+    ):
+        raise AgentError("usage", "the included path %s lies behind a link of the code tree" % path)
+    target = store.shared(include["tree"], os.path.basename(path))
+    if os.path.lexists(where):
+        raise AgentError("usage", "the included path %s is part of the code tree already" % path)
+    os.symlink(target, where)
+
+
+def _write_private(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _start(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], env: Dict[str, str]) -> None:
+    python = dict(plan["python"], wheels=_wheels_folder(root, plan))
+    launch_input = {
+        "plan": dict(plan, python=python),
+        "env": request.get("env", {}),
+        "secrets": request.get("secrets", {}),
+        "base_env": env,
+        "attempt": 1,
+    }
+    supervise.spawn(job, AGENT_DIR, launch_input)
+
+
+def _wheels_folder(root: Root, plan: Dict[str, Any]) -> Optional[str]:
+    """Folder with the wheels that the client sent for this plan; None when it sent none."""
+    name = plan["python"].get("wheels")
+    return Store(root).shared(name, "wheels") if name else None

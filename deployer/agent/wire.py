@@ -1,0 +1,204 @@
+"""One conversation over a pair of byte streams, agent side: reads frames in a thread of its own, hands requests out.
+
+A request opens a stream named by its `id`; frames of that id then flow both ways until the final `ok` or `error`.
+Bodies count against the stream's window, and each side grants what it has consumed, so no stream can fill the pipe.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import os
+import queue
+import select
+import threading
+import time
+import traceback
+from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
+
+from . import frames
+from .errors import AgentError
+from .frames import Frame, ProtocolError, Window
+
+IDLE_S = 60.0
+"""The agent ends this long after the last frame from the client (which pings every few seconds)."""
+SEND_TIMEOUT_S = 60.0
+MAX_CALLS = 32
+
+Handler = Callable[["Call"], Dict[str, Any]]
+
+
+class Sender:
+    """Writes whole frames to a file descriptor, one at a time, each with a deadline."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)  # a blocking write could outlast every deadline
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, head: Dict[str, Any], body: bytes = b"") -> None:
+        self.write(frames.encode(head, body))
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        deadline = time.monotonic() + SEND_TIMEOUT_S
+        with self._lock:
+            while view:
+                if not select.select([], [self._fd], [], max(0.0, deadline - time.monotonic()))[1]:
+                    raise ProtocolError("the client took no data for %g s" % SEND_TIMEOUT_S)
+                try:
+                    view = view[os.write(self._fd, view) :]
+                except BlockingIOError:
+                    pass  # less room than select promised: wait again
+
+
+class Call:
+    """One request of the client and its stream. The final answer is small: what may be large goes by `send_event`."""
+
+    def __init__(self, head: Dict[str, Any], sender: Sender) -> None:
+        self.head = head
+        self.id = head["id"]
+        self.cancelled = threading.Event()
+        self._sender = sender
+        self._inbox = queue.Queue()  # type: queue.Queue[Optional[Frame]]  # bounded by the window that we grant
+        self._window = Window()
+
+    # --- from the client -----------------------------------------------------------------------------------------
+
+    def deliver(self, frame: Frame) -> None:
+        if "grant" in frame.head:
+            self._window.grant(int(frame.head["grant"]))
+        elif "cancel" in frame.head:
+            self.close()
+        else:
+            self._inbox.put(frame)
+
+    def close(self) -> None:
+        self.cancelled.set()
+        self._window.close()
+        self._inbox.put(None)
+
+    def receive(self) -> Iterator[Frame]:
+        """Frames of this stream up to the client's `end`; grants their bodies as the caller comes back for more."""
+        while True:
+            frame = self._inbox.get()
+            if frame is None:
+                raise ProtocolError("the client cancelled the request")
+            if frame.head.get("end"):
+                return
+            yield frame
+            if frame.body:
+                self._sender.send({"id": self.id, "grant": len(frame.body)})
+
+    def receive_json(self) -> Any:
+        return json.loads(b"".join(frame.body for frame in self.receive()))
+
+    # --- to the client -------------------------------------------------------------------------------------------
+
+    def send_data(self, data: bytes, **head: Any) -> None:
+        """Sends bytes of any number, in frames that the window allows."""
+        for start in range(0, len(data), frames.MAX_BODY):
+            part = data[start : start + frames.MAX_BODY]
+            if "offset" in head:
+                head["offset"] += len(part) if start else 0
+            self._window.take(len(part), timeout_s=SEND_TIMEOUT_S)
+            self._sender.send(dict(head, id=self.id, data=True), part)
+
+    def send_event(self, name: str, payload: Any = None) -> None:
+        """An event with a JSON value of any size: its bytes as data frames tagged `json`, then the name."""
+        text = json.dumps(payload, separators=(",", ":")).encode("ascii")
+        if len(text) < 8192:
+            self._sender.send({"id": self.id, "event": name, "value": payload})
+            return
+        self.send_data(text, json=True)
+        self._sender.send({"id": self.id, "event": name})
+
+
+class Conversation:
+    """Reads requests until the client is gone, each handled in a thread of its own."""
+
+    def __init__(self, stdin: BinaryIO, sender: Sender, handlers: Dict[str, Handler]) -> None:
+        self._stdin = stdin
+        self._sender = sender
+        self._handlers = handlers
+        self._calls = {}  # type: Dict[int, Call]
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._ended = threading.Event()
+
+    def run(self, first: Optional[Dict[str, Any]]) -> None:
+        """Returns when the client has closed its end, or has been silent for IDLE_S."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        if first is not None:
+            self._start(first)
+        while not self._ended.wait(1.0) and time.monotonic() - self._last < IDLE_S:
+            pass
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = frames.read_frame(self._stdin)
+                if frame is None:
+                    break
+                self._last = time.monotonic()
+                self._dispatch(frame)
+        except (ProtocolError, OSError, ValueError):
+            pass  # a client that cannot be understood is a client that is gone
+        self._ended.set()
+
+    def _dispatch(self, frame: Frame) -> None:
+        if "ping" in frame.head:
+            self._sender.send({"pong": frame.head["ping"]})
+            return
+        if "op" in frame.head:
+            self._start(frame.head)
+            return
+        with self._lock:
+            call = self._calls.get(frame.head.get("id", -1))
+        if call is not None:
+            call.deliver(frame)
+
+    def _start(self, head: Dict[str, Any]) -> None:
+        call = Call(head, self._sender)
+        with self._lock:
+            if len(self._calls) >= MAX_CALLS:
+                self._sender.send({"id": call.id, "error": _error("host", "too many requests at once", "")})
+                return
+            self._calls[call.id] = call
+        threading.Thread(target=self._handle, args=(call,), daemon=True).start()
+
+    def _handle(self, call: Call) -> None:
+        try:
+            reply = {"ok": self._answer(call)}
+        except AgentError as error:
+            reply = {"error": _error(error.kind, error.message, error.hint)}
+        except ProtocolError as error:
+            reply = {"error": _error("lost", str(error), "")}
+        except OSError as error:
+            reply = {"error": _error("host", _os_error_text(error), "")}
+        except Exception:
+            reply = {"error": _error("bug", "the agent failed:\n" + traceback.format_exc(), "")}
+        with self._lock:
+            self._calls.pop(call.id, None)
+        try:
+            self._sender.send(dict(reply, id=call.id))
+        except (ProtocolError, OSError):
+            pass  # nobody listens any more
+
+    def _answer(self, call: Call) -> Dict[str, Any]:
+        handler = self._handlers.get(call.head.get("op", ""))
+        if handler is None:
+            raise AgentError("bug", "unknown request %r" % call.head.get("op"))
+        return handler(call)
+
+
+def _error(kind: str, message: str, hint: str) -> Dict[str, str]:
+    return {"kind": kind, "message": message[:16000], "hint": hint[:4000]}
+
+
+def _os_error_text(error: OSError) -> str:
+    where = " %s" % error.filename if error.filename else ""
+    return "%s%s" % (error.strerror or error, where)

@@ -1,0 +1,333 @@
+"""The command line. Heavy imports wait inside the commands, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deployer.errors import FerryError, LostConnection, UsageError
+
+if TYPE_CHECKING:
+    from deployer.host import Host
+    from deployer.registry import JobRecord
+
+DEFAULT_ROOT = "~/.torchferry"
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class Commands(click.Group):
+    """A first word that is no command is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        first = next((i for i, a in enumerate(args) if a not in own), None)
+        if first is not None and args[first] not in self.commands:
+            args = [*args[:first], "run", *args[first:]]
+        return super().parse_args(ctx, args)
+
+
+class WithProgram(click.Command):
+    """A command whose words after `--` are a program of the user's, kept apart and untouched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        program: tuple[str, ...] = ()
+        if "--" in args:
+            cut = args.index("--")
+            args, program = args[:cut], tuple(args[cut + 1 :])
+        ctx.meta["program"] = program
+        # an option with an optional value would take the next word for it
+        return super().parse_args(ctx, ["--dry-run=local" if a == "--dry-run" else a for a in args])
+
+
+@click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
+@click.version_option(package_name="torchferry", prog_name="torchferry")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Run a training config on any machine you can ssh to, watch it, and bring the results home.
+
+    \b
+      deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:port    ship, launch, stream, bring results home
+      deploy.py configs/02_debug_sft_fsdp.py --dry-run               show the torchrun command; no network
+      deploy.py configs/01_debug_sft.py target.device=cpu            the same on this machine, without a GPU
+      deploy.py run --ssh gpu --gpus 0,1 -- python my_train.py …     a program of your own
+
+    `deploy.py CONFIG` means `deploy.py run CONFIG`. A job goes on when this client, its network or its terminal
+    ends; `ps`, `logs`, `stop` and `pull` find it again by its id.
+
+    Exit codes of a followed run: the job's own; 2 usage or config; 125 could not deploy; 75 the job runs on
+    without this client.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+SSH = click.option("--ssh", metavar="[USER@]HOST[:PORT]", help="Where: an address or an alias of ~/.ssh/config.")
+SSH_KEY = click.option("--ssh-key", metavar="FILE", help="Private key for this connection.")
+ACCEPT = click.option(
+    "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
+)
+ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
+JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+
+
+@cli.command(cls=WithProgram, context_settings=CONTEXT)
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@SSH
+@SSH_KEY
+@ACCEPT
+@click.option("--gpus", metavar="0,2", help="GPU indices (nvidia-smi) or UUIDs; one process each.")
+@click.option(
+    "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="cpu: as many CPU processes as --gpus names."
+)
+@click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
+@click.option("--name", metavar="NAME", help="Name of the run; begins its id.")
+@click.option("--env", multiple=True, metavar="K=V", help="Environment variable of the job. Repeatable.")
+@click.option(
+    "--secret", "secrets", multiple=True, metavar="NAME", help="Pass on a variable; its value is kept nowhere."
+)
+@ROOT
+@click.option("--python", metavar="PATH", help="The job's interpreter on the host.")
+@click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
+@click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet.")
+@click.option("--detach", is_flag=True, help="Return once the job has started.")
+@click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
+@click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
+@click.option("--pull-max", default="2GB", metavar="SIZE", help="Bring an export home up to this size [2GB].")
+@click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
+@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree without asking.")
+@JSON
+def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
+    """Run a config, or any program after --.
+
+    \b
+      deploy.py CONFIG [a.b=c …]              the trainer with this config
+      deploy.py run -- python my_train.py …   a program of your own
+      deploy.py run --torchrun --gpus 0,1 -- my_train.py …
+    """
+    from deployer.commands import run as command
+
+    if config is not None and "=" in config:
+        raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")
+    program = click.get_current_context().meta["program"]
+    if program and config is not None:
+        raise UsageError("give a config or a program after --, not both")
+    sys.exit(command.run(config, overrides, program, **options))
+
+
+@cli.command(context_settings=CONTEXT)
+@SSH
+@SSH_KEY
+@ACCEPT
+@ROOT
+@click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
+@JSON
+def ps(
+    ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None, show_all: bool, as_json: bool
+) -> None:
+    """List the jobs of every host that was used from here, or of one host."""
+    from deployer.commands import look
+
+    look.ps(_hosts(ssh, ssh_key, accept_new_host_key, root), show_all=show_all, as_json=as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@SSH
+@ROOT
+@JSON
+def status(job_id: str, ssh: str | None, root: str | None, as_json: bool) -> None:
+    """Show one job: its true state, its last metrics, and what to do next."""
+    from deployer.commands import look
+
+    host, record = _find(job_id, ssh, root)
+    look.status(host, record.job_id if record else job_id, as_json=as_json)
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@SSH
+@ROOT
+@click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
+def logs(
+    job_id: str, ssh: str | None, root: str | None, follow: bool | None, tail: int | None, rank: int | None
+) -> None:
+    """Show a job's log, and follow it while it runs."""
+    from deployer.commands import look
+
+    host, record = _find(job_id, ssh, root)
+    sys.exit(look.logs(host, record.job_id if record else job_id, follow=follow, tail=tail, rank=rank))
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@SSH
+@ROOT
+@click.option("--grace", type=click.FloatRange(min=0), default=120.0, metavar="S", help="Seconds to save in [120].")
+def stop(job_id: str, ssh: str | None, root: str | None, grace: float) -> None:
+    """Stop a job: ask it to save, wait, then end every process of it and look that the GPUs are free."""
+    from deployer.commands import end
+
+    host, record = _find(job_id, ssh, root)
+    sys.exit(end.stop(host, record.job_id if record else job_id, grace_s=grace))
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@SSH
+@ROOT
+@click.option("--checkpoints", is_flag=True, help="Checkpoints too.")
+@click.option("--pull-max", default="2GB", metavar="SIZE", help="Limit of the whole; 0: none [2GB].")
+@click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
+def pull(job_id: str, ssh: str | None, root: str | None, checkpoints: bool, pull_max: str, target: str | None) -> None:
+    """Bring a job's metrics, logs and exported model home."""
+    from deployer.commands import end
+
+    host, record = _find(job_id, ssh, root)
+    place = Path(target or (record.results if record else f"results/{job_id}"))
+    end.pull(
+        host, record.job_id if record else job_id, target=place, checkpoints=checkpoints, limit=parse_size(pull_max)
+    )
+
+
+@cli.command("exec", cls=WithProgram, context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]", required=False)
+@SSH
+@SSH_KEY
+@ACCEPT
+@ROOT
+@click.pass_context
+def execute(
+    ctx: click.Context,
+    job_id: str | None,
+    ssh: str | None,
+    ssh_key: str | None,
+    accept_new_host_key: bool,
+    root: str | None,
+) -> None:
+    """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…"""
+    from deployer.commands import beside
+
+    if not ctx.meta["program"]:
+        raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
+    host, record = _place(job_id, ssh, ssh_key, accept_new_host_key, root)
+    sys.exit(beside.execute(host, record.job_id if record else job_id, ctx.meta["program"]))
+
+
+@cli.command(context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]", required=False)
+@SSH
+@SSH_KEY
+@ACCEPT
+@ROOT
+def shell(
+    job_id: str | None, ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None
+) -> None:
+    """Open a shell on a job's host, in the job's code folder."""
+    from deployer.commands import beside
+
+    host, record = _place(job_id, ssh, ssh_key, accept_new_host_key, root)
+    sys.exit(beside.shell(host, record.job_id if record else job_id))
+
+
+@cli.command(context_settings=CONTEXT)
+@SSH
+@SSH_KEY
+@ACCEPT
+@ROOT
+@JSON
+def doctor(ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None, as_json: bool) -> None:
+    """Check a host, or this machine: Python, torch, GPUs, disk, limits, environment; each with what to do."""
+    from deployer.commands import look
+
+    sys.exit(look.doctor(_host(ssh, root, ssh_key, accept_new_host_key), as_json=as_json))
+
+
+# --- from words to values ---------------------------------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; None for 0, which means no limit."""
+    import re
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size", hint="for example 500MB or 2GB")
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
+    return int(float(match.group(1)) * factor) or None
+
+
+def _host(ssh: str | None, root: str | None, ssh_key: str | None = None, accept: bool = False) -> Host:
+    from deployer.host import Host
+
+    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept)
+
+
+def _hosts(ssh: str | None, ssh_key: str | None, accept: bool, root: str | None) -> list[Host]:
+    """The named host, or every host that the records name and this machine."""
+    from deployer.registry import read_records
+
+    if ssh is not None or root is not None:
+        return [_host(ssh, root, ssh_key, accept)]
+    places = {(r.ssh, r.root): r.ssh_key for r in read_records()}
+    places.setdefault((None, DEFAULT_ROOT), None)
+    return [_host(where, folder, key) for (where, folder), key in places.items()]
+
+
+def _find(job_id: str, ssh: str | None, root: str | None) -> tuple[Host, JobRecord | None]:
+    """The host of a job by this client's records; with --ssh or --remote-root the host is asked itself."""
+    from deployer.registry import find_record
+
+    if ssh is not None or root is not None:
+        return _host(ssh, root), None
+    record = find_record(job_id)
+    return _host(record.ssh, record.root, record.ssh_key), record
+
+
+def _place(
+    job_id: str | None, ssh: str | None, ssh_key: str | None, accept: bool, root: str | None
+) -> tuple[Host, JobRecord | None]:
+    if job_id is None:
+        return _host(ssh, root, ssh_key, accept), None
+    return _find(job_id, ssh, root)
+
+
+def main() -> None:
+    """Entry of `deploy.py` and of the console script."""
+    words = sys.argv[1:]
+    own = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in own
+    if debug:
+        words.remove("--debug")
+    try:
+        cli(words, standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+    except FerryError as error:
+        if debug:
+            raise
+        _show(error)
+        sys.exit(error.exit_code)
+
+
+def _show(error: FerryError) -> None:
+    from deployer.render import notice, show_error
+
+    show_error(error)
+    if isinstance(error, LostConnection):
+        notice("The job, if it was started, runs on: deploy.py ps shows it.")

@@ -1,0 +1,47 @@
+"""`stop` and `pull`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deployer import jobs, render
+from deployer.host import Host
+
+STOPPED_ALL_THE_SAME = ("succeeded", "failed", "stopped", "lost")
+
+
+def stop(host: Host, job_id: str, *, grace_s: float) -> int:
+    """Stops a job; 0 when nothing of it remains, 1 when something does."""
+    render.notice(f"stopping {job_id}: up to {grace_s:g} s to save (--grace)")
+
+    def tell(status: dict[str, Any]) -> None:
+        phase = status.get("phase")
+        if phase:
+            render.notice(f"  {render.clean(phase)}")
+
+    final = jobs.stop_job(host, job_id, grace_s=grace_s, on_state=tell)
+    if final.get("was") in STOPPED_ALL_THE_SAME:
+        render.notice(f"{final['job_id']} had ended already: {final['state']}")
+        return 0
+    remaining = final.get("remaining") or []
+    for process in remaining:
+        render.notice(f"  still there: pid {process.get('pid')} {render.clean(process.get('cmdline'))}")
+    if final.get("gpus_free") is False:
+        render.notice("  its GPUs are not free: nvidia-smi on the host shows who holds them")
+    render.notice(f"{final['job_id']} {final['state']}")
+    return 1 if remaining or final.get("gpus_free") is False else 0
+
+
+def pull(host: Host, job_id: str, *, target: Path, checkpoints: bool, limit: int | None) -> None:
+    """Brings results home and says what came and what stayed."""
+    parts = (*jobs.RESULT_PARTS, *(jobs.CHECKPOINT_PARTS if checkpoints else ()))
+    with render.progress("pulled") as update:
+        pulled = jobs.pull(host, job_id, target=target, parts=parts, max_bytes=limit, progress=update)
+    render.notice(f"results: {target} ({pulled.files} files, {render.size(pulled.size_bytes)})")
+    if pulled.left_out:
+        total = sum(file.size for file in pulled.left_out)
+        render.notice(
+            f"left on the host: {len(pulled.left_out)} files, {render.size(total)}; "
+            f"bring them home with: deploy.py pull {job_id} --pull-max {total / 1e9 + 1:.0f}GB"
+        )

@@ -1,0 +1,286 @@
+"""`deploy.py CONFIG` and `deploy.py run -- PROGRAM`: prepare, show or launch, follow, bring the results home."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deployer import jobs, render
+from deployer.cli import parse_size
+from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.follow import LogView
+from deployer.host import Host
+from deployer.launch import Watcher, launch_and_follow
+from deployer.plan import SLOT_RULES, plan_to_json, render_command, render_cwd, shell_slots
+from deployer.prepare import Options, Prepared, large_files, prepare, read_config
+from deployer.registry import JobRecord, write_record
+
+DETACHED = 75
+
+
+def run(
+    config: str | None,
+    overrides: tuple[str, ...],
+    program: tuple[str, ...],
+    *,
+    detach: bool,
+    dry_run: str | None,
+    no_pull: bool,
+    pull_max: str,
+    as_json: bool,
+    ssh_key: str | None,
+    accept_new_host_key: bool,
+    **options: Any,
+) -> int:
+    """Carries out one launch and returns the exit code of the command."""
+    chosen = Options(config=config, overrides=overrides, command=program, **options)
+    limit = parse_size(pull_max)
+    read, command = read_config(chosen)
+    host = Host(read.target.ssh, read.target.root, ssh_key, accept_new_host_key)
+    if dry_run is None:
+        _check_platform(host)
+        host.prefetch()
+    prepared = prepare(read, command, options=chosen, project=Path.cwd())
+    if dry_run is not None:
+        _dry_run(prepared, host, remote=dry_run == "remote", as_json=as_json)
+        return 0
+    _ask_about_size(prepared, yes=chosen.yes)
+    _describe(prepared, host)
+    record = _record(prepared, host)
+    return _launch(prepared, host, record, detach=detach, pull_limit=limit, pulls=not no_pull)
+
+
+def _check_platform(host: Host) -> None:
+    if host.ssh is None and platform.system() != "Linux":
+        raise UsageError(
+            f"jobs on this machine need Linux, this is {platform.system()}",
+            hint="python train.py CONFIG trains here in the foreground; --ssh HOST runs the job elsewhere",
+        )
+
+
+def _ask_about_size(prepared: Prepared, *, yes: bool) -> None:
+    question = large_files(prepared.code)
+    if question is None or yes:
+        return
+    hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
+    if not sys.stdin.isatty():
+        raise UsageError(question, hint=hint)
+    render.notice(f"{question}\n({hint})")
+    if not click.confirm("Ship it?", err=True):
+        raise click.Abort
+
+
+def _describe(prepared: Prepared, host: Host) -> None:
+    render.notice(f"{prepared.plan.job_id} → {host.name}: {_files_line(prepared)}")
+    for warning in prepared.code.warnings:
+        render.notice(f"warning: {render.clean(warning)}")
+
+
+def _files_line(prepared: Prepared) -> str:
+    code = prepared.code
+    line = f"{len(code.entries):,} files, {render.size(code.total_bytes)}"
+    ignored = code.ignored
+    if ignored.count:
+        reasons = ", ".join(f"{reason.pattern} ({count:,})" for reason, count in ignored.reasons[:3])
+        more = "at least " if ignored.at_least else ""
+        line += f"; left out {more}{ignored.count:,} by {render.clean(reasons)}"
+    return line
+
+
+def _record(prepared: Prepared, host: Host) -> JobRecord:
+    plan = prepared.plan
+    results = Path.cwd() / "results" / plan.job_id
+    return JobRecord(plan.job_id, plan.name, host.ssh, host.root, str(results), plan.created, host.ssh_key)
+
+
+# --- dry run ----------------------------------------------------------------------------------------------------------
+
+
+def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> None:
+    from deployer.link import agent_hash
+
+    plan = prepared.plan
+    slots = shell_slots(plan, root=host.root, agent=agent_hash())
+    if remote:
+        with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
+            slots = dict(link.first.result("slots"))
+    command, cwd = render_command(plan, slots), render_cwd(plan, slots)
+    if as_json:
+        click.echo(json.dumps(_dry_run_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
+        return
+    click.echo(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}")
+    click.echo(f"# files    {_files_line(prepared)}")
+    for include in plan.includes:
+        click.echo(f"# include  {include.path}")
+    if plan.secret_names:
+        click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
+    if not remote:
+        click.echo(f"# $PYTHON  {SLOT_RULES['python']}")
+        click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
+    click.echo(cwd)
+    click.echo(command)
+
+
+def _devices(prepared: Prepared) -> str:
+    plan = prepared.plan
+    processes = f"{plan.nproc} process{'es' if plan.nproc > 1 else ''}"
+    if plan.device == "cpu":
+        return f"{processes} on the CPU"
+    if plan.device == "any":
+        return f"{processes}, GPUs not restricted"
+    return f"{processes} on GPU {', '.join(plan.gpus)}"
+
+
+def _dry_run_json(prepared: Prepared, host: Host, slots: dict[str, str], *, command: str, cwd: str) -> dict[str, Any]:
+    code = prepared.code
+    return {
+        "target": {"ssh": host.ssh, "root": host.root},
+        "command": command,
+        "cwd": cwd,
+        "slots": slots,
+        "plan": plan_to_json(prepared.plan),
+        "files": {
+            "count": len(code.entries),
+            "bytes": code.total_bytes,
+            "ignored": code.ignored.count,
+            "reasons": [[*asdict_reason(reason), count] for reason, count in code.ignored.reasons],
+        },
+    }
+
+
+def asdict_reason(reason: Any) -> list[str]:
+    return [reason.pattern, reason.source]
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+class Screen(Watcher):
+    """Tells on stderr how a launch goes."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.acknowledged = False
+        self._progress = render.progress("sent")
+        self._update: Any = None
+        self._waiting = False
+
+    def sending(self, sent: int, total: int) -> None:
+        if self._update is None:
+            self._update = self._progress.__enter__()
+        self._update(sent, total)
+
+    def started(self, ack: dict[str, Any]) -> None:
+        if self._update is not None:
+            self._progress.__exit__(None, None, None)
+        self.acknowledged = True
+        write_record(self.record)
+        render.notice("already running" if ack.get("already") else "started")
+
+    def state(self, status: dict[str, Any]) -> None:
+        if self._waiting:
+            self._waiting = False
+            render.notice("connected again")
+
+    def reconnecting(self, error: FerryError, wait_s: float) -> None:
+        if not self._waiting:
+            render.notice(f"{render.clean(error.message)}; trying again (the job goes on)")
+        self._waiting = True
+
+
+def _launch(
+    prepared: Prepared, host: Host, record: JobRecord, *, detach: bool, pull_limit: int | None, pulls: bool
+) -> int:
+    plan = prepared.plan
+    screen = Screen(record)
+    view = None if detach else log_view(raw=plan.nproc == 1)
+    try:
+        final = launch_and_follow(
+            host.connect,
+            plan,
+            shipment=prepared.shipment,
+            payload=prepared.payload,
+            git=prepared.git,
+            view=view,
+            watcher=screen,
+        )
+    except KeyboardInterrupt:
+        if not screen.acknowledged:
+            render.notice("\ncancelled: nothing was started")
+            return 130
+        render.notice("\ndetached: the job runs on")
+        next_commands(plan.job_id)
+        return DETACHED
+    except LostConnection as error:
+        if not screen.acknowledged:
+            raise
+        render.show_error(error)
+        render.notice("gave up following: the job runs on, as far as is known")
+        next_commands(plan.job_id)
+        return DETACHED
+    if final is None:
+        next_commands(plan.job_id)
+        return 0
+    if pulls:
+        _bring_home(host, record, pull_limit)
+    return tell_end(host, plan.job_id, final)
+
+
+def log_view(*, raw: bool) -> LogView:
+    """A view on this process's own stdout and stderr."""
+    sys.stdout.flush()
+    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=sys.stdout.isatty(), raw=raw)
+
+
+def next_commands(job_id: str) -> None:
+    for line in ("logs {} -f", "status {}", "stop {}", "pull {}"):
+        render.notice(f"  deploy.py {line.format(job_id)}")
+
+
+def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
+    from deployer.commands.end import pull
+
+    try:
+        pull(host, record.job_id, target=Path(record.results), checkpoints=False, limit=limit)
+    except FerryError as error:
+        # the job has ended all the same: its own exit code is what the command returns
+        render.show_error(error)
+        render.notice(f"the results stay on the host: deploy.py pull {record.job_id}")
+
+
+def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> int:
+    """Says how the job ended and returns the exit code: its own, 143 for one that was stopped, 125 for a lost one."""
+    state = final["state"]
+    if state == "succeeded":
+        render.notice(f"{job_id} succeeded")
+        return 0
+    if state == "stopped":
+        render.notice(f"{job_id} was stopped")
+        return int(final.get("code") or 143)
+    if state == "lost":
+        render.notice(f"{job_id} is lost: {render.clean(final.get('reason') or 'its processes are gone')}")
+        return 125
+    rank = final.get("first_failing_rank")
+    _show_last_lines(host, job_id, rank)
+    who = f"rank {rank} " if rank is not None else ""
+    render.notice(f"{job_id} failed: {who}{render.clean(final.get('reason') or '')} (exit code {final.get('code')})")
+    render.notice(f"  deploy.py logs {job_id}" + (f" --rank {rank}" if rank is not None else ""))
+    render.notice(f"  deploy.py exec {job_id} -- ls -l")
+    return int(final.get("code") or 1)
+
+
+def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
+    try:
+        text = jobs.last_lines(host, job_id, rank=rank, lines=15)
+    except FerryError:
+        return  # its log was on the screen; this is only a summary
+    if text:
+        render.notice(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}")
+        for line in text.decode("utf-8", "replace").rstrip("\n").split("\n"):
+            render.notice(f"  {render.clean(line)}")

@@ -1,0 +1,212 @@
+"""What can be done with a job that was launched: look at it, stop it, bring its files home, run commands beside it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deployer.errors import FerryError, HostError
+from deployer.host import Host
+from deployer.link import Call, Link
+from deployer.registry import JobRecord
+
+RESULT_PARTS = ("metrics.jsonl", "config.yaml", "job.json", "status.json", "outcome.json", "logs", "export")
+CHECKPOINT_PARTS = ("checkpoints",)
+PULL_MAX_BYTES = 2 * 10**9
+FETCH_BYTES = 256 << 20
+"""One request brings this much at most, so that a broken connection costs little."""
+
+
+# --- looking ----------------------------------------------------------------------------------------------------------
+
+
+def list_jobs(hosts: Sequence[Host], records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+    """Every job of the hosts, newest last; those of hosts that do not answer come from the records, as unreachable."""
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        answers = list(pool.map(_ask_jobs, hosts))
+    rows = [row for answer in answers if isinstance(answer, list) for row in answer]
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, FerryError):
+            rows += [_unreachable(r, answer) for r in records if (r.ssh, r.root) == (host.ssh, host.root)]
+    return sorted(rows, key=lambda row: str(row.get("created") or ""))
+
+
+def _ask_jobs(host: Host) -> list[dict[str, Any]] | FerryError:
+    try:
+        with host.connect(request={"op": "ps"}) as link:
+            jobs = link.first.result("jobs")
+    except FerryError as error:
+        return error
+    return [{**job, "where": host.name} for job in jobs]
+
+
+def _unreachable(record: JobRecord, error: FerryError) -> dict[str, Any]:
+    return {
+        "id": record.job_id,
+        "name": record.name,
+        "state": "unreachable",
+        "reason": error.message,
+        "created": record.created,
+        "where": record.ssh or "this machine",
+    }
+
+
+def read_status(host: Host, job_id: str) -> dict[str, Any]:
+    with host.connect(request={"op": "status", "job": job_id}) as link:
+        return dict(link.first.result("status"))
+
+
+def stop_job(host: Host, job_id: str, *, grace_s: float, on_state: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Stops a job and returns its final status. Idempotent; the host goes on stopping it if the connection breaks."""
+    with host.connect(request={"op": "stop", "job": job_id, "grace_s": grace_s}) as link:
+        final: dict[str, Any] = {}
+        for name, value, _ in link.first.events():
+            if name == "state":
+                on_state(value)
+            elif name == "status":
+                final = dict(value)
+        return final
+
+
+def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:
+    with host.connect(request={"op": "last_lines", "job": job_id, "rank": rank, "lines": lines}) as link:
+        return b"".join(data for name, _, data in link.first.events() if name == "data")
+
+
+# --- pulling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    path: str  # relative to the job folder
+    size: int
+    mtime: float
+
+
+@dataclass(frozen=True)
+class Pulled:
+    files: int
+    size_bytes: int
+    left_out: tuple[RemoteFile, ...]
+    """Not brought home because all of it together exceeds the limit."""
+
+
+def pull(
+    host: Host,
+    job_id: str,
+    *,
+    target: Path,
+    parts: Sequence[str] = RESULT_PARTS,
+    max_bytes: int | None = PULL_MAX_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Pulled:
+    """Copies parts of a job's folder into `target`, each file complete or absent; what is there unchanged is kept.
+
+    When the export would exceed max_bytes it is left out and named in the result. HostError for a file that shrank or
+    for a name that would leave the target.
+    """
+    with host.connect(request={"op": "files", "job": job_id, "parts": list(parts)}) as link:
+        listed = [RemoteFile(*row) for row in link.first.result("files")]
+        for file in listed:
+            check_name(file.path)
+        kept, left_out = _within(listed, max_bytes)
+        wanted = [file for file in kept if not _is_here(target, file)]
+        total, done = sum(file.size for file in wanted), 0
+        for file in wanted:
+            for count in _fetch(link, job_id, file, target):
+                done += count
+                progress(done, total)
+    return Pulled(len(kept), sum(file.size for file in kept), tuple(left_out))
+
+
+def _within(files: Sequence[RemoteFile], max_bytes: int | None) -> tuple[list[RemoteFile], list[RemoteFile]]:
+    if max_bytes is None or sum(file.size for file in files) <= max_bytes:
+        return list(files), []
+    small = [file for file in files if not file.path.startswith(("export/", "checkpoints/"))]
+    return small, [file for file in files if file not in small]
+
+
+def check_name(path: str) -> None:
+    """HostError for a name from a host that would leave the target folder or drive a terminal."""
+    parts = path.split("/")
+    if not path or any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or ord(c) == 127 for c in path):
+        raise HostError(f"the host names a file {path!r}, which is not a path below the job's folder")
+
+
+def _is_here(target: Path, file: RemoteFile) -> bool:
+    try:
+        info = (target / file.path).lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_size == file.size and abs(info.st_mtime - file.mtime) < 1e-3
+
+
+def _fetch(link: Link, job_id: str, file: RemoteFile, target: Path) -> Iterable[int]:
+    """Brings one file to a temporary name beside its own, then renames it; yields the bytes as they come."""
+    place = target / file.path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.parent.resolve().is_relative_to(target.resolve()):
+        raise HostError(f"{place} lies behind a link that leaves {target}")
+    fd, temp = tempfile.mkstemp(dir=place.parent, prefix=".pull-")
+    try:
+        with os.fdopen(fd, "wb") as out:
+            yield from _fetch_into(out, link, job_id, file)
+        os.utime(temp, (file.mtime, file.mtime))
+        Path(temp).replace(place)
+    except BaseException:
+        Path(temp).unlink(missing_ok=True)
+        raise
+
+
+def _fetch_into(out: BinaryIO, link: Link, job_id: str, file: RemoteFile) -> Iterable[int]:
+    offset = 0
+    while offset < file.size:
+        size = min(FETCH_BYTES, file.size - offset)
+        got = 0
+        for name, _, data in link.call("fetch", job=job_id, path=file.path, offset=offset, size=size).events():
+            if name == "data":
+                out.write(data)
+                got += len(data)
+                yield len(data)
+        if got < size:
+            raise HostError(f"{file.path} became shorter while it was copied", hint="pull again")
+        offset += got
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def execute(
+    host: Host, argv: Sequence[str], *, job_id: str | None, stdin: BinaryIO | None, out: BinaryIO, err: BinaryIO
+) -> int:
+    """Runs a command on the host, in a job's code folder when one is given, and returns its exit code."""
+    with host.connect() as link:
+        call = link.call("exec", argv=list(argv), job=job_id)
+        if stdin is None:
+            call.end_data()
+        else:
+            threading.Thread(target=_feed, args=(call, stdin), daemon=True).start()
+        for name, value, data in call.events():
+            if name == "data":
+                stream = out if value["stream"] == "stdout" else err
+                stream.write(data)
+                stream.flush()
+            elif name == "ok":
+                return int(value["exit"])
+    raise HostError("the command ended without an exit code")
+
+
+def _feed(call: Call, stdin: BinaryIO) -> None:
+    try:
+        while data := os.read(stdin.fileno(), 32768):
+            call.send_data(data)
+        call.end_data()
+    except (FerryError, OSError):
+        pass  # the command or the connection has ended: its reader tells

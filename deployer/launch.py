@@ -1,0 +1,209 @@
+"""Carrying out a plan: what the host lacks is sent, the job is started once, its log is followed to its end."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deployer.agent import frames
+from deployer.agent.tree import Entry, dump_entries, root_hash
+from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.follow import LogView
+from deployer.link import Call, Link
+from deployer.plan import LaunchPlan, plan_to_json
+
+GIVE_UP_AFTER_S = 600.0
+"""A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+Connect = Callable[..., Link]
+"""Opens a link: `connect(request=…, payload=…)`."""
+Progress = Callable[[int, int], None]
+"""(bytes sent, bytes in all), called as an upload goes on."""
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The trees that a plan names, and where the content of their files is found on this machine."""
+
+    trees: Mapping[str, tuple[Entry, ...]]
+    sources: Mapping[str, str]
+
+    @staticmethod
+    def of(*scans: Any) -> Shipment:
+        """One shipment of several scans, each a tree."""
+        trees = {root_hash(scan.entries): tuple(scan.entries) for scan in scans}
+        sources = {key: value for scan in scans for key, value in scan.sources.items()}
+        return Shipment(trees, sources)
+
+
+class Watcher:
+    """What a launch tells while it goes on; every method may be overridden."""
+
+    def sending(self, sent: int, total: int) -> None:
+        """An upload's progress in bytes."""
+
+    def started(self, ack: dict[str, Any]) -> None:
+        """The host has acknowledged the job."""
+
+    def state(self, status: dict[str, Any]) -> None:
+        """The job's state has changed."""
+
+    def reconnecting(self, error: FerryError, wait_s: float) -> None:
+        """The connection broke and is tried again."""
+
+
+def launch_and_follow(
+    connect: Connect,
+    plan: LaunchPlan,
+    *,
+    shipment: Shipment,
+    payload: dict[str, Any] | None,
+    git: dict[str, Any] | None,
+    view: LogView | None,
+    watcher: Watcher,
+) -> dict[str, Any] | None:
+    """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
+
+    A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
+    afterwards the log goes on at the byte where it stopped. KeyboardInterrupt before the acknowledgement cancels.
+    """
+    request: dict[str, Any] = {"op": "launch", "plan": plan_to_json(plan), "git": git, "follow": view is not None}
+
+    def attempt() -> Link:
+        return connect(request=request, payload=payload)
+
+    link, call = _until_acknowledged(attempt, shipment, watcher)
+    if view is None:
+        link.close()
+        return None
+    return follow_to_end(connect, plan.job_id, view=view, watcher=watcher, opened=(link, call))
+
+
+def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher) -> tuple[Link, Call]:
+    for wait_s in (*BACKOFF_S[:3], None):
+        link = attempt()
+        try:
+            watcher.started(_converse(link.first, shipment, watcher))
+            return link, link.first
+        except KeyboardInterrupt:
+            _cancel(link)
+            raise
+        except LostConnection as error:
+            link.close()
+            if wait_s is None:
+                raise
+            watcher.reconnecting(error, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+def _converse(call: Call, shipment: Shipment, watcher: Watcher) -> dict[str, Any]:
+    """Answers what the host asks for, up to its acknowledgement."""
+    entries: tuple[Entry, ...] = ()
+    for name, value, _ in call.events():
+        if name == "need_tree":
+            entries = shipment.trees[value]
+            call.send_data(zlib.compress(dump_entries(entries), 6))
+            call.end_data()
+        elif name == "need_blobs":
+            _send_blobs(call, value, shipment.sources, {e.hash: e.size for e in entries}, watcher.sending)
+        elif name == "ack":
+            return dict(value)
+    raise LostConnection("the host ended the launch without an acknowledgement")
+
+
+def _send_blobs(
+    call: Call, hashes: list[str], sources: Mapping[str, str], sizes: Mapping[str, int], progress: Progress
+) -> None:
+    total, sent = sum(sizes[h] for h in hashes), 0
+    for name in hashes:
+        for head, part in _blob_frames(name, Path(sources[name])):
+            call.send_data(part, **head)
+            sent += len(part)
+            progress(sent, total)
+    call.end_data()
+
+
+def _blob_frames(name: str, path: Path) -> Any:
+    """Frames of one file: the first one names it, the last one says so."""
+    with path.open("rb") as f:
+        part = f.read(frames.MAX_BODY)
+        head: dict[str, Any] = {"blob": name}
+        while True:
+            following = f.read(frames.MAX_BODY)
+            yield ({**head, "last": True} if not following else head), part
+            if not following:
+                return
+            head, part = {}, following
+
+
+def _cancel(link: Link) -> None:
+    """Tells the host to forget the launch and gives it a moment to do so."""
+    try:
+        link.first.cancel()
+        time.sleep(0.5)
+    except FerryError:
+        pass  # the host is gone; if the launch got through, `ps` shows it
+    finally:
+        link.close()
+
+
+def follow_to_end(
+    connect: Connect,
+    job_id: str,
+    *,
+    view: LogView,
+    watcher: Watcher,
+    opened: tuple[Link, Call] | None = None,
+    request: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
+
+    LostConnection (exit code 75) when none comes about for GIVE_UP_AFTER_S: the job runs on.
+    """
+    lost_at: float | None = None
+    tries = 0
+    while True:
+        try:
+            if opened is None:
+                link = connect(request={"op": "follow", "job": job_id, **(request or {}), **_resume(view)})
+                opened = (link, link.first)
+            lost_at, tries = None, 0
+            return _follow(opened[1], view, watcher)
+        except (LostConnection, ConnectError) as error:
+            first = opened is None and lost_at is None and not view.offsets
+            if opened is not None:
+                opened[0].close()
+            opened = None
+            lost_at = lost_at or time.monotonic()
+            if first or time.monotonic() - lost_at > GIVE_UP_AFTER_S:
+                raise
+            wait_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
+            tries += 1
+            watcher.reconnecting(error, wait_s)
+            time.sleep(wait_s)
+        finally:
+            view.flush()
+
+
+def _resume(view: LogView) -> dict[str, Any]:
+    return {"offsets": view.offsets, "tail": None} if view.offsets else {}
+
+
+def _follow(call: Call, view: LogView, watcher: Watcher) -> dict[str, Any]:
+    for name, value, data in call.events():
+        if name == "data":
+            view.feed(value["file"], value["offset"], data)
+            if not call.pending():
+                view.flush()
+        elif name == "state":
+            watcher.state(value)
+        elif name == "status":
+            view.finish()
+            return dict(value)
+    raise LostConnection("the host ended the log without a status")

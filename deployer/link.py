@@ -1,0 +1,417 @@
+"""The client's half of the conversation with the agent on a host: one exec, then frames both ways.
+
+`Link.open` sends one constant line for `/bin/sh` and one base64 word. The word carries the loader, a nonce, the agent's
+hash and, for the usual case, the first request itself, so that an unchanged deployment costs one exec and no answer is
+waited for. An agent that is missing on the host is sent down the same channel.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import queue
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deployer.agent import frames
+from deployer.agent.frames import Frame, ProtocolError, Window
+from deployer.agent.tree import content_hash
+from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
+
+if TYPE_CHECKING:
+    from deployer.transport import Stream, Transport
+
+PING_EVERY_S = 10.0
+DEAD_AFTER_S = 35.0
+"""Silence of the host, although pinged, after which the connection counts as lost."""
+ANSWER_TIMEOUT_S = 60.0
+"""From the exec to the nonce: login scripts run in between."""
+MAX_PAYLOAD = 8 << 20
+MAX_WORD = 96 * 1024
+"""Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
+
+# The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
+# shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
+# interpreter that is too old says so by exit status 97 and the next one is tried.
+_SHELL = (
+    "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
+    "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
+    "if command -v $p >/dev/null 2>&1; then "
+    '$p -I -S -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
+    'import zlib, base64; exec(zlib.decompress(base64.b64decode(sys.argv[1])))" "$0"; '
+    "r=$?; [ $r = 97 ] || exit $r; fi; done; "
+    "echo torchferry-no-python >&2; exit 127"
+)
+
+
+class Link:
+    """An open conversation with the agent of one host. Use `call`; close it when done."""
+
+    def __init__(self, stream: Stream, *, host: str) -> None:
+        self.host = host
+        self.hello: dict[str, Any] = {}
+        self._stream = stream
+        self._calls: dict[int, Call] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._lost: FerryError | None = None
+        self._payload = b""
+        self._greeted = threading.Event()  # the nonce has come
+        self._ready = threading.Event()  # the agent has said hello: what is sent now is not lost on a loader
+        self._heard = time.monotonic()
+
+    @classmethod
+    def open(
+        cls,
+        transport: Transport,
+        *,
+        root: str,
+        request: dict[str, Any] | None = None,
+        payload: dict[str, Any] | None = None,
+    ) -> Link:
+        """Connects, starts the agent and, when given, its first `request` (its call is then `first`).
+
+        What must not show in the host's process list (environment values, secrets) is `payload`: it follows on stdin.
+        """
+        transport.connect()
+        nonce = secrets.token_hex(16)
+        message: dict[str, Any] = {"nonce": nonce, "agent": agent_hash(), "root": root}
+        if request is not None:
+            message["request"] = {**request, "id": 0, "payload": payload is not None}
+        word = build_word(message)
+        if request is not None and len(word) > MAX_WORD:
+            message["request"] = {"op": request["op"], "id": 0, "payload": True}
+            payload = {**request, **(payload or {})}
+            word = build_word(message)
+        link = cls(transport.open(build_command(word)), host=transport.description)
+        if request is not None:
+            link._calls[0] = Call(link, 0)
+        if payload is not None:
+            link._payload = _payload_frames(payload)
+            link._write(link._payload)  # all of it before the reader starts: see _send_agent
+        threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True).start()
+        threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
+        return link
+
+    @property
+    def first(self) -> Call:
+        """The call of the request that was given to `open`."""
+        return self._calls[0]
+
+    def call(self, op: str, **params: Any) -> Call:
+        """Sends a request; its events and answer come from the returned call. Waits for the agent to be there first."""
+        self._ready.wait()
+        number = next(self._ids)
+        call = Call(self, number)
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._calls[number] = call
+        self.send({"id": number, "op": op, **params})
+        return call
+
+    def close(self) -> None:
+        """Ends the conversation; the agent goes, the jobs stay."""
+        self._fail(LostConnection(f"the connection to {self.host} was closed"))
+        self._stream.close()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def send(self, head: dict[str, Any], body: bytes = b"") -> None:
+        self._write(frames.encode(head, body))
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        with self._write_lock:
+            self._stream.write(data)
+
+    def _read(self, nonce: str) -> None:
+        try:
+            self._greet(nonce)
+            reader = io.BufferedReader(_Raw(self._stream), 1 << 16)
+            while (frame := frames.read_frame(reader)) is not None:
+                self._heard = time.monotonic()
+                self._dispatch(frame)
+            self._fail(LostConnection(f"{self.host} closed the connection"))
+        except ProtocolError as error:
+            self._fail(LostConnection(f"{self.host} sent what is not understood: {error}"))
+        except FerryError as error:
+            self._fail(error)
+
+    def _greet(self, nonce: str) -> None:
+        """Passes over login noise up to the nonce."""
+        self._stream = _find_nonce(self._stream, nonce.encode("ascii"))
+        self._greeted.set()
+        self._heard = time.monotonic()
+
+    def _dispatch(self, frame: Frame) -> None:
+        head = frame.head
+        if "id" in head:
+            with self._lock:
+                call = self._calls.get(head["id"])
+            if call is not None:
+                call.deliver(frame)
+        elif "hello" in head:
+            self.hello = head["hello"]
+            self._ready.set()
+        elif head.get("need") == "agent":
+            # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
+            threading.Thread(target=self._send_agent, daemon=True).start()
+        elif "refused" in head:
+            raise error_of(head["refused"])
+
+    def _send_agent(self) -> None:
+        data = zlib.compress(json.dumps(agent_sources()).encode("ascii"), 9)
+        for start in range(0, len(data), frames.MAX_BODY):
+            self.send({"agent": "part"}, data[start : start + frames.MAX_BODY])
+        self.send({"agent": "end"})
+        # what was sent before went to a host without an agent, which passed over it
+        if self._payload:
+            self._write(self._payload)
+
+    def _keep_alive(self) -> None:
+        if not self._greeted.wait(ANSWER_TIMEOUT_S):
+            self._fail(LostConnection(f"{self.host} gave no answer within {ANSWER_TIMEOUT_S:g} s"))
+        while self._lost is None:
+            time.sleep(PING_EVERY_S)
+            if time.monotonic() - self._heard > DEAD_AFTER_S:
+                self._fail(LostConnection(f"{self.host} has not answered for {DEAD_AFTER_S:g} s"))
+                self._stream.close()
+                return
+            try:
+                self.send({"ping": 1})
+            except FerryError as error:
+                self._fail(error)
+
+    def _fail(self, error: FerryError) -> None:
+        with self._lock:
+            if self._lost is None:
+                self._lost = error
+            calls = list(self._calls.values())
+        self._greeted.set()
+        self._ready.set()
+        for call in calls:
+            call.fail(self._lost)
+
+    def forget(self, number: int) -> None:
+        with self._lock:
+            self._calls.pop(number, None)
+
+
+class Call:
+    """One request and its stream. Iterate `events` to the end, or take `result`."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.id = number
+        self._link = link
+        self._inbox: queue.Queue[Frame | FerryError] = queue.Queue()
+        self._window = Window()
+        self._json: list[bytes] = []
+
+    def deliver(self, frame: Frame) -> None:
+        if "grant" in frame.head:
+            self._window.grant(int(frame.head["grant"]))
+        else:
+            self._inbox.put(frame)
+
+    def fail(self, error: FerryError) -> None:
+        self._window.close()
+        self._inbox.put(error)
+
+    def events(self) -> Iterator[tuple[str, Any, bytes]]:
+        """(name, value, data) of every event up to the answer; `data` events carry bytes and their head as value.
+
+        Raises the host's error as ours, LostConnection when the connection broke.
+        """
+        while True:
+            frame = self._inbox.get()
+            if isinstance(frame, FerryError):
+                raise frame
+            head = frame.head
+            if "error" in head:
+                self._link.forget(self.id)
+                raise error_of(head["error"])
+            if "ok" in head:
+                self._link.forget(self.id)
+                yield "ok", head["ok"], b""
+                return
+            yield from self._event(frame)
+            if frame.body:
+                self._link.send({"id": self.id, "grant": len(frame.body)})
+
+    def _event(self, frame: Frame) -> Iterator[tuple[str, Any, bytes]]:
+        head = frame.head
+        if head.get("json"):
+            self._json.append(frame.body)
+        elif "data" in head:
+            yield "data", head, frame.body
+        elif "value" in head:
+            yield head["event"], head["value"], b""
+        else:
+            text, self._json = b"".join(self._json), []
+            yield head["event"], json.loads(text), b""
+
+    def result(self, event: str | None = None) -> Any:
+        """The answer, or the value of the one event of that name; other events are passed over."""
+        found = None
+        for name, value, _ in self.events():
+            if name == (event or "ok"):
+                found = value
+        return found
+
+    def send_data(self, data: bytes, **head: Any) -> None:
+        """Sends bytes up this call's stream, as fast as the host takes them."""
+        for start in range(0, len(data), frames.MAX_BODY) or (0,):
+            part = data[start : start + frames.MAX_BODY]
+            try:
+                self._window.take(len(part), timeout_s=DEAD_AFTER_S)
+            except ProtocolError as error:
+                raise LostConnection(f"{self._link.host}: {error}") from None
+            self._link.send({**head, "id": self.id}, part)
+
+    def end_data(self) -> None:
+        self._link.send({"id": self.id, "end": True})
+
+    def send_json(self, value: Any) -> None:
+        self.send_data(json.dumps(value).encode("ascii"))
+        self.end_data()
+
+    def pending(self) -> bool:
+        """Whether a frame has come that `events` has not given out yet."""
+        return not self._inbox.empty()
+
+    def cancel(self) -> None:
+        """Tells the host that nobody waits for the answer any more."""
+        self._link.send({"id": self.id, "cancel": True})
+
+
+def error_of(data: dict[str, str]) -> FerryError:
+    """The host's error as one of ours, with its exit code."""
+    kind = data.get("kind")
+    cls: type[FerryError] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}.get(
+        str(kind), HostError
+    )
+    return cls(data.get("message", "the host gave no reason"), hint=data.get("hint", ""))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def build_command(word: str) -> str:
+    """The exec's command line: /bin/sh, the constant text, and the word; the same under every login shell."""
+    return f"/bin/sh -c '{_SHELL}' {word}"
+
+
+def _payload_frames(payload: dict[str, Any]) -> bytes:
+    data = json.dumps(payload).encode("ascii")
+    if len(data) > MAX_PAYLOAD:
+        raise UsageError(f"the environment and arguments of the job are {len(data) >> 20} MB, at most 8 MB are allowed")
+    starts = range(0, len(data), frames.MAX_BODY)
+    parts = [frames.encode({"id": 0}, data[start : start + frames.MAX_BODY]) for start in starts]
+    return b"".join([*parts, frames.encode({"id": 0, "end": True})])
+
+
+def build_word(message: dict[str, Any]) -> str:
+    """Loader and message as one word of [A-Za-z0-9+/=]."""
+    source = f"{_loader_source()}\nload(json.loads({json.dumps(message)!r}))\n"
+    return base64.b64encode(zlib.compress(source.encode("utf-8"), 9)).decode("ascii")
+
+
+@cache
+def _loader_source() -> str:
+    return (_agent_folder() / "loader.py").read_text(encoding="utf-8")
+
+
+@cache
+def agent_sources() -> dict[str, str]:
+    """File name -> source of the agent package."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_agent_folder().glob("*.py"))}
+
+
+@cache
+def agent_hash() -> str:
+    """Name of this client's agent: a change of any of its files is another agent."""
+    return content_hash(json.dumps(agent_sources(), sort_keys=True).encode("ascii"))[:20]
+
+
+def _agent_folder() -> Path:
+    return Path(__file__).parent / "agent"
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+class _Raw(io.RawIOBase):
+    """A transport's stream as a raw file, so that io.BufferedReader can read it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class _Pushed:
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, stream: Stream, data: bytes) -> None:
+        self._stream = stream
+        self._data = data
+
+    def read(self, size: int) -> bytes:
+        if self._data:
+            data, self._data = self._data[:size], self._data[size:]
+            return data
+        return self._stream.read(size)
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data)
+
+    def close_write(self) -> None:
+        self._stream.close_write()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def stderr_text(self) -> str:
+        return self._stream.stderr_text()
+
+    def exit_status(self, timeout_s: float) -> int | None:
+        return self._stream.exit_status(timeout_s)
+
+
+def _find_nonce(stream: Stream, nonce: bytes) -> Stream:
+    """The stream from behind the nonce on. What came before it is noise, at most MAX_NOISE bytes of it."""
+    from deployer.transport import explain_no_answer
+
+    seen = b""
+    while nonce not in seen:
+        data = stream.read(1 << 15)
+        if not data:
+            raise explain_no_answer(stream.stderr_text(), seen, stream.exit_status(2.0))
+        seen += data
+        if len(seen) > frames.MAX_NOISE:
+            raise HostError(
+                f"the host's login prints more than {frames.MAX_NOISE >> 10} KiB before it runs a command",
+                hint="make its shell start-up files silent for sessions without a terminal",
+            )
+    return _Pushed(stream, seen.split(nonce, 1)[1])

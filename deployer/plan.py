@@ -1,0 +1,309 @@
+"""What a launch will do, decided before anything is done: pure, printable, and the very value that is carried out.
+
+What only the host knows (interpreter, folders) is a named slot in the plan; the agent fills it once and records it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV
+from deployer.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainer.schema import Config
+
+PLAN_VERSION = 1
+TRAINER_REQUIRES = (
+    "torch>=2.11",
+    "transformers>=4.56",
+    "safetensors>=0.4.3",
+    "click>=8.1",
+    "pyyaml>=6.0",
+    "rich>=13.0",
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value that only the host knows, by name: python, job, root or agent."""
+
+    name: str
+
+
+Text = str | tuple[str | Slot, ...]
+"""A string, or parts with slots that are joined on the host."""
+
+SLOT_RULES = {
+    "python": "the host's interpreter that has what the job needs: --python, else found, else built from requirements",
+    "root": "the remote root",
+    "job": "the job's own folder",
+    "agent": "the agent's folder, named by its hash",
+}
+
+
+@dataclass(frozen=True)
+class PythonSpec:
+    """How the job's interpreter is chosen on the host."""
+
+    explicit: str | None = None
+    requires: tuple[str, ...] = ()
+    """PEP 508 requirements that the interpreter must satisfy."""
+    lock: str | None = None
+    """requirements.txt of the project, relative to its root: a missing environment is built from it."""
+    wheels: str | None = None
+    """Tree hash of a folder of wheels that travels along, for hosts without internet."""
+
+
+@dataclass(frozen=True)
+class Include:
+    """A data set or model that travels once, outside the code tree, and is linked into it at `path`."""
+
+    path: str
+    tree: str
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One launch on one host."""
+
+    job_id: str
+    name: str
+    created: str
+    kind: str  # "trainer" or "program"
+    device: str  # "cuda", "cpu"; "any" for a program that names no GPU
+    gpus: tuple[str, ...]
+    nproc: int
+    torchrun: bool
+    argv: tuple[Text, ...]
+    cwd: Text
+    env: dict[str, Text]
+    python: PythonSpec
+    tree: str
+    includes: tuple[Include, ...] = ()
+    allow_busy: bool = False
+    env_names: tuple[str, ...] = ()
+    secret_names: tuple[str, ...] = ()
+    config_yaml: str | None = None
+    version: int = field(default=PLAN_VERSION)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program of the user's: what follows `--` on the command line, or `script=` of a config."""
+
+    argv: tuple[str, ...]
+    torchrun: bool
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build_plan(
+    config: Config,
+    *,
+    job_id: str,
+    created: str,
+    tree: str,
+    own_trainer: bool,
+    command: Command | None = None,
+    python: PythonSpec | None = None,
+    includes: Sequence[Include] = (),
+    allow_busy: bool = False,
+    restrict_gpus: bool = True,
+    config_yaml: str | None = None,
+) -> LaunchPlan:
+    """The plan of a config's job, or of `command` when one is given.
+
+    own_trainer: the project has a `train.py` and `trainer/` of its own; otherwise those that travel in `lib/` run.
+    restrict_gpus: False for a program that was given no GPUs: it sees them all.
+    """
+    target = config.target
+    torchrun = command.torchrun if command else uses_torchrun(config)
+    device = "cpu" if target.device == "cpu" else ("cuda" if restrict_gpus else "any")
+    gpus = tuple(str(gpu) for gpu in target.gpu_ranks) if device == "cuda" else ()
+    nproc = len(target.gpu_ranks) if torchrun else 1
+    return LaunchPlan(
+        job_id=job_id,
+        name=config.run.name,
+        created=created,
+        kind="program" if command else "trainer",
+        device=device,
+        gpus=gpus,
+        nproc=nproc,
+        torchrun=torchrun,
+        argv=_argv(command, own_trainer=own_trainer, torchrun=torchrun, nproc=nproc),
+        cwd=(Slot("job"), "/code"),
+        env=_environment(job_id, device=device, gpus=gpus),
+        python=python or PythonSpec(),
+        tree=tree,
+        includes=tuple(includes),
+        allow_busy=allow_busy,
+        env_names=tuple(sorted(target.env)),
+        secret_names=tuple(sorted(target.secrets)),
+        config_yaml=config_yaml,
+    )
+
+
+def uses_torchrun(config: Config) -> bool:
+    """Whether the trainer of this config starts under torchrun."""
+    return len(config.target.gpu_ranks) > 1 or config.target.train_backend in ("ddp", "fsdp")
+
+
+def build_torchrun_argv(nproc: int, program: Sequence[Text]) -> tuple[Text, ...]:
+    """torchrun on one node. `--standalone` chooses a free port, restarts belong to the supervisor."""
+    return (
+        (Slot("python"),),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={nproc}",
+        "--max-restarts=0",
+        (Slot("agent"), "/rank.py"),
+        *program,
+    )
+
+
+def _argv(command: Command | None, *, own_trainer: bool, torchrun: bool, nproc: int) -> tuple[Text, ...]:
+    if command is not None and not torchrun:
+        return _with_python_slot(command.argv)
+    if command is not None:
+        return build_torchrun_argv(nproc, _program_of(command.argv))
+    train = "train.py" if own_trainer else (Slot("job"), "/lib/train.py")
+    program: tuple[Text, ...] = (train, (Slot("job"), "/config.yaml"))
+    return build_torchrun_argv(nproc, program) if torchrun else ((Slot("python"),), "-u", *program)
+
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?\Z")
+
+
+def _with_python_slot(argv: tuple[str, ...]) -> tuple[Text, ...]:
+    if _PYTHON.match(argv[0]):
+        return ((Slot("python"),), *argv[1:])
+    return argv
+
+
+def _program_of(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The Python program and its arguments: `python -u x.py a` and `x.py a` are the same under torchrun."""
+    rest = list(argv)
+    if _PYTHON.match(rest[0]):
+        rest.pop(0)
+        while rest and rest[0] in ("-u", "-B"):
+            rest.pop(0)
+    if not rest or rest[0].startswith("-"):
+        raise UsageError(
+            f"torchrun starts a Python file, not `{shlex.join(argv)}`",
+            hint="deploy.py run --torchrun --gpus 0,1 -- train.py ARGS",
+        )
+    return tuple(rest)
+
+
+def _environment(job_id: str, *, device: str, gpus: Sequence[str]) -> dict[str, Text]:
+    env: dict[str, Text] = {}
+    if device != "any":
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    env["PYTHONUNBUFFERED"] = "1"
+    env[JOB_ID_ENV] = job_id
+    env[RUN_DIR_ENV] = (Slot("job"),)
+    env[ATTEMPT_ENV] = "1"
+    return env
+
+
+def new_job_id(name: str, *, now: datetime | None = None) -> str:
+    """An id that sorts by name and time and that nobody else has chosen: `name-1231-2359-a1b2`."""
+    moment = now or datetime.now(timezone.utc)
+    safe = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")[:48] or "job"
+    return f"{safe}-{moment:%m%d-%H%M}-{secrets.token_hex(2)}"
+
+
+# --- as data and as text ----------------------------------------------------------------------------------------------
+
+
+def plan_to_json(plan: LaunchPlan) -> dict[str, Any]:
+    """The plan as the agent reads it."""
+    return {
+        "version": plan.version,
+        "job_id": plan.job_id,
+        "name": plan.name,
+        "created": plan.created,
+        "kind": plan.kind,
+        "device": plan.device,
+        "gpus": list(plan.gpus),
+        "allow_busy": plan.allow_busy,
+        "nproc": plan.nproc,
+        "torchrun": plan.torchrun,
+        "argv": [_text_to_json(text) for text in plan.argv],
+        "cwd": _text_to_json(plan.cwd),
+        "env": {name: _text_to_json(text) for name, text in plan.env.items()},
+        "python": {
+            "explicit": plan.python.explicit,
+            "requires": list(plan.python.requires),
+            "lock": plan.python.lock,
+            "wheels": plan.python.wheels,
+        },
+        "tree": plan.tree,
+        "includes": [{"path": include.path, "tree": include.tree} for include in plan.includes],
+        "env_names": list(plan.env_names),
+        "secret_names": list(plan.secret_names),
+        "config_yaml": plan.config_yaml,
+    }
+
+
+def _text_to_json(text: Text) -> Any:
+    if isinstance(text, str):
+        return text
+    return [{"slot": part.name} if isinstance(part, Slot) else part for part in text]
+
+
+def fill(text: Text, slots: dict[str, str]) -> str:
+    """The text with every slot's value in its place."""
+    if isinstance(text, str):
+        return text
+    return "".join(slots[part.name] if isinstance(part, Slot) else part for part in text)
+
+
+def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
+    """Slots as shell text for a reader who will paste the command on the host."""
+    return {
+        "python": "$PYTHON",
+        "root": root,
+        "job": f"{root}/jobs/{plan.job_id}",
+        "agent": f"{root}/agent/{agent}/agent",
+    }
+
+
+def render_command(plan: LaunchPlan, slots: dict[str, str]) -> str:
+    """The command as one shell line: environment, then argv. Values of --env and secrets appear as names."""
+    words = [f"{name}={_quote(text, slots)}" for name, text in plan.env.items()]
+    words += [f'{name}="${name}"' for name in (*plan.env_names, *plan.secret_names)]
+    words += [_quote(text, slots) for text in plan.argv]
+    return " ".join(words)
+
+
+def render_cwd(plan: LaunchPlan, slots: dict[str, str]) -> str:
+    return f"cd {_quote(plan.cwd, slots)}"
+
+
+def _quote(text: Text, slots: dict[str, str]) -> str:
+    # a slot may be `$PYTHON` or begin with `~`: it stays outside the quotes, what the user gave goes inside
+    if isinstance(text, str):
+        return shlex.quote(text)
+    return "".join(
+        _quote_slot(slots[part.name]) if isinstance(part, Slot) else (part if _PLAIN.match(part) else shlex.quote(part))
+        for part in text
+    )
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./-]*\Z")
+
+
+def _quote_slot(value: str) -> str:
+    head, tail = ("~/", value[2:]) if value.startswith("~/") else ("", value)
+    return value if value.startswith("$") else head + (shlex.quote(tail) if tail else "")

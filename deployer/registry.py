@@ -1,0 +1,82 @@
+"""This client's notes of the jobs it launched: where they run, where their results go. The host stays the truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from deployer.agent.layout import JOB_ID
+from deployer.errors import UnknownJob
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What a short id is enough for."""
+
+    job_id: str
+    name: str
+    ssh: str | None
+    """As the user wrote it; None: this machine."""
+    root: str
+    results: str
+    """Absolute folder on this machine."""
+    created: str
+    ssh_key: str | None = None
+
+
+def state_dir() -> Path:
+    """The folder of this client's state, 0700; TORCHFERRY_STATE_DIR overrides it."""
+    chosen = os.environ.get("TORCHFERRY_STATE_DIR")
+    if chosen:
+        path = Path(chosen)
+    else:
+        from platformdirs import user_state_path
+
+        path = user_state_path("torchferry", appauthor=False)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def write_record(record: JobRecord) -> None:
+    folder = state_dir() / "jobs"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    fd, temp = tempfile.mkstemp(dir=folder)
+    with os.fdopen(fd, "w") as f:
+        json.dump(asdict(record), f, indent=1)
+    Path(temp).replace(folder / f"{record.job_id}.json")
+
+
+def read_records() -> list[JobRecord]:
+    """Every readable record, oldest first."""
+    records = [_read(path) for path in (state_dir() / "jobs").glob("*.json")]
+    return sorted((r for r in records if r is not None), key=lambda r: (r.created, r.job_id))
+
+
+def _read(path: Path) -> JobRecord | None:
+    known = {f.name for f in fields(JobRecord)}
+    try:
+        data = json.loads(path.read_text())
+        return JobRecord(**{key: value for key, value in data.items() if key in known})
+    except (OSError, ValueError, TypeError):
+        return None  # a record of another version or a torn file: the host still knows the job
+
+
+def find_record(job_id: str) -> JobRecord:
+    """The record of that id, or of the only id that begins with it or is named so. UnknownJob otherwise."""
+    if not JOB_ID.match(job_id):
+        raise UnknownJob(f"{job_id!r} is not a job id", hint="deploy.py ps lists the jobs")
+    records = read_records()
+    exact = [r for r in records if r.job_id == job_id]
+    found = exact or [r for r in records if r.job_id.startswith(job_id)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(r.job_id for r in found[-6:])
+        raise UnknownJob(f"{job_id} matches {len(found)} jobs: {names}", hint="give more of the id")
+    raise UnknownJob(
+        f"no job {job_id} was launched from here",
+        hint="deploy.py ps lists the jobs; --ssh HOST names the host of a job that was launched from another machine",
+    )

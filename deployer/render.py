@@ -1,0 +1,122 @@
+"""What people see: notices and errors on stderr, tables and progress bars. The only user of rich; decides nothing."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from deployer.errors import FerryError
+
+# control characters of a host's text (C0, DEL, C1) could drive the terminal
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def clean(text: object) -> str:
+    """Text that came from a host, with what could drive a terminal made visible."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", str(text))
+
+
+def notice(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def show_error(error: FerryError) -> None:
+    """The message, where, and the hint, in the three-line form."""
+    click.echo(click.style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
+    if error.where:
+        click.echo(f"  in {clean(error.where)}", err=True)
+    if error.hint:
+        click.echo(click.style("hint: ", bold=True) + clean(error.hint), err=True)
+
+
+def size(number: float) -> str:
+    """Bytes for the eye: 512 B, 3.4 kB, 22.1 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
+        number /= 1000
+    raise AssertionError("unreachable")
+
+
+def age(seconds: float) -> str:
+    """A duration for the eye: 42s, 7m, 3h, 2d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; wide enough for whole ids when stdout is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        grid.add_column(column, no_wrap=number == 0, overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(clean(cell)) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 200).print(grid)
+
+
+def checks(items: Sequence[Mapping[str, Any]]) -> None:
+    """A doctor's findings: a mark, the name, the detail, and what to do."""
+    marks = {
+        "ok": click.style("✓", fg="green"),
+        "warn": click.style("!", fg="yellow"),
+        "fail": click.style("✗", fg="red"),
+    }
+    for item in items:
+        click.echo(f"{marks.get(item['status'], '?')} {clean(item['name'])}: {clean(item['detail'])}")
+        if item.get("hint") and item["status"] != "ok":
+            click.echo(f"    → {clean(item['hint'])}")
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A byte-progress bar on stderr, drawn when the work lasts; a plain closing line off a terminal."""
+    begun = time.monotonic()
+    bar: Any = None
+    last = (0, 0)
+
+    def update(done: int, total: int) -> None:
+        nonlocal bar, last
+        last = (done, total)
+        if bar is None and sys.stderr.isatty() and time.monotonic() - begun > 0.3:
+            bar = _make_bar(label, total)
+        if bar is not None:
+            bar.update(0, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar is not None:
+            bar.stop()
+        if last[1]:
+            seconds = max(time.monotonic() - begun, 1e-3)
+            notice(f"{label}: {size(last[0])} in {seconds:.1f} s ({size(last[0] / seconds)}/s)")
+
+
+def _make_bar(label: str, total: int) -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    bar.add_task(label, total=total)
+    bar.start()
+    return bar
