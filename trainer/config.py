@@ -86,7 +86,12 @@ def config_to_yaml(config: Config) -> str:
     def flow_list(dumper: yaml.SafeDumper, values: list[object]) -> yaml.Node:
         return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
 
+    def text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        # Quoted singly, PyYAML writes U+0085 as a line break, which reads back as a blank.
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
     Dumper.add_representer(list, flow_list)
+    Dumper.add_representer(str, text_node)
     text: str = yaml.dump(config_to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
@@ -136,7 +141,7 @@ def _parse_override(override: str) -> tuple[str, object]:
     """The dotted key of `a.b=c` and its value in the field's type."""
     key, equals, text = override.partition("=")
     key = key.strip()
-    if not equals:
+    if not equals or not key:
         raise ConfigError(
             f"{override!r} is not an override", where=COMMAND_LINE, hint="write KEY=VALUE: train.steps=50"
         )

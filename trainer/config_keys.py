@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from trainer.schema import Config
 
-COMMAND_LINE = "on the command line"
+COMMAND_LINE = "the command line"
 
 # What people write who come from transformers, TRL or torchrun.
 ALIASES = {
@@ -61,7 +61,7 @@ class ConfigError(Exception):
         """Up to three lines: what is wrong with which value, where, and what to do."""
         lines = [f"Error: {self.message}"]
         if self.where:
-            lines.append(f"  {self.where}" if self.where == COMMAND_LINE else f"  in {self.where}")
+            lines.append(f"  {'on' if self.where == COMMAND_LINE else 'in'} {self.where}")
         if self.hint:
             lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
