@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 _ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "trainer.dist"]
+_PRELOAD = [
+    "pytest",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "trainer.models.hf",
+]
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -7,7 +7,7 @@ Order: activation checkpointing, compile, shard. The model is built without stor
 storage of this rank's share alone.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: DDP wants the annotations of its communication hook as classes.
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIB = 2**20
 
 
-def make_backend(config: Config, dist: Dist) -> Backend:
+def make_backend(config: "Config", dist: Dist) -> "Backend":
     """The backend that `target.train_backend` names; `auto` is pytorch in a world of one, else fsdp."""
     name = config.target.train_backend
     if name == "auto":
@@ -48,7 +48,7 @@ class Backend:
 
     name = "pytorch"
 
-    def __init__(self, config: Config, dist: Dist) -> None:
+    def __init__(self, config: "Config", dist: Dist) -> None:
         self.dist = dist
         self.compute_dtype = DTYPES[config.train.precision]
         self.reduce_dtype = DTYPES[config.parallel.reduce_dtype]
