@@ -1,7 +1,7 @@
 """Supervised fine-tuning in one process, small enough for a laptop: does training work on this machine?
 
 Hardware: one GPU, or 2 CPU cores with `target.device=cpu`.
-Time: under a minute on 2 CPU cores, a few seconds on a GPU. Nothing is downloaded: a 0.6 M parameter model with random
+Time: under a minute on 2 CPU cores, a few seconds on a GPU. Nothing is downloaded: a 0.8 M parameter model with random
 weights learns bytes of questions and answers from the docstrings of Python's standard library.
 
     python train.py configs/01_debug_sft.py target.device=cpu
