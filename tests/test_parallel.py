@@ -1,0 +1,348 @@
+"""The backends give one answer on any number of ranks. Ranks are real processes that talk over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_models import save_hf
+from tiny import ALONE, packed_batch, rows_of, tiny_shape
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.batch import Batch
+from trainer.dist import Dist, DistError, FlagBoard, barrier, max_over_ranks, on_rank0, read_ranks, sum_over_ranks
+from trainer.losses import sft_loss
+from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.hf import ModelError, export_model, gather_full, init_random, load_pretrained, named_weights
+from trainer.parallel import Backend, local_tensor, make_backend
+from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
+
+# 16 rows whose target counts differ widely, so that a mean of means would show
+ROWS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [1], [24], [8, 8], [3], [17, 5], [2, 2, 2], [23], [11], [6]]
+
+
+def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
+    return Config(
+        target=TargetConfig(train_backend=backend),
+        train=TrainConfig(precision=precision),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def prepared(dist: Dist, cfg: Config, shape: DecoderShape) -> tuple[Backend, nn.Module]:
+    backend = make_backend(cfg, dist)
+    module = backend.prepare(shape)
+    init_random(module, 0, dist)
+    return backend, module
+
+
+def micro_batches(dist: Dist, steps: int) -> list[Batch]:
+    batch, rows = packed_batch(ROWS, length=24), len(ROWS) // dist.world_size // steps
+    starts = [(dist.rank * steps + step) * rows for step in range(steps)]
+    return [rows_of(batch, start, start + rows) for start in starts]
+
+
+def backward(backend: Backend, module: nn.Module, batches: list[Batch]) -> float:
+    total = 0.0
+    for number, batch in enumerate(batches):
+        backend.sync(number == len(batches) - 1)
+        loss = sft_loss(module, batch)
+        loss.total.backward()
+        total += loss.total.item()
+    return total
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def full_grads(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full(parameter.grad) for name, parameter in named_weights(module)}
+
+
+def loss_and_grads(dist: Dist, cfg: Config, shape: DecoderShape, steps: Iterable[int]) -> list[tuple[float, dict]]:
+    """For each number of micro-batches: the loss over all ranks, and the whole gradients."""
+    backend, module = prepared(dist, cfg, shape)
+    results = []
+    for count in steps:
+        module.zero_grad()
+        total = backward(backend, module, micro_batches(dist, count))
+        results.append((sum_over_ranks(torch.tensor(total), dist).item(), full_grads(module)))
+    return results
+
+
+def assert_same_grads(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(
+            got[name], expected, atol=tolerance * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_gradients_are_the_sum_on_any_number_of_ranks_and_micro_batches(backend, tied):
+    shape = tiny_shape(tie_embeddings=tied)
+    ((loss, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
+    for world_size in (1, 2):
+        for results in run_ranks(loss_and_grads, world_size, config(backend), shape, [1, 2, 4]):
+            for got_loss, got_grads in results:
+                assert got_loss == pytest.approx(loss, rel=1e-6)
+                assert_same_grads(got_grads, grads, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("fsdp", {"activation_checkpointing": "full"}),
+        ("ddp", {"activation_checkpointing": "full"}),
+        ("fsdp", {"reshard_after_forward": False}),
+        ("ddp", {"compile": True}),
+        ("fsdp", {"compile": True}),
+        ("fsdp", {"activation_checkpointing": "full", "compile": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_memory_and_speed_options_change_no_gradient(backend, options):
+    shape = tiny_shape()
+    ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
+    ((_, got),) = run_ranks(loss_and_grads, 2, config(backend, **options), shape, [2])[0]
+    assert_same_grads(got, grads, 2e-6)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("pytorch", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
+def test_bf16_gradients_are_off_by_the_same_error_on_every_backend(backend, world_size):
+    shape = tiny_shape()
+    ((_, exact),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
+    ((_, single),) = loss_and_grads(ALONE, config("pytorch", precision="bf16"), shape, [1])
+    ((_, got),) = run_ranks(loss_and_grads, world_size, config(backend, precision="bf16"), shape, [1])[0]
+    assert all(grad.dtype == torch.float32 for grad in got.values())
+    for name, grad in got.items():
+        error, reference = (grad - exact[name]).norm(), (single[name] - exact[name]).norm()
+        assert 0 < error <= 2 * reference, name
+
+
+def with_an_empty_rank(dist: Dist, cfg: Config) -> tuple[float, dict]:
+    """Rank 0 has all rows, the others a batch without targets."""
+    backend, module = prepared(dist, cfg, tiny_shape())
+    batch = packed_batch(ROWS if dist.is_main else [[1], [1, 1]], length=24)
+    return backward(backend, module, [batch]), full_grads(module)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_rank_without_targets_adds_zero_and_does_not_hang(backend):
+    ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])
+    (_, got), (empty_loss, _) = run_ranks(with_an_empty_rank, 2, config(backend))
+    assert empty_loss == 0.0
+    assert_same_grads(got, grads, 1e-6)
+
+
+class CountReductions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def count_reductions(dist: Dist, cfg: Config) -> int:
+    backend, module = prepared(dist, cfg, tiny_shape())
+    backward(backend, module, micro_batches(dist, 1))
+    with CountReductions() as reductions:
+        backward(backend, module, micro_batches(dist, 4))
+    return reductions.count
+
+
+def test_fsdp_reduces_each_group_once_a_step_however_many_micro_batches():
+    assert run_ranks(count_reductions, 2, config("fsdp")) == [3, 3]  # two blocks and the root
+
+
+# --- clipping ---------------------------------------------------------------------------------------------------------
+
+
+def norm_and_clipped(dist: Dist, cfg: Config, max_norm: float) -> tuple[Tensor, dict]:
+    backend, module = prepared(dist, cfg, tiny_shape())
+    backward(backend, module, micro_batches(dist, 1))
+    backend.scale_grads(torch.tensor(0.01))
+    return backend.clip(max_norm), full_grads(module)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("pytorch", 1), ("ddp", 2), ("fsdp", 2)])
+def test_clip_equals_torch_on_the_whole_gradients(backend, world_size):
+    ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in grads.values()]
+    for parameter, grad in zip(parameters, grads.values(), strict=True):
+        parameter.grad = grad * 0.01
+    expected = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    assert expected > 0.5
+    results = run_ranks(norm_and_clipped, world_size, config(backend), 0.5)
+    for norm, clipped in results:
+        assert type(norm) is Tensor
+        assert torch.equal(norm, results[0][0])
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        assert_same_grads(clipped, {n: p.grad for n, p in zip(grads, parameters, strict=True)}, 2e-6)
+
+
+def test_max_norm_of_zero_reports_and_leaves_the_gradients():
+    norm, grads = norm_and_clipped(ALONE, config("pytorch"), 0.0)
+    assert norm.item() == pytest.approx(torch.cat([grad.flatten() for grad in grads.values()]).norm().item(), rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    backend, module = prepared(ALONE, config("pytorch"), tiny_shape())
+    backward(backend, module, micro_batches(ALONE, 1))
+    next(module.parameters()).grad[0, 0] = float("inf")
+    assert not backend.clip(1.0).isfinite()
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def initial_weights(dist: Dist, cfg: Config) -> dict | None:
+    return gather_full(prepared(dist, cfg, tiny_shape())[1], dist)
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)])
+def test_random_weights_are_the_same_on_any_number_of_ranks(backend, world_size):
+    expected = initial_weights(ALONE, config("pytorch"))
+    got, *others = run_ranks(initial_weights, world_size, config(backend))
+    assert others == [None] * (world_size - 1)
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def load_and_gather(dist: Dist, cfg: Config, shape: DecoderShape, folder: Path) -> tuple[dict | None, int, Tensor]:
+    module = make_backend(cfg, dist).prepare(shape)
+    load_pretrained(module, folder, dist)
+    buffer = (module.module if cfg.target.train_backend == "ddp" else module).model.inv_freq
+    return gather_full(module, dist), sum(local_tensor(p).numel() for p in module.parameters()), buffer
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_fsdp_loads_a_hugging_face_folder_into_shards_and_stays_tied(tied, tmp_path):
+    shape = tiny_shape(tie_embeddings=tied)
+    theirs = dict(save_hf(shape, tmp_path).named_parameters())
+    results = run_ranks(load_and_gather, 2, config("fsdp"), shape, tmp_path)
+    got = results[0][0]
+    assert got.keys() == theirs.keys()
+    assert ("lm_head.weight" in got) is not tied
+    assert all(torch.equal(got[name], tensor) for name, tensor in theirs.items())
+    assert all(torch.equal(buffer, Decoder(shape).model.inv_freq) for _, _, buffer in results)
+
+
+def test_fsdp_ranks_hold_their_share_alone(tmp_path):
+    save_hf(tiny_shape(), tmp_path)
+    counts = [count for _, count, _ in run_ranks(load_and_gather, 2, config("fsdp"), tiny_shape(), tmp_path)]
+    assert sum(counts) == tiny_shape().num_params
+    assert max(counts) <= 0.51 * tiny_shape().num_params
+
+
+def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict:
+    """Names and weights as they were initialised, exported while an evaluation has left parameters gathered."""
+    module = prepared(dist, cfg, tiny_shape())[1]
+    with torch.no_grad():
+        sft_loss(module, micro_batches(dist, 1)[0])
+    export_model(folder, module, shape=tiny_shape(), tokenizer=None, prompt_ids=[1, 2], dist=dist)
+    return {"done": (folder / "config.json").exists()}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_an_export_of_a_compiled_checkpointed_bf16_model_has_fresh_names_and_fp32_weights(backend, tmp_path):
+    from safetensors.torch import load_file
+
+    cfg = config(backend, precision="bf16", activation_checkpointing="full", compile=True)
+    assert run_ranks(export_after_evaluation, 2, cfg, tmp_path / "export") == [{"done": True}] * 2
+    expected = initial_weights(ALONE, config("pytorch"))
+    got = load_file(tmp_path / "export" / "model.safetensors")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def export_not_finite(dist: Dist, folder: Path) -> str:
+    module = prepared(dist, config("fsdp"), tiny_shape())[1]
+    local_tensor(module.model.norm.weight).data.fill_(float("nan"))
+    with pytest.raises((ModelError, DistError)) as caught:
+        export_model(folder, module, shape=tiny_shape(), tokenizer=None, prompt_ids=[1], dist=dist)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_failed_export_raises_on_every_rank(tmp_path):
+    first, second = run_ranks(export_not_finite, 2, tmp_path / "export")
+    assert first == "ModelError: not exported: model.norm.weight has values that are not finite"
+    assert second == f"DistError: rank 0 failed: {first}"
+    assert not (tmp_path / "export").exists()
+
+
+# --- choice and plan --------------------------------------------------------------------------------------------------
+
+
+def backend_names(dist: Dist) -> tuple[str, str]:
+    try:
+        refused = make_backend(config("pytorch"), dist).name
+    except DistError as error:
+        refused = str(error)
+    return make_backend(config("auto"), dist).name, refused
+
+
+def test_auto_is_pytorch_alone_and_fsdp_with_several_and_pytorch_refuses_several():
+    assert make_backend(config("auto"), ALONE).name == "pytorch"
+    auto, refused = run_ranks(backend_names, 2)[0]
+    assert auto == "fsdp"
+    assert refused.startswith("target.train_backend=pytorch is for one process, and 2 ranks are running")
+
+
+def plan(dist: Dist, cfg: Config) -> str:
+    backend = make_backend(cfg, dist)
+    backend.prepare(tiny_shape())
+    return backend.describe()
+
+
+def test_the_plan_names_groups_dtypes_and_bytes():
+    text = run_ranks(plan, 2, config("fsdp", precision="bf16"))[0]
+    assert "2 block groups of 7,760 (freed after forward) and a root group of 3,264" in text
+    assert "gathered in bf16, gradients summed in fp32" in text
+    assert "MiB" in text
+
+
+# --- dist -------------------------------------------------------------------------------------------------------------
+
+
+def flags_and_sums(dist: Dist) -> list[Any]:
+    board = FlagBoard(dist, 2)
+    seen = []
+    for step in range(3):
+        board.post([int(dist.rank == 1 and step == 0), 5 if dist.is_main and step == 2 else 0])
+        seen.append(board.read())
+    barrier(dist)
+    reduced = sum_over_ranks(torch.tensor([1, dist.rank]), dist), max_over_ranks(torch.tensor(dist.rank), dist)
+    return [*seen, board.read(keep=0), reduced[0].tolist(), reduced[1].item(), on_rank0(dist, lambda: dist.rank)]
+
+
+def test_flags_of_any_rank_are_read_by_all_one_post_later():
+    expected = [(0, 0), (1, 0), (0, 0), (0, 5), [2, 1], 1, 0]
+    assert run_ranks(flags_and_sums, 2) == [expected, expected]
+
+
+def test_flags_alone_come_one_post_later_too():
+    board = FlagBoard(ALONE, 1)
+    board.post([7])
+    assert board.read() == (0,)
+    board.post([0])
+    assert (board.read(), board.read(keep=0)) == ((7,), (0,))
+
+
+def test_ranks_from_an_incomplete_environment_are_refused():
+    assert read_ranks({}) == (0, 0, 1)
+    assert read_ranks({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == (3, 1, 4)
+    with pytest.raises(DistError, match="LOCAL_RANK, WORLD_SIZE not set though RANK=0"):
+        read_ranks({"RANK": "0"})

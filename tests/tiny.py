@@ -1,0 +1,57 @@
+"""Small models, and batches for them, that several test files use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.batch import IGNORE, Batch
+from trainer.dist import Dist
+from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.hf import init_random
+
+ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+def tiny_shape(**changes: Any) -> DecoderShape:
+    fields: dict[str, Any] = {
+        "family": "qwen3",
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
+    return DecoderShape(**(fields | changes))
+
+
+def tiny_decoder(*, seed: int = 0, **changes: Any) -> Decoder:
+    decoder = Decoder(tiny_shape(**changes))
+    init_random(decoder, seed, ALONE)
+    return decoder
+
+
+def packed_batch(rows: list[list[int]], *, length: int, seed: int = 0, vocab_size: int = 101) -> Batch:
+    """Rows of random documents of the given lengths, padded to `length`; about a third of the labels are no targets."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(rows), length)
+    input_ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+    positions, doc_ids = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
+    for row, lengths in enumerate(rows):
+        start = 0
+        for number, size in enumerate(lengths):
+            end = start + size
+            input_ids[row, start:end] = torch.randint(vocab_size, (size,), generator=generator)
+            kept = torch.rand(size - 1, generator=generator) > 0.35
+            labels[row, start : end - 1] = input_ids[row, start + 1 : end].where(kept, torch.tensor(IGNORE))
+            positions[row, start:end] = torch.arange(size)
+            doc_ids[row, start:end] = number
+            start = end
+    return Batch(input_ids, labels, positions, doc_ids)
+
+
+def rows_of(batch: Batch, start: int, end: int) -> Batch:
+    return Batch(*(x[start:end] for x in (batch.input_ids, batch.labels, batch.positions, batch.doc_ids)))
