@@ -12,7 +12,7 @@ import click
 
 from trainer import launch
 from trainer.config import ConfigError, config_to_yaml, load_config
-from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
+from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, STOP_FILE, Config
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
 
@@ -58,6 +58,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     write_config(config, run_dir)
+    (run_dir / STOP_FILE).unlink(missing_ok=True)  # asked of an earlier start
     click.echo(f"run folder: {run_dir}")
     processes = len(config.target.gpu_ranks)
     if processes == 1:

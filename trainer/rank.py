@@ -29,6 +29,8 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     try:
         dist = start_dist(_usable_device(config))
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
+        if dist.is_main:
+            print(f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model", flush=True)
         code = import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
         stop_dist(dist)
     except (Exception, KeyboardInterrupt) as error:

@@ -21,7 +21,7 @@ from trainer.models import hf
 from trainer.models.decoder import DecoderShape
 from trainer.models.generate import greedy
 from trainer.optim import build_optimizer
-from trainer.parallel import Backend, make_backend
+from trainer.parallel import make_backend
 from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, METRICS_FILE, OUTCOME_FILE, Config
 
 GREEDY_TOKENS = 20
@@ -30,44 +30,13 @@ GREEDY_QUESTION = "What does os.path.join do?"
 
 def run(config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
-    seed_everything(config, dist)
     tokenizer = load_tokenizer(config)
-    data = build_data(config, dist, tokenizer)
     folder = pretrained_folder(config, dist)
     shape = hf.shape_from_config(config.model, len(tokenizer), folder=folder)
+    train = build(config, run_dir, dist, tokenizer=tokenizer, shape=shape, folder=folder)
+    tell_plan(train)
 
-    backend = make_backend(config, dist)
-    module = backend.prepare(shape)
-    optimizer = build_optimizer(module, config.optim)
-    resumed = resume(config, run_dir, module, optimizer, data, dist)
-    if resumed is None:
-        fill_weights(config, module, folder, dist)
-
-    start_step, extra = (resumed.step, resumed.extra) if resumed else (0, {})
-    log = metrics.MetricsLog(
-        run_dir / METRICS_FILE,
-        total_steps=data.train.total_steps,
-        keep_through=start_step,
-        enabled=dist.is_main,
-    )
-    tell_plan(log, config, data, backend, start_step=start_step)
-    result = loop.train(
-        loop.Run(
-            config=config,
-            run_dir=run_dir,
-            dist=dist,
-            backend=backend,
-            module=module,
-            optimizer=optimizer,
-            data=data,
-            loss_fn=partial(sft_loss, packed=config.data.packing),
-            log=log,
-            flops_per_token=flops_per_token(shape, config),
-            peak_flops=peak_flops(config, dist),
-            extra={**extra, "config": config_to_dict(config)},
-            start_step=start_step,
-        )
-    )
+    result = loop.train(train)
 
     outcome = {
         "state": "stopped" if result.stopped else "succeeded",
@@ -78,12 +47,45 @@ def run(config: Config, run_dir: Path, dist: Dist) -> int:
         "greedy": None,
     }
     if config.run.export and not result.stopped:
-        outcome |= export(run_dir / EXPORT_DIR, shape, module, tokenizer, dist)
-        log.note(f"exported to {run_dir / EXPORT_DIR}: reopened with transformers, same weights and logits")
+        outcome |= export(run_dir / EXPORT_DIR, shape, train.module, tokenizer, dist)
+        train.log.note(f"exported to {run_dir / EXPORT_DIR}: reopened with transformers, same weights and logits")
     on_rank0(dist, lambda: write_outcome(run_dir, outcome))
-    log.note(render_outcome(outcome, data.train.total_steps))
-    log.close()
+    train.log.note(render_outcome(outcome, train.data.train.total_steps))
+    train.log.close()
     return 0
+
+
+def build(
+    config: Config, run_dir: Path, dist: Dist, *, tokenizer: Any, shape: DecoderShape, folder: Path | None
+) -> loop.Run:
+    """Everything that the loop needs: resumed from a checkpoint, or with the weights in `folder`, or random ones."""
+    seed_everything(config, dist)
+    data = build_data(config, dist, tokenizer)
+    backend = make_backend(config, dist)
+    module = backend.prepare(shape)
+    optimizer = build_optimizer(module, config.optim)
+    resumed = resume(config, run_dir, module, optimizer, data, dist)
+    if resumed is None:
+        fill_weights(config, module, folder, dist)
+    start_step, extra = (resumed.step, resumed.extra) if resumed else (0, {})
+    log = metrics.MetricsLog(
+        run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
+    )
+    return loop.Run(
+        config=config,
+        run_dir=run_dir,
+        dist=dist,
+        backend=backend,
+        module=module,
+        optimizer=optimizer,
+        data=data,
+        loss_fn=partial(sft_loss, packed=config.data.packing),
+        log=log,
+        flops_per_token=flops_per_token(shape, config),
+        peak_flops=peak_flops(config, dist),
+        extra={**extra, "config": config_to_dict(config)},
+        start_step=start_step,
+    )
 
 
 def seed_everything(config: Config, dist: Dist) -> None:
@@ -132,15 +134,15 @@ def resume(
     return resumed
 
 
-def tell_plan(log: metrics.MetricsLog, config: Config, data: Data, backend: Backend, *, start_step: int) -> None:
+def tell_plan(train: loop.Run) -> None:
     """Say what is about to happen, before the first step."""
-    train, total = data.train, data.train.total_steps
-    began = f"resuming after step {start_step} of {total}" if start_step else f"{total} steps"
+    config, loader = train.config, train.data.train
     notes = [f"note: {note}" for note in config_notes(config)]
-    size = f"{train.global_batch_size} rows x {config.data.seq_len} tokens"
-    plan = f"{began} of {size}, {train.steps_per_epoch:.1f} steps an epoch"
-    for line in [*notes, *data.report.render(), *backend.describe().splitlines(), plan]:
-        log.note(line)
+    resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
+    size = f"{loader.global_batch_size} rows x {config.data.seq_len} tokens"
+    plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
+    for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), plan, *resumed]:
+        train.log.note(line)
 
 
 def flops_per_token(shape: DecoderShape, config: Config) -> float:

@@ -1,0 +1,294 @@
+"""The step: one normaliser for any split, exact resume, skipped non-finite steps, orderly stops."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from transformers import get_cosine_schedule_with_warmup
+
+from trainer import loop
+from trainer.batch import LossSum
+from trainer.config import config_from_dict
+from trainer.data.tokenizer import load_tokenizer
+from trainer.dist import Dist
+from trainer.models import hf
+from trainer.models.decoder import logits_head
+from trainer.recipes import sft
+from trainer.schema import Config
+
+ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> str:
+    """A JSONL of questions and answers of many lengths."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(path)
+
+
+def config_of(rows: str, **train) -> Config:
+    backend = train.pop("backend", "auto")
+    return config_from_dict(
+        {
+            "target": {"device": "cpu", "train_backend": backend},
+            "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+            "data": {"train": [rows], "eval_fraction": 0.2, "seq_len": 96},
+            "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
+            "train": {
+                "steps": STEPS,
+                "micro_batch_size": 2,
+                "global_batch_size": 6,
+                "precision": "fp32",
+                "eval_every": 4,
+                "save_every": 0,
+                **train,
+            },
+            "run": {"export": False},
+        }
+    )
+
+
+def train_rank(dist: Dist, rows: str, run_dir: str, fields: dict) -> dict:
+    """One start of the recipe; what outcome.json says afterwards."""
+    Path(run_dir).mkdir(exist_ok=True)
+    fields = {"backend": "auto" if dist.world_size > 1 else "pytorch", **fields}
+    config = config_of(rows, **fields)
+    sft.run(config, Path(run_dir), dist)
+    return json.loads((Path(run_dir) / "outcome.json").read_text())
+
+
+def train(ranks: int, rows: str, run_dir: Path, **fields) -> list[dict]:
+    """All records of metrics.jsonl after a start on that many ranks."""
+    if ranks == 1:
+        train_rank(ALONE, rows, str(run_dir), fields)
+    else:
+        run_ranks(train_rank, ranks, rows, str(run_dir), fields)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def eval_losses(records: list[dict]) -> list[float]:
+    return [record["eval_loss"] for record in records if "eval_loss" in record]
+
+
+@pytest.fixture(scope="module")
+def alone(rows, tmp_path_factory) -> list[dict]:
+    """The records of one process that takes the whole batch at once."""
+    return train(1, rows, tmp_path_factory.mktemp("alone") / "run", micro_batch_size=6)
+
+
+def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> loop.Run:
+    config = config_of(rows, **fields)
+    tokenizer = load_tokenizer(config)
+    shape = hf.shape_from_config(config.model, len(tokenizer))
+    run_dir.mkdir(exist_ok=True)
+    return sft.build(config, run_dir, dist, tokenizer=tokenizer, shape=shape, folder=None)
+
+
+# --- the normaliser ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_after_five_steps_equal_a_plain_torch_loop(rows, tmp_path):
+    run = build(rows, tmp_path, micro_batch_size=2)
+    plain = copy.deepcopy(run.module)
+    matrices = [p for p in plain.parameters() if p.ndim > 1]
+    vectors = [p for p in plain.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    schedule = get_cosine_schedule_with_warmup(optimizer, 2, STEPS)
+    for step in range(5):
+        batches = run.data.train.step_batches(step)
+        logits = [plain(b.input_ids, b.positions, b.doc_ids, head=logits_head).flatten(0, 1) for b in batches]
+        labels = torch.cat([b.labels.flatten() for b in batches])
+        loss = F.cross_entropy(torch.cat(logits), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    for step in range(5):
+        loop.train_step(run, step, lr=1e-2 * [0.0, 0.5, 1.0, 0.9330127018922194, 0.75][step])
+    for ours, theirs in zip(run.module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_accumulation_does_not_change_the_losses(alone, rows, tmp_path, micro_batch_size):
+    records = train(1, rows, tmp_path / "run", micro_batch_size=micro_batch_size)
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-5)
+    assert eval_losses(records) == pytest.approx(eval_losses(alone), abs=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "fsdp"), (2, "ddp"), (4, "fsdp")])
+def test_ranks_reproduce_the_losses_and_norms_of_one_process(alone, rows, tmp_path, ranks, backend):
+    records = train(ranks, rows, tmp_path / "run", backend=backend)
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-5)
+    assert eval_losses(records) == pytest.approx(eval_losses(alone), abs=1e-5)
+    norms = [[r["grad_norm"] for r in some if "loss" in r] for some in (records, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_records_have_the_documented_keys(alone):
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s"}
+    assert set(alone[1]) == keys | {"mem_gib", "epoch"}
+    assert [record["step"] for record in alone if "loss" in record] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in alone if "eval_loss" in record] == [0, 4, 8]
+    assert alone[1]["mfu"] is None
+
+
+def test_log_every_averages_over_the_window(alone, rows, tmp_path):
+    run = build(rows, tmp_path / "counted", micro_batch_size=6)
+    targets = [sum(int(b.num_targets) for b in run.data.train.step_batches(s)) for s in range(4)]
+    weighted = sum(loss * count for loss, count in zip(losses(alone), targets, strict=False)) / sum(targets)
+    records = train(1, rows, tmp_path / "run", micro_batch_size=6, log_every=4)
+    assert [record["step"] for record in records if "loss" in record] == [4, 8]
+    assert losses(records)[0] == pytest.approx(weighted, abs=1e-5)
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_at_the_same_world_size_is_bitwise(rows, tmp_path, ranks):
+    whole = train(ranks, rows, tmp_path / "whole")
+    train(ranks, rows, tmp_path / "cut", stop_after_steps=3)
+    cut = train(ranks, rows, tmp_path / "cut")
+    assert losses(cut) == losses(whole)
+    assert eval_losses(cut) == eval_losses(whole)
+
+
+def test_resume_on_fewer_and_more_ranks_goes_on_with_the_same_losses(alone, rows, tmp_path):
+    train(2, rows, tmp_path / "run", stop_after_steps=3)
+    train(1, rows, tmp_path / "run", stop_after_steps=2)
+    records = train(2, rows, tmp_path / "run")
+    assert losses(records) == pytest.approx(losses(alone), abs=1e-5)
+
+
+def test_resume_takes_the_newest_complete_and_drops_later_records(alone, rows, tmp_path):
+    run = tmp_path / "run"
+    train(1, rows, run, micro_batch_size=6, save_every=2, stop_after_steps=5, keep_last=0)
+    (run / "checkpoints" / "step_000005" / "COMPLETE").unlink()
+    records = train(1, rows, run, micro_batch_size=6, keep_last=0)
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, STEPS + 1))
+    assert losses(records) == losses(alone)
+
+
+def test_resume_never_starts_over(alone, rows, tmp_path):
+    train(1, rows, tmp_path / "run", micro_batch_size=6, stop_after_steps=3)
+    assert losses(train(1, rows, tmp_path / "run", micro_batch_size=6, resume="never")) == losses(alone)
+
+
+def test_retention_keeps_the_last_checkpoints(rows, tmp_path):
+    train(1, rows, tmp_path / "run", save_every=2, keep_last=2)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step_000006", "step_000008"]
+
+
+# --- non-finite steps -------------------------------------------------------------------------------------------------
+
+
+def poison(run: loop.Run, *, steps: set[int], rank: int = 0) -> None:
+    """Make the loss of these steps (counted from 1) NaN on one rank. One micro-batch a step is assumed."""
+    loss_fn, calls = run.loss_fn, []
+
+    def poisoned(module, batch) -> LossSum:
+        loss = loss_fn(module, batch)
+        if not module.training:
+            return loss
+        calls.append(1)
+        bad = len(calls) in steps and run.dist.rank == rank
+        return LossSum(loss.total * float("nan"), loss.count) if bad else loss
+
+    run.loss_fn = poisoned
+
+
+def test_nonfinite_step_changes_nothing_and_is_counted(rows, tmp_path):
+    run = build(rows, tmp_path / "run", micro_batch_size=6)
+    poison(run, steps={3})
+    loop.train_step(run, 0, lr=1e-2)
+    loop.train_step(run, 1, lr=1e-2)
+    before = [parameter.clone() for parameter in run.module.parameters()]
+    values = loop.train_step(run, 2, lr=1e-2)
+    assert values.read()[4] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, run.module.parameters(), strict=True))
+    assert loop.train_step(run, 3, lr=1e-2).read()[4] == 1.0
+
+
+def train_poisoned(dist: Dist, rows: str, run_dir: str, steps: list[int]) -> str:
+    run = build(rows, Path(run_dir), dist, backend="fsdp", micro_batch_size=3, max_nonfinite_steps=2)
+    poison(run, steps=set(steps), rank=1)
+    try:
+        loop.train(run)
+    except loop.NonFiniteError as error:
+        return str(error)
+    return "trained"
+
+
+def test_nonfinite_loss_on_one_rank_is_skipped_on_all(rows, tmp_path):
+    assert run_ranks(train_poisoned, 2, rows, str(tmp_path), [3, 5]) == ["trained", "trained"]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r.get("skipped")] == [3, 5]
+    assert [r["loss"] is None for r in records if "loss" in r] == [False, False, True, False, True, False, False, False]
+
+
+def test_nonfinite_steps_in_a_row_end_the_run_on_every_rank(rows, tmp_path):
+    first, second = run_ranks(train_poisoned, 2, rows, str(tmp_path), [3, 4])
+    assert first == second
+    assert first.startswith("steps 3 to 4 were skipped: loss sum nan")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+def test_stop_file_saves_a_checkpoint_and_ends_early(rows, tmp_path):
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "stop.json").write_text("{}")
+    outcomes = run_ranks(train_rank, 2, rows, str(tmp_path), {})
+    step = outcomes[0]["steps"]
+    assert outcomes[0]["state"] == "stopped"
+    assert 1 <= step <= 2
+    assert (tmp_path / "checkpoints" / f"step_{step:06d}" / "COMPLETE").exists()
+
+
+def train_with_signal_on_rank_1(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:
+    run = build(rows, Path(run_dir), dist, backend="fsdp", micro_batch_size=3)
+    loss_fn = run.loss_fn
+
+    def signalled(module, batch) -> LossSum:
+        if dist.rank == 1 and module.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss_fn(module, batch)
+
+    run.loss_fn = signalled
+    result = loop.train(run)
+    return result.step, result.stopped
+
+
+def test_sigterm_on_one_rank_stops_all_at_the_same_step(rows, tmp_path):
+    first, second = run_ranks(train_with_signal_on_rank_1, 2, rows, str(tmp_path))
+    assert first == second == (2, True)
+    assert (tmp_path / "checkpoints" / "step_000002" / "COMPLETE").exists()
+
+
+def test_second_interrupt_ends_a_single_process_at_once(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with loop.stop_requests(tmp_path) as is_stop_requested, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert is_stop_requested()
+        os.kill(os.getpid(), signal.SIGINT)
+        is_stop_requested()
