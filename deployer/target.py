@@ -20,7 +20,7 @@ CONFIG_ENV = "TORCHFERRY_SSH_CONFIG"
 DEFAULT_PORT = 22
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 MAX_HOPS = 8
-_FORBIDDEN = frozenset("'\"`$\\;&<>|(){}%/,*?!#")
+_FORBIDDEN = frozenset("'\"`$\\;&<>|(){}[]%/,*?!#")
 """What OpenSSH refuses in a host name, and what would be a pattern or a token in its files."""
 _DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
 _DEFAULT_USER_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ ALIAS = "box"
 class SshServer:
     """A running server. `client_config_path` has the alias `box` for it, with key, port and known_hosts."""
 
+    host: str
     port: int
     user: str
     key_path: Path
@@ -43,12 +44,12 @@ class SshServer:
 
     @property
     def address(self) -> str:
-        return f"{self.user}@127.0.0.1:{self.port}"
+        return f"{self.user}@{self.host}:{self.port}"
 
     @property
     def host_name(self) -> str:
         """The server's name in known_hosts files."""
-        return f"[127.0.0.1]:{self.port}"
+        return f"[{self.host}]:{self.port}"
 
     def host_key_line(self, name: str | None = None) -> str:
         """The line that makes the server known."""
@@ -73,11 +74,19 @@ class SshServer:
 
 
 def start_sshd(
-    folder: Path, *, user: str | None = None, extra_config: str = "", key_type: str = "ed25519", name: str = "sshd"
+    folder: Path,
+    *,
+    user: str | None = None,
+    extra_config: str = "",
+    key_type: str = "ed25519",
+    name: str = "sshd",
+    address: str = "127.0.0.1",
+    run_by: Sequence[str] = (),
 ) -> SshServer:
     """A server below `folder`, listening when this returns. Skips where there is no sshd, fails in CI.
 
-    `user` is who its client config logs in as (default: us); others than us need root.
+    `user` is who its client config logs in as (default: us); others than us need root. `run_by` comes before the
+    command, such as `ip netns exec NAME`, where `address` is to listen on.
     """
     if SSHD is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no sshd: apt-get install openssh-server")
@@ -92,12 +101,13 @@ def start_sshd(
     shutil.copy(f"{key}.pub", root / "authorized_keys")
     port = free_port()
     config = root / "sshd_config"
-    config.write_text(_SERVER.format(port=port, root=root, home=home) + extra_config + "\n")
+    config.write_text(_SERVER.format(address=address, port=port, root=root, home=home) + extra_config + "\n")
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     log = root / "log"
-    process = subprocess.Popen([SSHD, "-D", "-f", str(config), "-E", str(log)], stdin=subprocess.DEVNULL)
+    process = subprocess.Popen([*run_by, SSHD, "-D", "-f", str(config), "-E", str(log)], stdin=subprocess.DEVNULL)
     server = SshServer(
+        host=address,
         port=port,
         user=user or pwd.getpwuid(os.getuid()).pw_name,
         key_path=key,
@@ -109,14 +119,16 @@ def start_sshd(
         process=process,
     )
     server.known_hosts_path.write_text(server.host_key_line())
-    server.client_config_path.write_text(_CLIENT.format(alias=ALIAS, root=root, port=port, user=server.user))
+    server.client_config_path.write_text(
+        _CLIENT.format(alias=ALIAS, address=address, root=root, port=port, user=server.user)
+    )
     _wait_listening(server)
     return server
 
 
 _SERVER = """\
 Port {port}
-ListenAddress 127.0.0.1
+ListenAddress {address}
 HostKey {root}/host_key
 AuthorizedKeysFile {root}/authorized_keys
 PidFile none
@@ -133,8 +145,8 @@ SetEnv HOME={home}
 """
 
 _CLIENT = """\
-Host {alias} 127.0.0.1
-    Hostname 127.0.0.1
+Host {alias} {address}
+    Hostname {address}
     Port {port}
     User {user}
     IdentityFile {root}/id
@@ -176,14 +188,14 @@ def login_user(shell: str) -> Iterator[str]:
 
 def _wait_listening(server: SshServer) -> None:
     deadline = time.monotonic() + 10
+    said = ""
     while time.monotonic() < deadline and server.process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
+        said = server.log_path.read_text() if server.log_path.exists() else ""
+        if "Server listening" in said:
             return
-        except OSError:
-            time.sleep(0.02)
+        time.sleep(0.01)
     server.process.kill()
-    raise RuntimeError(f"sshd did not start: {server.log_path.read_text() if server.log_path.exists() else ''}")
+    raise RuntimeError(f"sshd did not start: {said}")
 
 
 def _kill(pid: int) -> None:
