@@ -1,0 +1,140 @@
+"""How a job ended: pure functions from the ranks' records, torchrun's last words and its exit code to one verdict.
+
+torchrun exits with 1 whatever a rank returned, so the ranks' own records come first.
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import re
+import signal
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
+
+_ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
+)
+
+
+class RankRecord(NamedTuple):
+    """What rank.py wrote about one rank. `code` is None while it runs, and for good when its wrapper was killed."""
+
+    rank: int
+    pid: int
+    start_time: int
+    wrapper_pid: int = 0
+    wrapper_start_time: int = 0
+    code: Optional[int] = None  # 128 + N for signal N
+    signal: Optional[int] = None
+    ended_at_ns: int = 0  # wall clock
+    ended_mono_ns: int = 0  # the clock of this boot: comparable between ranks of a host, never set back
+
+
+class Ending(NamedTuple):
+    state: str
+    code: Optional[int]
+    reason: str
+    first_failing_rank: Optional[int] = None
+    signal: Optional[int] = None
+
+
+def parse_rank_record(data: Dict[str, Any]) -> RankRecord:
+    """KeyError or TypeError when `data` is no record."""
+    wrapper = data["wrapper"]
+    return RankRecord(
+        int(data["rank"]),
+        int(data["pid"]),
+        int(data["start_time"]),
+        int(wrapper["pid"]),
+        int(wrapper["start_time"]),
+        data.get("code"),
+        data.get("signal"),
+        int(data.get("ended_at_ns") or 0),
+        int(data.get("ended_mono_ns") or 0),
+    )
+
+
+def exit_code(wait_status: int) -> int:
+    """The shell's code for what waitpid returned: 128 + N for signal N."""
+    return 128 + (wait_status & 0x7F) if wait_status & 0x7F else (wait_status >> 8) & 0xFF
+
+
+def first_failure(ranks: Sequence[RankRecord]) -> Optional[RankRecord]:
+    """The rank that ended first with a code other than 0; the others usually follow because of it."""
+    failing = [r for r in ranks if r.code]
+    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None
+
+
+def failure_summary(launcher_log: str) -> Optional[Tuple[int, int]]:
+    """(rank, code) of torchrun's "Root Cause" block, the last one in the text; 128 + N for signal N."""
+    found = _ROOT_CAUSE.findall(launcher_log)
+    if not found:
+        return None
+    rank, code = int(found[-1][0]), int(found[-1][1])
+    return rank, code if code >= 0 else 128 - code
+
+
+def decide_ending(
+    ranks: Sequence[RankRecord],
+    *,
+    nproc: int,
+    launcher_code: Optional[int],
+    launcher_log: str = "",
+    stop_requested_at: Optional[float] = None,
+) -> Optional[Ending]:
+    """The verdict on a job whose processes are gone.
+
+    launcher_code: of the process that the supervisor started, None when nobody saw its end. stop_requested_at: Unix
+    time in seconds, None without a request. None when the ranks' records do not tell and there is no launcher's code.
+    """
+    natural = _by_ranks(ranks, nproc, launcher_code) or _by_launcher(launcher_code, launcher_log)
+    if stop_requested_at is None or _ended_before(ranks, nproc, stop_requested_at):
+        return natural
+    code, rank, signum = (natural.code, natural.first_failing_rank, natural.signal) if natural else (None, None, None)
+    return Ending(STOPPED, code, "stopped on request", rank, signum)
+
+
+def _by_ranks(ranks: Sequence[RankRecord], nproc: int, launcher_code: Optional[int]) -> Optional[Ending]:
+    failure = first_failure(ranks)
+    if failure is not None and failure.code:
+        return _failed_rank(failure.rank, failure.code, failure.signal)
+    all_ended_well = len(ranks) >= nproc and all(r.code == 0 for r in ranks)
+    if all_ended_well and not launcher_code:
+        return Ending(SUCCEEDED, 0, "every rank exited with code 0" if nproc > 1 else "exited with code 0")
+    return None
+
+
+def _by_launcher(code: Optional[int], log: str) -> Optional[Ending]:
+    if code is None:
+        return None
+    if code == 0:
+        return Ending(SUCCEEDED, 0, "exited with code 0")
+    summary = failure_summary(log)
+    if summary is not None and summary[1] != 0:
+        rank, rank_code = summary
+        return _failed_rank(rank, rank_code, rank_code - 128 if rank_code > 128 else None)
+    signum = code - 128 if code > 128 else None
+    how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
+    return Ending(FAILED, code, "the launcher %s, no rank's failure is known; see launcher.log" % how, None, signum)
+
+
+def _failed_rank(rank: int, code: int, signum: Optional[int]) -> Ending:
+    if signum is None:
+        reason = "rank %d exited with code %d" % (rank, code)
+    else:
+        reason = "rank %d was killed by %s" % (rank, signal_name(signum))
+        if signum == signal.SIGKILL:
+            reason += " (often the host ran out of memory)"
+    return Ending(FAILED, code, reason, rank, signum)
+
+
+def _ended_before(ranks: Sequence[RankRecord], nproc: int, time_s: float) -> bool:
+    """Whether the job's fate was sealed at that time: a rank had failed, or all had ended."""
+    ended: List[RankRecord] = [r for r in ranks if r.code is not None and r.ended_at_ns < time_s * 1e9]
+    return any(r.code for r in ended) or len(ended) >= nproc
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return "signal %d" % signum

@@ -1,0 +1,113 @@
+"""From a plan to what is executed here: slots filled once, the environment composed, the interpreter resolved.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, Dict, List, NamedTuple, NoReturn, Union
+
+from .errors import AgentError
+from .layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job, Root
+
+Text = Union[str, List[Any]]
+
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Command(NamedTuple):
+    """What is started for a job: `program` as the plan says it, `argv` with the rank wrapper before it if need be."""
+
+    argv: List[str]
+    cwd: str
+    env: Dict[str, str]
+
+
+def fill(text: Text, slots: Dict[str, str]) -> str:
+    """The text with its slots' values. AgentError for a slot that this agent does not know."""
+    parts = [text] if isinstance(text, str) else text
+    return "".join(part if isinstance(part, str) else _slot(part, slots) for part in parts)
+
+
+def _slot(part: Any, slots: Dict[str, str]) -> str:
+    name = part.get("slot") if isinstance(part, dict) else None
+    if name not in slots:
+        raise AgentError("usage", "the plan has an unknown slot: %s" % json.dumps(part), "client and agent differ")
+    return slots[name]
+
+
+def job_env(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Dict[str, str]:
+    """The job's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
+
+    What an outer torchrun left in the session's is dropped: the job would take it for its own."""
+    base = {k: v for k, v in launch_input.get("base_env", {}).items() if not _is_torchruns(k)}
+    plan = {name: fill(text, slots) for name, text in launch_input["plan"].get("env", {}).items()}
+    env = {"PYTHONUNBUFFERED": "1", **base, **plan, **launch_input.get("env", {}), **launch_input.get("secrets", {})}
+    return {**env, **marks(job, launch_input["attempt"])}
+
+
+def marks(job: Job, attempt: int) -> Dict[str, str]:
+    return {JOB_ID_ENV: job.id, RUN_DIR_ENV: job.path, ATTEMPT_ENV: str(attempt)}
+
+
+def _is_torchruns(name: str) -> bool:
+    return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
+
+
+def job_command(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Command:
+    """The filled command. A program without torchrun is rank 0 and gets the same wrapper as torchrun's ranks."""
+    plan = launch_input["plan"]
+    argv = [fill(text, slots) for text in plan["argv"]]
+    if not plan.get("torchrun"):
+        argv = [sys.executable, "-I", "-S", os.path.join(slots["agent"], "rank.py"), "--exec", *argv]
+    return Command(argv, fill(plan["cwd"], slots), job_env(job, launch_input, slots))
+
+
+class Resolving:
+    """Resolves the job's interpreter in a child process, so that a stop can end it whatever it is installing."""
+
+    def __init__(self, spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], log: str) -> None:
+        """`log` gets all output of the preparation. The child leads a process group of its own."""
+        self._answer, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            _resolve(spec, job, root, env, log, writing)
+        os.close(writing)
+
+    def result(self) -> str:
+        """The interpreter, once the child has ended. AgentError with the reason when there is none."""
+        with open(self._answer, "rb") as f:
+            data = f.read()
+        if not data:
+            raise AgentError("host", "the preparation of the Python environment was killed", "see prepare.log")
+        answer = json.loads(data)
+        if "python" not in answer:
+            raise AgentError(*answer["error"])
+        return str(answer["python"])
+
+
+def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
+    code = 1
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        from .runtime import resolve_python
+
+        with open(output, "ab", buffering=0) as f:
+            found = {"python": resolve_python(spec, job.code, root, env, f)}
+    except AgentError as e:
+        found = {"error": [e.kind, e.message, e.hint]}
+    except BaseException as e:
+        traceback.print_exc()
+        found = {"error": ["host", "the Python environment could not be prepared: %r" % e, "see prepare.log"]}
+    try:
+        os.write(answer, json.dumps(found).encode("ascii"))
+        code = 0
+    finally:
+        os._exit(code)

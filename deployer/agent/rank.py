@@ -1,0 +1,137 @@
+"""The thin wrapper around each rank: gives it a log file of its own and records who it is and how it ended.
+
+torchrun starts `python -u rank.py PROGRAM ARGS...`; this starts `python -u PROGRAM ARGS...` (with `--exec` before it:
+PROGRAM itself, for what is no Python). It runs inside the job's interpreter, as a script, and imports nothing of ours.
+Without TORCHFERRY_RUN_DIR (a command copied from a dry run) it becomes the program and records nothing.
+
+It lives in torchrun's session and the program in a process group of its own, so a signal that torchrun sends to the
+group arrives once. Killed itself (torchrun's last resort), it takes the program along; the supervisor's
+end touches neither.
+Stdlib only, Python 3.8, Linux.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any, Dict, List, Tuple
+
+RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in layout.py
+ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"
+
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_WATCHED = {signal.SIGCHLD, *_FORWARDED}
+_STOPPED_BEFORE_START = 128 + signal.SIGTERM
+
+
+def main(args: List[str]) -> int:
+    """The program's code (128 + N for signal N), or 0 once a stop was requested: torchrun terminates all ranks when one
+    fails, and a sibling may still be saving. The truth is in the record."""
+    argv = args[1:] if args[:1] == ["--exec"] else [sys.executable, "-u", *args]
+    run_dir = os.environ.get(RUN_DIR_ENV)
+    if not run_dir:
+        return _become(argv)
+    attempt = "attempt_" + os.environ.get(ATTEMPT_ENV, "1")
+    rank = int(os.environ.get("RANK", "0"))
+    log = os.path.join(run_dir, "logs", attempt, "rank_%d.log" % rank)
+    record = os.path.join(run_dir, "ranks", attempt, "rank_%d.json" % rank)
+    code = _run(argv, rank, log, record, os.path.join(run_dir, "control", "stop.json"))
+    return 0 if os.path.exists(os.path.join(run_dir, "control", "stop.json")) else code
+
+
+def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # from here on they wait in the queue for _wait
+    started = {
+        "rank": rank,
+        "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+        "wrapper": {"pid": os.getpid(), "start_time": _start_time(os.getpid())},
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if os.path.exists(stop_flag):
+        _write(record, {**started, "pid": 0, "start_time": 0, **_end(_STOPPED_BEFORE_START, None)})
+        return _STOPPED_BEFORE_START
+    pid = _start(argv, log)
+    started.update(pid=pid, start_time=_start_time(pid))
+    _write(record, started)
+    code, signum = _wait(pid)
+    _write(record, {**started, **_end(code, signum)})
+    return code
+
+
+def _start(argv: List[str], log: str) -> int:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    wrapper = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    pid = os.fork()
+    if pid:
+        os.close(output)
+        return pid
+    try:
+        os.setpgid(0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != wrapper:  # it was killed before the line above
+            os._exit(1)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        _become(argv)
+    finally:
+        os._exit(127)
+
+
+def _become(argv: List[str]) -> int:
+    """Replaces this process; comes back with 127 (not found) or 126 (not executable), as a shell does."""
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would inherit that
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as e:
+        os.write(2, ("cannot start %s: %s\n" % (argv[0], e.strerror)).encode("utf-8", "replace"))
+        code = 127 if isinstance(e, FileNotFoundError) else 126
+    os._exit(code)
+
+
+def _wait(pid: int) -> Tuple[int, Any]:
+    """(code, signal or None) once the program has ended; hands on every signal until then."""
+    while True:
+        signum = signal.sigwait(_WATCHED)
+        if signum != signal.SIGCHLD:
+            os.kill(pid, signum)  # not reaped yet, so the pid is still its own
+            continue
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return (
+                (128 + os.WTERMSIG(status), os.WTERMSIG(status))
+                if os.WIFSIGNALED(status)
+                else (os.WEXITSTATUS(status), None)
+            )
+
+
+def _end(code: int, signum: Any) -> Dict[str, Any]:
+    return {"code": code, "signal": signum, "ended_at_ns": time.time_ns(), "ended_mono_ns": time.monotonic_ns()}
+
+
+def _start_time(pid: int) -> int:
+    with open("/proc/%d/stat" % pid, "rb") as f:
+        text = f.read()
+    return int(text[text.rindex(b")") + 2 :].split()[19])
+
+
+def _write(path: str, value: Dict[str, Any]) -> None:
+    """Atomically. A full disk must not hide the program's code: torchrun's summary then tells it."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    try:
+        with open(temporary, "w") as f:
+            json.dump(value, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        sys.stderr.write("cannot write %s: %s\n" % (path, e.strerror))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

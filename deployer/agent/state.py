@@ -1,0 +1,320 @@
+"""The truth about a job: what its supervisor wrote, checked against what still runs.
+
+States: preparing, running, succeeded, failed, stopped, lost; beside `running`, `unsupervised` is true when the
+supervisor is gone and the ranks go on. A host judges only jobs of its own machine id: homes may be shared.
+Stdlib only, Python 3.8, Linux.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import socket
+import time
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from .ending import FAILED, STOPPED, SUCCEEDED, RankRecord, decide_ending, parse_rank_record
+from .layout import Job, Root
+from .procs import Process, is_running, process_of
+
+PREPARING, RUNNING, LOST = "preparing", "running", "lost"
+FINAL = (SUCCEEDED, FAILED, STOPPED, LOST)
+DEFAULT_GRACE_S = 120.0
+TOOL_FAILED = 125
+"""The code of a job that never started, or whose end nobody knows."""
+LAUNCH_S = 60.0
+"""A job folder without a status may be this old before its launch counts as broken off."""
+
+
+class Identity(NamedTuple):
+    """A process, for good: no other one on any machine is equal to it."""
+
+    machine_id: str
+    boot_id: str
+    pid: int
+    start_time: int
+    hostname: str
+
+
+class StopRequest(NamedTuple):
+    grace_s: float
+    requested_at: float  # Unix time of the first request
+    deadline_at: float  # Unix time; a later request may only bring it forward
+
+
+def this_machine() -> str:
+    """A name for this host that survives reboots. The host name is part of it: cloned images share /etc/machine-id."""
+    text = ""
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            with open(path) as f:
+                text = text or f.read().strip()
+        except OSError:
+            continue
+    return hashlib.sha256(("%s %s" % (text, socket.gethostname())).encode("utf-8", "replace")).hexdigest()[:32]
+
+
+def boot_id() -> str:
+    """Differs after a reboot; empty where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+def own_identity() -> Identity:
+    process = process_of(os.getpid())
+    return Identity(this_machine(), boot_id(), process.pid, process.start_time, socket.gethostname())
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether this very process runs on this host. False for one of another machine or boot."""
+    return (
+        identity.machine_id == this_machine()
+        and identity.boot_id == boot_id()
+        and is_running(Process(identity.pid, identity.start_time))
+    )
+
+
+def utc(time_s: float) -> str:
+    """A Unix time as it stands in the records."""
+    return datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def write_json(path: str, value: Dict[str, Any]) -> None:
+    """Whole or not at all, also through a power cut."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "w", encoding="ascii") as f:
+            json.dump(value, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        _remove(temporary)
+        raise
+    _sync_folder(os.path.dirname(path))
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:  # some network file systems sync no folders
+        pass
+    finally:
+        os.close(fd)
+
+
+def read_json(path: str) -> Optional[Dict[str, Any]]:
+    """None when the file is missing, cut or no object."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_status(job: Job) -> Optional[Dict[str, Any]]:
+    """What the supervisor wrote last, taken at its word; None before its start. See `judge` for the truth."""
+    return read_json(job.status)
+
+
+def write_status(job: Job, status: Dict[str, Any]) -> None:
+    write_json(job.status, status)
+
+
+def read_plan(job: Job) -> Dict[str, Any]:
+    """The plan from job.json, empty when there is none."""
+    plan = (read_json(job.record) or {}).get("plan")
+    return plan if isinstance(plan, dict) else {}
+
+
+def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
+    """The ranks that have started, by rank; a broken record counts as none."""
+    folder = job.ranks(attempt)
+    try:
+        names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".json")]
+    except OSError:
+        return []
+    ranks = []
+    for name in names:
+        try:
+            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return sorted(ranks)
+
+
+def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S) -> StopRequest:
+    """Asks for an orderly end within `grace_s` seconds. Harmless to repeat: only a shorter time replaces the first."""
+    now = time.time()
+    wanted = StopRequest(grace_s, now, now + grace_s)
+    before = read_stop(job)
+    if before is not None:
+        if wanted.deadline_at >= before.deadline_at:
+            return before
+        wanted = wanted._replace(requested_at=before.requested_at)
+    os.makedirs(job.control, mode=0o700, exist_ok=True)
+    write_json(job.stop, wanted._asdict())
+    return wanted
+
+
+def read_stop(job: Job) -> Optional[StopRequest]:
+    """The request, None without one. A flag file that somebody made by hand asks for the default grace."""
+    try:
+        touched_at = os.stat(job.stop).st_mtime
+    except OSError:
+        return None
+    try:
+        data = read_json(job.stop) or {}
+        return StopRequest(float(data["grace_s"]), float(data["requested_at"]), float(data["deadline_at"]))
+    except (KeyError, TypeError, ValueError):
+        return StopRequest(DEFAULT_GRACE_S, touched_at, touched_at + DEFAULT_GRACE_S)
+
+
+def judge(job: Job) -> Dict[str, Any]:
+    """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
+
+    `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
+    gone gets its final status written here, once.
+    """
+    status = read_status(job)
+    if status is None:
+        return _without_status(job)
+    if status.get("state") in FINAL:
+        return status
+    identity = supervisor_of(status)
+    if identity is None:
+        return {**status, "state": LOST, "code": TOOL_FAILED, "reason": "status.json names no supervisor"}
+    if identity.machine_id != this_machine():
+        return {**status, "on_host": identity.hostname}
+    if is_alive(identity):
+        return status
+    latest = read_status(job) or status  # it may have written its last word just before it ended
+    return (
+        latest
+        if latest.get("state") in FINAL or latest.get("supervisor") != status["supervisor"]
+        else _orphaned(job, latest)
+    )
+
+
+def supervisor_of(status: Dict[str, Any]) -> Optional[Identity]:
+    try:
+        return Identity(**status["supervisor"])
+    except (KeyError, TypeError):
+        return None
+
+
+def main_process(status: Dict[str, Any]) -> Optional[Process]:
+    """torchrun, or the only rank's wrapper; None before its start."""
+    main = status.get("main")
+    return Process(int(main["pid"]), int(main["start_time"])) if isinstance(main, dict) else None
+
+
+def _without_status(job: Job) -> Dict[str, Any]:
+    try:
+        age_s = time.time() - os.stat(job.path).st_mtime
+    except OSError:
+        return {"state": LOST, "code": TOOL_FAILED, "reason": "the job has no folder"}
+    if age_s < LAUNCH_S or _is_locked(job.lock):
+        return {"state": PREPARING}
+    return {"state": LOST, "code": TOOL_FAILED, "reason": "the launch did not complete"}
+
+
+def _is_locked(path: str) -> bool:
+    import fcntl
+
+    try:
+        with open(path) as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
+    """The supervisor was killed: do its processes go on, and if not, how did they end?"""
+    attempt = int(status.get("attempt", 1))
+    rebooted = status["supervisor"]["boot_id"] != boot_id()
+    ranks = read_ranks(job, attempt)
+    if not rebooted and _any_running(status, ranks):
+        return {**status, "state": RUNNING, "unsupervised": True}
+    final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted)}
+    try:
+        write_status(job, final)
+    except OSError:
+        pass  # a full or read-only disk: the next one judges the same
+    return final
+
+
+def _any_running(status: Dict[str, Any], ranks: List[RankRecord]) -> bool:
+    main = main_process(status)
+    processes = [Process(r.pid, r.start_time) for r in ranks if r.code is None]
+    processes += [Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks]
+    return any(is_running(p) for p in processes + ([main] if main else []))
+
+
+def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:
+    stop = read_stop(job)
+    ending = decide_ending(
+        ranks,
+        nproc=int(status.get("nproc", 1)),
+        launcher_code=None,
+        stop_requested_at=stop.requested_at if stop else None,
+    )
+    if ending is not None:
+        ended_at = max((r.ended_at_ns for r in ranks), default=0) / 1e9
+        return {**ending._asdict(), "ended_at": utc(ended_at or time.time())}
+    if rebooted:
+        reason = "the host was rebooted"
+    elif status.get("state") == PREPARING:
+        reason = "the launch did not complete: its supervisor is gone"
+    else:
+        reason = "the supervisor and the job's processes are gone and left no exit record"
+    return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "ended_at": utc(time.time())}
+
+
+def list_jobs(root: Root) -> List[Dict[str, Any]]:
+    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
+    try:
+        names = os.listdir(root.jobs)
+    except OSError:
+        return []
+    jobs = [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]
+    return sorted((_summary(job) for job in jobs), key=lambda s: (s["created"], s["id"]), reverse=True)
+
+
+def _summary(job: Job) -> Dict[str, Any]:
+    try:
+        status = judge(job)
+    except (KeyError, TypeError, ValueError, OSError) as e:
+        status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
+    plan = read_plan(job)
+    supervisor = status.get("supervisor")
+    summary = {
+        key: status.get(key) for key in ("state", "code", "reason", "on_host", "attempt", "started_at", "ended_at")
+    }
+    return {
+        **summary,
+        "id": job.id,
+        "unsupervised": bool(status.get("unsupervised")),
+        "name": str(plan.get("name", "")),
+        "kind": plan.get("kind"),
+        "created": str(plan.get("created", "")),
+        "gpus": plan.get("gpus", []),
+        "nproc": plan.get("nproc"),
+        "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
+    }

@@ -1,0 +1,125 @@
+"""The supervisor's process: one per job, in a session of its own, depending on nobody; `jobrun` is what it does.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Dict
+
+from . import state
+from .errors import AgentError
+from .jobrun import AWAITED, JobRun
+from .layout import Job
+
+START_S = 30.0
+"""How long a new supervisor may take to say who it is."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module; "
+    "import_module(sys.argv[2]).main(sys.argv[3], sys.argv[4])"
+)
+
+
+# --- the agent's side -------------------------------------------------------------------------------------------------
+
+
+def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
+    """Starts the job's supervisor and comes back once it has said in status.json who it is.
+
+    `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else. AgentError when it does not
+    start; the supervisor's own words are in control/supervisor.log.
+    """
+    os.makedirs(job.control, mode=0o700, exist_ok=True)
+    parent = os.path.abspath(agent_dir)
+    for _ in (__package__ or "").split("."):
+        parent = os.path.dirname(parent)
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-X",
+        "utf8",
+        "-c",
+        _BOOT,
+        parent,
+        __name__,
+        job.path,
+        os.path.abspath(agent_dir),
+    ]
+    with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/", start_new_session=True, close_fds=True
+        )
+    threading.Thread(target=process.wait, daemon=True).start()  # no zombie while this agent lives
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            pipe.write(json.dumps(launch_input).encode("ascii"))
+    except BrokenPipeError:
+        pass  # it has ended; the wait below says so
+    _await_identity(job, process)
+
+
+def adopt(job: Job, agent_dir: str) -> None:
+    """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it."""
+    spawn(job, agent_dir, {"plan": state.read_plan(job), "adopt": True})
+
+
+def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_S
+    wait_s = 0.002
+    while time.monotonic() < deadline:
+        status = state.read_status(job) or {}
+        if status.get("supervisor", {}).get("pid") == process.pid:
+            return
+        if process.returncode is not None:
+            raise AgentError("host", "the job's supervisor did not start: %s" % _last_words(job))
+        time.sleep(wait_s)
+        wait_s = min(0.05, wait_s * 1.5)
+    raise AgentError("host", "the job's supervisor did not start within %g s" % START_S, "see %s" % job.supervisor_log)
+
+
+def _last_words(job: Job) -> str:
+    with open(job.supervisor_log, "rb") as f:
+        lines = f.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+# --- the supervisor's side --------------------------------------------------------------------------------------------
+
+
+def main(job_dir: str, agent_dir: str) -> None:
+    """Body of the supervisor's process: reads the launch input from stdin, ends when the job has ended."""
+    job = Job(job_dir)
+    os.umask(0o077)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    launch_input = json.loads(sys.stdin.buffer.read())
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    lock = _only_supervisor(job)
+    JobRun(job, agent_dir, launch_input).run()
+    os.close(lock)
+
+
+def _only_supervisor(job: Job) -> int:
+    """Holds the job for this process's life. Ends it when another supervisor does."""
+    lock = os.open(os.path.join(job.control, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit("the job has a supervisor already")
+    except OSError:
+        pass  # a file system without locks
+    return lock

@@ -1,0 +1,106 @@
+"""Real jobs for tests, started by the real supervisor from a plan written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import state, supervise
+from deployer.agent.layout import Job, Root
+
+AGENT_DIR = str(Path(supervise.__file__).parent)
+
+
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
+    """The first true value of `condition`; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"still not so after {timeout_s} s: {condition}")
+
+
+def make_plan(argv: list[Any], **changes: Any) -> dict[str, Any]:
+    plan = {
+        "version": 1,
+        "name": "test",
+        "created": "2026-01-02T03:04:05Z",
+        "kind": "program",
+        "device": "cpu",
+        "gpus": [],
+        "allow_busy": False,
+        "nproc": 1,
+        "torchrun": False,
+        "argv": argv,
+        "cwd": [{"slot": "job"}, "/code"],
+        "env": {},
+        "python": {"explicit": sys.executable, "requires": [], "lock": None, "wheels": None},
+        "tree": "",
+        "includes": [],
+        "env_names": [],
+        "secret_names": [],
+        "config_yaml": None,
+    }
+    return {**plan, **changes}
+
+
+def python(code: str, *args: str) -> list[Any]:
+    """argv of a job that is a few lines of Python."""
+    return [[{"slot": "python"}], "-u", "-c", code, *args]
+
+
+def torchrun(code: str, nproc: int = 2) -> dict[str, Any]:
+    """Plan keys of a job of `nproc` ranks that run a few lines of Python (without torch: they start at once)."""
+    launcher = [{"slot": "python"}], "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"
+    wrapper = [{"slot": "agent"}, "/rank.py"]
+    argv = [*launcher, "--max-restarts", "0", wrapper, "-c", code]
+    return {"argv": argv, "torchrun": True, "nproc": nproc}
+
+
+def make_job(root: Path, job_id: str, plan: dict[str, Any]) -> Job:
+    """The job's folder as the agent leaves it before it starts the supervisor."""
+    job = Root(str(root)).job(job_id)
+    Path(job.code).mkdir(parents=True)
+    Path(job.control).mkdir()
+    Path(job.record).write_text(json.dumps({"format": 1, "plan": {**plan, "job_id": job_id}}))
+    return job
+
+
+def start(job: Job, plan: dict[str, Any], **more: Any) -> Job:
+    base_env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    supervise.spawn(
+        job, AGENT_DIR, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more}
+    )
+    return job
+
+
+def run_job(root: Path, job_id: str, plan: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Starts a job and waits for its final status."""
+    return end_of(start(make_job(root, job_id, plan), plan, **more))
+
+
+def end_of(job: Job, *, timeout_s: float = 90.0) -> dict[str, Any]:
+    def final() -> dict[str, Any] | None:
+        status = state.judge(job)
+        return status if status["state"] in state.FINAL else None
+
+    status: dict[str, Any] = wait_for(final, timeout_s=timeout_s)
+    return status
+
+
+def log_of(job: Job, name: str = "rank_0.log") -> str:
+    path = Path(job.logs(1)) / name
+    return path.read_bytes().decode() if path.exists() else ""
+
+
+def said(job: Job, text: str, name: str = "rank_0.log") -> Any:
+    return wait_for(lambda: text in log_of(job, name))

@@ -1,0 +1,190 @@
+"""The truth about jobs, judged from their folders; and processes told apart by start time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import state
+from deployer.agent.layout import Job, Root
+from deployer.agent.procs import Process, is_running, job_processes, process_of, send
+from tests.jobs import make_job, make_plan, wait_for
+
+
+def ended_process() -> Process:
+    child = subprocess.Popen(["sleep", "60"])
+    process = process_of(child.pid)
+    child.kill()
+    child.wait()
+    return process
+
+
+def identity_of(process: Process, **changes: Any) -> dict[str, Any]:
+    own = state.own_identity()._replace(pid=process.pid, start_time=process.start_time)
+    return own._replace(**changes)._asdict()
+
+
+def job_with(root: Path, supervisor: dict[str, Any], **status: Any) -> Job:
+    job = make_job(root, "j", make_plan([]))
+    state.write_status(job, {"state": "running", "attempt": 1, "nproc": 1, "supervisor": supervisor, **status})
+    Path(job.ranks(1)).mkdir(parents=True)
+    return job
+
+
+def write_rank(job: Job, number: int, process: Process, **ended: Any) -> None:
+    wrapper = ended_process()._asdict()
+    record = {"rank": number, "local_rank": number, "wrapper": wrapper, **process._asdict(), **ended}
+    (Path(job.ranks(1)) / f"rank_{number}.json").write_text(json.dumps(record))
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_same_pid_with_another_start_time_is_another_process() -> None:
+    me = process_of(os.getpid())
+    assert is_running(me)
+    assert not is_running(me._replace(start_time=me.start_time + 1))
+    assert not send(me._replace(start_time=me.start_time + 1), 9)
+
+
+def test_zombie_is_not_running() -> None:
+    child = subprocess.Popen(["true"])
+    process = process_of(child.pid)
+    wait_for(lambda: not is_running(process))
+    assert process_of(child.pid) == process  # still there, not reaped
+    child.wait()
+
+
+def test_marker_is_matched_whole() -> None:
+    with subprocess.Popen(["sleep", "60"], env={"TORCHFERRY_JOB_ID": "job-12"}) as child:
+        assert wait_for(lambda: [p.pid for p in job_processes("TORCHFERRY_JOB_ID=job-12")]) == [child.pid]
+        assert job_processes("TORCHFERRY_JOB_ID=job-1") == []
+        child.kill()
+
+
+# --- judge -----------------------------------------------------------------------------------------------------------
+
+
+def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(process_of(os.getpid())))
+    assert state.judge(job) == state.read_status(job)
+
+
+def test_job_of_another_machine_is_shown_as_written_with_its_host(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(ended_process(), machine_id="other", hostname="gpu7"))
+    status = state.judge(job)
+    assert (status["state"], status["on_host"]) == ("running", "gpu7")
+    assert state.read_status(job)["state"] == "running"  # type: ignore[index]
+
+
+def test_supervisor_pid_that_was_given_away_is_no_supervisor(tmp_path: Path) -> None:
+    me = process_of(os.getpid())
+    job = job_with(tmp_path, identity_of(me._replace(start_time=me.start_time - 1)))
+    assert state.judge(job)["state"] == "lost"
+
+
+def test_job_from_before_a_reboot_is_lost(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(process_of(os.getpid()), boot_id="another"))
+    write_rank(job, 0, process_of(os.getpid()))  # a rank's pid of that boot belongs to somebody else now
+    status = state.judge(job)
+    assert (status["state"], status["code"], status["reason"]) == ("lost", 125, "the host was rebooted")
+
+
+def test_launch_whose_supervisor_died_did_not_complete(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(ended_process()), state="preparing")
+    assert "did not complete" in state.judge(job)["reason"]
+
+
+def test_living_rank_without_supervisor_runs_unsupervised(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(ended_process()))
+    write_rank(job, 0, process_of(os.getpid()))
+    assert (state.judge(job)["state"], state.judge(job)["unsupervised"]) == ("running", True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], ("succeeded", 0, None)),
+        ([1, 7], ("failed", 7, 1)),
+        ([0], ("lost", 125, None)),
+        ([], ("lost", 125, None)),
+    ],
+)
+def test_end_of_an_unsupervised_job_comes_from_its_ranks(tmp_path: Path, codes: list[int], expected: Any) -> None:
+    job = job_with(tmp_path, identity_of(ended_process()), nproc=2)
+    for number, code in enumerate(codes):
+        write_rank(job, number, ended_process(), code=code, ended_at_ns=10**18, ended_mono_ns=100 - number)
+    status = state.judge(job)
+    assert (status["state"], status["code"], status.get("first_failing_rank")) == expected
+    assert state.read_status(job) == status
+
+
+def test_new_job_without_status_is_being_launched(tmp_path: Path) -> None:
+    assert state.judge(make_job(tmp_path, "j", make_plan([])))["state"] == "preparing"
+
+
+def test_old_job_without_status_was_never_launched(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    os.utime(job.path, (time.time() - 3600,) * 2)
+    assert state.judge(job)["state"] == "lost"
+
+
+def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
+    import fcntl
+
+    job = make_job(tmp_path, "j", make_plan([]))
+    with Path(job.lock).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(job.path, (time.time() - 3600,) * 2)
+        assert state.judge(job)["state"] == "preparing"
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_write_replaces_whole_files_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    state.write_json(str(path), {"n": 1})
+    state.write_json(str(path), {"n": 2})
+    assert (json.loads(path.read_text()), list(tmp_path.iterdir())) == ({"n": 2}, [path])
+
+
+def test_stop_requested_twice_keeps_the_first_time_and_the_nearer_deadline(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    first = state.request_stop(job, 100)
+    assert state.request_stop(job, 200) == first
+    second = state.request_stop(job, 10)
+    assert (second.grace_s, second.requested_at) == (10, first.requested_at)
+    assert state.read_stop(job) == second
+
+
+def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    Path(job.stop).touch()
+    request = state.read_stop(job)
+    assert request is not None and request.grace_s == 120.0
+
+
+def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
+    root = Root(str(tmp_path))
+    good = job_with(tmp_path, identity_of(process_of(os.getpid())))
+    broken = make_job(tmp_path, "broken", make_plan([]))
+    Path(broken.status).write_text('{"state": "running", "supervisor": 5')
+    Path(broken.record).write_bytes(b"\xff\0")
+    odd = make_job(tmp_path, "odd", make_plan([]))
+    Path(odd.status).write_text('{"state": "running", "supervisor": 5, "attempt": "x"}')
+    Path(root.jobs, "a file").touch()
+    jobs = {j["id"]: j for j in state.list_jobs(root)}
+    assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "preparing", "odd": "lost"}
+    assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
+    assert good.id == "j" and jobs["j"]["host"] == state.own_identity().hostname
+
+
+def test_list_of_a_root_without_jobs_is_empty(tmp_path: Path) -> None:
+    assert state.list_jobs(Root(str(tmp_path / "none"))) == []

@@ -1,0 +1,450 @@
+"""The supervisor with real processes: exit truth, environment, stop, sweep, and its own death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import ending, rank, state, supervise
+from deployer.agent.errors import AgentError
+from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job
+from deployer.agent.prepare import fill, job_env
+from deployer.agent.procs import Process, is_running, job_processes, process_of
+from tests.jobs import AGENT_DIR, end_of, log_of, make_job, make_plan, python, run_job, said, start, torchrun, wait_for
+
+# --- pure ------------------------------------------------------------------------------------------------------------
+
+
+def test_fill_joins_texts_and_slots() -> None:
+    assert fill([{"slot": "agent"}, "/rank.py"], {"agent": "/a b"}) == "/a b/rank.py"
+    assert fill("plain", {}) == "plain"
+
+
+def test_fill_of_an_unknown_slot_names_it() -> None:
+    with pytest.raises(AgentError, match="moon"):
+        fill([{"slot": "moon"}], {"agent": "/a"})
+
+
+def test_environment_is_layered_and_marked() -> None:
+    job = Job("/root/jobs/j1")
+    plan = {"env": {"B": [{"slot": "job"}, "/b"], "C": "plan"}}
+    base = {"A": "base", "B": "base", "RANK": "3", "TORCHELASTIC_RUN_ID": "outer"}
+    given = {"plan": plan, "base_env": base, "env": {"C": "user"}, "secrets": {"S": "x"}, "attempt": 2}
+    assert job_env(job, given, {"job": job.path}) == {
+        "PYTHONUNBUFFERED": "1",
+        "A": "base",
+        "B": "/root/jobs/j1/b",
+        "C": "user",
+        "S": "x",
+        JOB_ID_ENV: "j1",
+        RUN_DIR_ENV: "/root/jobs/j1",
+        ATTEMPT_ENV: "2",
+    }
+
+
+def test_rank_wrapper_uses_the_names_of_the_layout() -> None:
+    assert (rank.RUN_DIR_ENV, rank.ATTEMPT_ENV) == (RUN_DIR_ENV, ATTEMPT_ENV)
+
+
+def record(number: int, code: int | None, *, at: int = 0, signum: int | None = None) -> ending.RankRecord:
+    return ending.RankRecord(number, 100 + number, 1, 200, 1, code, signum, at, at)
+
+
+def test_first_failing_rank_gives_the_code_whatever_the_launcher_says() -> None:
+    ranks = [record(0, 1, at=20), record(1, 137, at=10, signum=9)]
+    found = ending.decide_ending(ranks, nproc=2, launcher_code=1)
+    assert found is not None
+    assert (found.state, found.code, found.first_failing_rank, found.signal) == ("failed", 137, 1, 9)
+
+
+TORCHRUN_LAST_WORDS = """
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-02_03:04:05
+  host      : box
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 4711)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 4711
+"""
+
+
+def test_torchruns_summary_is_the_second_source() -> None:
+    found = ending.decide_ending([record(0, None)], nproc=2, launcher_code=1, launcher_log=TORCHRUN_LAST_WORDS)
+    assert found is not None and (found.code, found.first_failing_rank, found.signal) == (137, 1, 9)
+
+
+def test_launchers_own_code_is_the_third_source() -> None:
+    found = ending.decide_ending([], nproc=2, launcher_code=143, launcher_log="")
+    assert found is not None and (found.state, found.code, found.first_failing_rank) == ("failed", 143, None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "requested_at_s", "expected"),
+    [((0, 0), 5.0, "stopped"), ((0, 0), 50.0, "succeeded"), ((0, 3), 50.0, "failed"), ((143, 0), 5.0, "stopped")],
+)
+def test_stop_requested_before_the_end_makes_it_stopped(codes: Any, requested_at_s: float, expected: str) -> None:
+    ranks = [record(i, code, at=10_000_000_000) for i, code in enumerate(codes)]
+    found = ending.decide_ending(ranks, nproc=2, launcher_code=0, stop_requested_at=requested_at_s)
+    assert found is not None and found.state == expected
+
+
+def test_ranks_without_records_and_no_launcher_tell_nothing() -> None:
+    assert ending.decide_ending([record(0, 0)], nproc=2, launcher_code=None) is None
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("print('fine')", ("succeeded", 0, None, None)),
+        ("import sys; sys.exit(7)", ("failed", 7, 0, None)),
+        ("import os; os._exit(3)", ("failed", 3, 0, None)),
+        ("import os; os.kill(os.getpid(), 9)", ("failed", 137, 0, 9)),
+    ],
+)
+def test_exit_of_a_program_is_the_jobs(tmp_path: Path, code: str, expected: tuple[Any, ...]) -> None:
+    status = run_job(tmp_path, "j", make_plan(python(code)))
+    assert tuple(status[key] for key in ("state", "code", "first_failing_rank", "signal")) == expected
+
+
+def test_output_of_both_streams_is_kept_to_the_last_byte(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    end_of(start(job, make_plan(["/bin/sh", "-c", r"printf 'one\n'; printf 'bar\r' >&2; printf last; exit 4"])))
+    assert log_of(job) == "one\nbar\rlast"
+    assert state.judge(job)["code"] == 4
+
+
+def test_missing_program_gives_127_and_says_so_in_the_log(tmp_path: Path) -> None:
+    plan = make_plan(["/no/such/program"])
+    job = start(make_job(tmp_path, "j", plan), plan)
+    assert end_of(job)["code"] == 127
+    assert log_of(job) == "cannot start /no/such/program: No such file or directory\n"
+
+
+def test_missing_working_folder_fails_as_the_tools_error(tmp_path: Path) -> None:
+    status = run_job(tmp_path, "j", make_plan(python("pass"), cwd="/no/such/folder"))
+    assert (status["state"], status["code"]) == ("failed", 125)
+    assert "/no/such/folder" in status["reason"]
+
+
+def test_values_reach_the_job_unchanged_and_secrets_no_file(tmp_path: Path) -> None:
+    values = {"A": " $(touch x) 'q' \"d\" `b`\n;&é", "EMPTY": "", "LONG": "y" * 100_000, "ODD": "\udcff"}
+    code = "import os, json; print(json.dumps([os.environ[k] for k in ('A', 'EMPTY', 'LONG', 'ODD', 'TOKEN')]))"
+    plan = make_plan(python(code))
+    job = start(make_job(tmp_path, "j", plan), plan, env=values, secrets={"TOKEN": "s3cr" + "et-value"})
+    assert end_of(job)["code"] == 0
+    assert json.loads(log_of(job)) == [*values.values(), "s3cret-value"]
+    files = [p for p in Path(job.path).rglob("*") if p.is_file() and p.name != "rank_0.log"]
+    assert not [p for p in files if b"s3cret-value" in p.read_bytes()]
+
+
+def test_running_status_names_slots_command_and_processes(tmp_path: Path) -> None:
+    plan = make_plan(python("import time; print('up'); time.sleep(60)", "a b"))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "up")
+    status = state.judge(job)
+    assert (status["state"], status["slots"]["python"], status["argv"][-1]) == ("running", sys.executable, "a b")
+    pid = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())["pid"]
+    cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    assert [part.decode() for part in cmdline] == status["argv"]
+    assert f"{JOB_ID_ENV}=j".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    state.request_stop(job, 5)
+    assert end_of(job)["state"] == "stopped"
+
+
+def test_files_of_a_job_are_private(tmp_path: Path) -> None:
+    plan = make_plan(python("open('made', 'w')"))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    end_of(job)
+    written = [job.status, job.supervisor_log, f"{job.logs(1)}/rank_0.log", f"{job.code}/made"]
+    assert [oct(Path(path).stat().st_mode & 0o777) for path in written] == ["0o600"] * 4
+
+
+def test_supervisor_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    Path(job.status).mkdir()  # nothing can be written there
+    with pytest.raises(AgentError, match="did not start"):
+        start(job, make_plan(python("pass")))
+
+
+# --- torchrun --------------------------------------------------------------------------------------------------------
+
+BOTH_UP = """
+import os, sys, time
+rank = os.environ['RANK']
+print('rank', rank)
+open('up' + rank, 'w')
+while not (os.path.exists('up0') and os.path.exists('up1')):
+    time.sleep(0.01)
+"""
+SAVES_AFTER_TERM = """
+import os, signal, sys, time
+SECONDS = %g
+def save(*_):
+    time.sleep(SECONDS)
+    open('saved', 'w').write('all of it')
+    sys.exit(0)
+if os.environ['RANK'] == '0':
+    signal.signal(signal.SIGTERM, save)
+print('ready')
+time.sleep(120)
+"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+TORCHRUN_JOBS: dict[str, dict[str, Any]] = {
+    "exit7": torchrun(BOTH_UP + "print('last words', end='')\nsys.exit(7 if rank == '1' else 0)"),
+    "kill9": torchrun(BOTH_UP + "os.kill(os.getpid(), 9) if rank == '1' else time.sleep(60)"),
+    "deaf": {
+        **torchrun(BOTH_UP + "import signal\n" + DEAF + "os._exit(3) if rank == '1' else time.sleep(60)"),
+        "kind": "trainer",
+    },
+    "fine": torchrun(BOTH_UP),
+}
+
+
+@pytest.fixture(scope="module")
+def torchrun_ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, dict[str, Any]]]:
+    """Each job of TORCHRUN_JOBS, run to its end; started together to share torch's import time."""
+    root = tmp_path_factory.mktemp("torchrun")
+    plans = {name: make_plan(**changes) for name, changes in TORCHRUN_JOBS.items()}
+    jobs = {name: start(make_job(root, name, plan), plan) for name, plan in plans.items()}
+    return {name: (job, end_of(job, timeout_s=180)) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("exit7", ("failed", 7, 1, None)),
+        ("kill9", ("failed", 137, 1, 9)),
+        ("deaf", ("failed", 3, 1, None)),
+        ("fine", ("succeeded", 0, None, None)),
+    ],
+)
+def test_first_failing_rank_of_torchrun_is_the_jobs_code(torchrun_ends: Any, name: str, expected: Any) -> None:
+    _, status = torchrun_ends[name]
+    assert tuple(status[key] for key in ("state", "code", "first_failing_rank", "signal")) == expected
+
+
+def test_each_rank_has_its_own_log_with_its_last_words(torchrun_ends: Any) -> None:
+    job, _ = torchrun_ends["exit7"]
+    assert log_of(job, "rank_0.log") == "rank 0\nlast words"
+    assert log_of(job, "rank_1.log") == "rank 1\nlast words"
+
+
+def test_trainers_siblings_are_killed_soon_after_the_first_failure(torchrun_ends: Any) -> None:
+    job, _ = torchrun_ends["deaf"]
+    ends = [json.loads((Path(job.ranks(1)) / f"rank_{r}.json").read_text()) for r in (0, 1)]
+    assert [e["code"] for e in ends] == [137, 3]
+    assert 4.0 < (ends[0]["ended_mono_ns"] - ends[1]["ended_mono_ns"]) / 1e9 < 15.0  # torchrun itself takes 30 s
+
+
+def stop_while_saving(root: Path, *, saving_s: float, grace_s: float) -> tuple[Job, dict[str, Any]]:
+    plan = make_plan(**torchrun(SAVES_AFTER_TERM % saving_s))
+    job = start(make_job(root, "saves", plan), plan)
+    said(job, "ready", "rank_0.log")
+    said(job, "ready", "rank_1.log")
+    state.request_stop(job, grace_s)
+    return job, end_of(job)
+
+
+def test_stop_lets_a_rank_save_though_its_sibling_has_died(tmp_path: Path) -> None:
+    job, status = stop_while_saving(tmp_path, saving_s=3, grace_s=20)
+    assert (status["state"], status["remaining"], status["gpus_free"]) == ("stopped", [], None)
+    assert (Path(job.code) / "saved").read_text() == "all of it"
+    assert status["code"] == 143  # of rank 1, which has no handler
+
+
+@pytest.mark.soak
+def test_stop_lets_a_rank_save_for_45_s_under_a_grace_of_60(tmp_path: Path) -> None:
+    job, status = stop_while_saving(tmp_path, saving_s=45, grace_s=60)
+    assert (Path(job.code) / "saved").read_text() == "all of it"
+    assert status["state"] == "stopped"
+
+
+# --- stop and sweep --------------------------------------------------------------------------------------------------
+
+DEAF_TREE = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    print('daemon', os.getpid())
+    time.sleep(120)
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], env={}, start_new_session=True)
+print('main')
+time.sleep(120)
+"""
+
+
+def leftovers(job: Job) -> list[Process]:
+    return job_processes(f"{JOB_ID_ENV}={job.id}")
+
+
+def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> None:
+    plan = make_plan(python(DEAF_TREE))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "main"), said(job, "daemon")
+    began = time.monotonic()
+    state.request_stop(job, 1)
+    status = end_of(job)
+    assert time.monotonic() - began < 1 + 2 + 2  # grace, the bound of a stop, and what a busy machine takes
+    assert (status["state"], status["code"], status["swept"], status["remaining"]) == ("stopped", 137, 2, [])
+    assert leftovers(job) == []
+
+
+def test_stop_of_one_job_leaves_its_twin_alone(tmp_path: Path) -> None:
+    plan = make_plan(python("import time; print('up'); time.sleep(60)"))
+    one, two = (start(make_job(tmp_path, name, plan), plan) for name in ("j", "j2"))
+    said(one, "up"), said(two, "up")
+    state.request_stop(one, 0)
+    assert (end_of(one)["state"], state.judge(two)["state"], len(leftovers(two))) == ("stopped", "running", 2)
+    state.request_stop(two, 0)
+    assert end_of(two)["state"] == "stopped"
+
+
+def test_daemon_of_a_finished_job_is_swept(tmp_path: Path) -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    status = run_job(tmp_path, "j", make_plan(python(code)))
+    assert (status["state"], status["swept"], status["remaining"]) == ("succeeded", 1, [])
+
+
+def test_trainer_is_stopped_by_the_flag_and_gets_no_signal(tmp_path: Path) -> None:
+    code = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: print('TERM'))
+print('up')
+while not os.path.exists(os.environ['TORCHFERRY_RUN_DIR'] + '/control/stop.json'):
+    time.sleep(0.01)
+time.sleep(1)
+print('saved')
+"""
+    plan = make_plan(python(code), kind="trainer")
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "up")
+    state.request_stop(job, 30)
+    status = end_of(job)
+    assert (status["state"], status["code"], log_of(job)) == ("stopped", 0, "up\nsaved\n")
+
+
+def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up'); time.sleep(60)"
+    plan = make_plan(python(code))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "up")
+    os.kill(state.judge(job)["supervisor"]["pid"], signal.SIGTERM)
+    status = end_of(job)
+    assert (status["state"], status["code"], status["grace_s"]) == ("stopped", 5, 120.0)
+
+
+def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
+    plan = make_plan(python("open('ran', 'w')"))
+    job = make_job(tmp_path, "j", plan)
+    state.request_stop(job, 0)
+    status = end_of(start(job, plan))
+    assert (status["state"], status["code"], list(Path(job.code).iterdir())) == ("stopped", None, [])
+
+
+def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
+    plan = make_plan(python("import signal, time\n" + DEAF + "print('up')\ntime.sleep(60)"))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "up")
+    state.request_stop(job, 600)
+    wait_for(lambda: state.judge(job).get("phase") == "stopping")
+    state.request_stop(job, 0)
+    assert end_of(job, timeout_s=20)["code"] == 137
+
+
+# --- the supervisor's death ------------------------------------------------------------------------------------------
+
+WAITS_FOR_GO = (
+    "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\nprint('over')\nsys.exit(%d)"
+)
+
+
+def start_and_kill_supervisor(root: Path, job_id: str, code: int) -> Job:
+    plan = make_plan(python(WAITS_FOR_GO % code))
+    job = start(make_job(root, job_id, plan), plan)
+    said(job, "up")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(supervisor))
+    return job
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, "succeeded"), (9, "failed")])
+def test_ranks_outlive_their_supervisor_and_their_end_is_known(tmp_path: Path, code: int, expected: str) -> None:
+    job = start_and_kill_supervisor(tmp_path, "j", code)
+    status = state.judge(job)
+    assert (status["state"], status["unsupervised"]) == ("running", True)
+    (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], status["code"], log_of(job)) == (expected, code, "up\nover\n")
+    assert state.read_status(job) == status
+
+
+def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> None:
+    job = start_and_kill_supervisor(tmp_path, "j", 0)
+    found = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
+    os.kill(found["wrapper"]["pid"], signal.SIGKILL)
+    status = end_of(job)
+    assert (status["state"], status["code"]) == ("lost", 125)
+    wait_for(lambda: not leftovers(job))  # the program went with its wrapper
+
+
+def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
+    job = start_and_kill_supervisor(tmp_path, "j", 0)
+    supervise.adopt(job, AGENT_DIR)
+    status = state.judge(job)
+    assert (status["state"], status.get("unsupervised")) == ("running", None)
+    state.request_stop(job, 5)
+    status = end_of(job)
+    assert (status["state"], status["code"], status["remaining"]) == ("stopped", 143, [])
+
+
+def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
+    plan = make_plan(python(WAITS_FOR_GO % 0))
+    job = start(make_job(tmp_path, "j", plan), plan)
+    said(job, "up")
+    with pytest.raises(AgentError, match="has a supervisor already"):
+        start(job, plan)
+    (Path(job.code) / "go").touch()
+    assert end_of(job)["state"] == "succeeded"
+
+
+def test_ten_jobs_at_once_each_have_their_own_end(tmp_path: Path) -> None:
+    plans = {f"j{i}": make_plan(python(WAITS_FOR_GO % i)) for i in range(10)}
+    jobs = [start(make_job(tmp_path, name, plan), plan) for name, plan in plans.items()]
+    for job in jobs:
+        said(job, "up")
+    assert {state.judge(job)["state"] for job in jobs} <= {"running", "preparing"}
+    for job in jobs:
+        (Path(job.code) / "go").touch()
+    assert [end_of(job)["code"] for job in jobs] == list(range(10))
+
+
+# --- the wrapper by hand ---------------------------------------------------------------------------------------------
+
+
+def test_wrapper_without_a_run_folder_becomes_the_program(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != RUN_DIR_ENV}
+    argv = [sys.executable, f"{AGENT_DIR}/rank.py", "-c", "import os; print('hello', os.getpid())"]
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, cwd=tmp_path)
+    out, _ = process.communicate(timeout=30)
+    assert (out.decode(), list(tmp_path.iterdir())) == (f"hello {process.pid}\n", [])
