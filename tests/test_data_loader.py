@@ -199,7 +199,7 @@ def test_template_that_trains_no_end_token_is_noted(rows_file, tmp_path):
 
 
 def test_processes_tokenize_to_the_same_rows(tmp_path):
-    config = Config(data=DataConfig(max_train_rows=600, max_eval_rows=4))
+    config = Config(data=DataConfig(max_train_rows=300, max_eval_rows=4))
     parallel = replace(config, data=replace(config.data, workers=2))
     assert load(parallel).train.fingerprint() == load(config).train.fingerprint()
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -70,6 +74,29 @@ def test_folder_without_a_tokenizer_gives_one_error(tmp_path, make_folder):
         load_tokenizer(Config(data=DataConfig(tokenizer=str(folder))))
     assert str(folder) in error.value.message
     assert "data.tokenizer" in error.value.hint
+
+
+def test_unreachable_hub_gives_errors_without_retries():
+    # a new process, because the libraries look at the environment once; nothing listens on port 1
+    code = """
+from trainer.data.sources import read_conversations
+from trainer.data.tokenizer import load_tokenizer
+from trainer.schema import Config, ModelConfig
+config = Config(model=ModelConfig(name="some/model"))
+for ask in (lambda: load_tokenizer(config), lambda: read_conversations("some/data")):
+    try:
+        ask()
+    except Exception as error:
+        print(type(error).__name__, error.message)
+"""
+    env = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    env |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": "/nonexistent"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    tokenizer, data = done.stdout.splitlines()
+    assert tokenizer.startswith("DataError the tokenizer 'some/model' cannot be loaded")
+    assert data.startswith("DataError the data set 'some/data' (split 'train') cannot be loaded")
+    assert "Retry" not in done.stderr
 
 
 def test_missing_template_file_is_named():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.errors import DataError
+from trainer.data.hub import settle_offline
 from trainer.schema import Config
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ CHATML_TEMPLATE = """\
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
     """The tokenizer that `data.tokenizer` names, with the template of `data.chat_template` when that is set."""
+    settle_offline(config)
     name = config.data.tokenizer
     if name == "auto":
         name = config.model.name or BYTES
