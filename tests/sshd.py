@@ -82,6 +82,7 @@ def start_sshd(
     name: str = "sshd",
     address: str = "127.0.0.1",
     run_by: Sequence[str] = (),
+    max_startups: str = "100:30:200",
 ) -> SshServer:
     """A server below `folder`, listening when this returns. Skips where there is no sshd, fails in CI.
 
@@ -101,7 +102,11 @@ def start_sshd(
     shutil.copy(f"{key}.pub", root / "authorized_keys")
     port = free_port()
     config = root / "sshd_config"
-    config.write_text(_SERVER.format(address=address, port=port, root=root, home=home) + extra_config + "\n")
+    config.write_text(
+        _SERVER.format(address=address, port=port, root=root, home=home, max_startups=max_startups)
+        + extra_config
+        + "\n"
+    )
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     log = root / "log"
@@ -138,7 +143,7 @@ KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 StrictModes no
 Subsystem sftp internal-sftp
-MaxStartups 100:30:200
+MaxStartups {max_startups}
 MaxSessions 100
 UseDNS no
 SetEnv HOME={home}

@@ -84,7 +84,8 @@ def write_config(folder: Path, text: str) -> str:
 def test_resolve_of_an_alias_in_an_included_file_gives_its_settings(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "gpu").write_text(
-        f'Host gpu\n HostName 203.0.113.7\n Port 2222\n User ada\n IdentityFile {tmp_path}/one\n IdentityFile "{tmp_path}/two %r"\n'
+        f"Host gpu\n HostName 203.0.113.7\n Port 2222\n User ada\n IdentityFile {tmp_path}/one\n"
+        f' IdentityFile "{tmp_path}/two %r"\n'
         f" UserKnownHostsFile {tmp_path}/k1 {tmp_path}/k2\n ConnectTimeout 3\n"
     )
     options = resolve(parse_target("gpu"), config_file=write_config(tmp_path, f"Include {tmp_path}/more/*\n"))
@@ -162,7 +163,7 @@ def test_resolve_with_a_missing_key_file_names_it(tmp_path: Path) -> None:
 
 @needs_ssh
 def test_resolve_with_a_broken_configuration_repeats_what_ssh_says(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="(?i)bad configuration option"):
+    with pytest.raises(UsageError, match=r"(?i)bad configuration option"):
         resolve(parse_target("gpu"), config_file=write_config(tmp_path, "Nonsense yes\n"))
 
 
