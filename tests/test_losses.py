@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models import from_folder, save_hf
-from tiny import packed_batch, tiny_decoder, tiny_shape
 
+from tests.test_models import from_folder, save_hf
+from tests.tiny import packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import IGNORE, Batch
 from trainer.losses import chunked_cross_entropy, sft_loss
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
 from transformers import AutoModelForCausalLM
 
+from tests.tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling, logits_head
 from trainer.models.generate import greedy, sequence_logits
@@ -258,11 +258,13 @@ def test_random_weights_depend_on_the_seed_alone():
 
 def test_an_export_opens_in_transformers_with_bitwise_weights_and_logits(shape, tmp_path):
     decoder = tiny_decoder(**shape.__dict__)
-    export_model(tmp_path / "out", decoder, shape=shape, tokenizer=None, prompt_ids=[1, 2, 3], dist=ALONE)
+    tokens = export_model(tmp_path / "out", decoder, shape=shape, tokenizer=None, prompt_ids=[1, 2, 3], dist=ALONE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in decoder.named_parameters())
     with torch.no_grad():
         expected = theirs(torch.tensor([[5, 6, 7]])).logits[0]
+        said = theirs.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    assert tokens == said[0, 3:].tolist()
     torch.testing.assert_close(sequence_logits(decoder, [5, 6, 7]), expected, atol=1e-5, rtol=0)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_models import save_hf
-from tiny import ALONE, packed_batch, rows_of, tiny_shape
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ranks import run_ranks
+from tests.test_models import save_hf
+from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
 from trainer.dist import Dist, DistError, FlagBoard, barrier, max_over_ranks, on_rank0, read_ranks, sum_over_ranks
 from trainer.losses import sft_loss
@@ -118,6 +118,42 @@ def test_memory_and_speed_options_change_no_gradient(backend, options):
     ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
     ((_, got),) = run_ranks(loss_and_grads, 2, config(backend, **options), shape, [2])[0]
     assert_same_grads(got, grads, 2e-6)
+
+
+def kept_for_backward(option: str) -> list[Tensor]:
+    """What autograd keeps from a bf16 forward, without the parameters."""
+    cfg = config("pytorch", precision="bf16", activation_checkpointing=option)
+    module = prepared(ALONE, cfg, tiny_shape())[1]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        sft_loss(module, micro_batches(ALONE, 1)[0])
+    return kept
+
+
+def test_activation_checkpointing_keeps_less_than_a_fifth_for_the_backward_pass():
+    kept, all_kept = (sum(x.nbytes for x in kept_for_backward(option)) for option in ("full", "none"))
+    assert kept < 0.2 * all_kept
+
+
+def gathered_after_forward(dist: Dist, cfg: Config) -> bool:
+    module = prepared(dist, cfg, tiny_shape())[1]
+    sft_loss(module, micro_batches(dist, 1)[0])
+    return not isinstance(module.blocks[0].mlp.up_proj.weight, DTensor)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_fsdp_frees_a_blocks_parameters_after_its_forward_when_asked(freed):
+    assert run_ranks(gathered_after_forward, 2, config("fsdp", reshard_after_forward=freed)) == [not freed] * 2
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_bf16_reduction_rounds_the_gradients_and_no_more(backend):
+    shape = tiny_shape()
+    ((_, exact),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
+    ((_, got),) = run_ranks(loss_and_grads, 2, config(backend, reduce_dtype="bf16"), shape, [1])[0]
+    for name, grad in got.items():
+        assert torch.equal(grad, grad.bfloat16().float())
+        torch.testing.assert_close(grad, exact[name], atol=0.01 * exact[name].abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize(("backend", "world_size"), [("pytorch", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
@@ -253,7 +289,7 @@ def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict:
     with torch.no_grad():
         sft_loss(module, micro_batches(dist, 1)[0])
     export_model(folder, module, shape=tiny_shape(), tokenizer=None, prompt_ids=[1, 2], dist=dist)
-    return {"done": (folder / "config.json").exists()}
+    return {"done": (folder / "config.json").exists(), "compiled": torch._dynamo.utils.counters["frames"]["ok"] > 0}
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
@@ -261,7 +297,7 @@ def test_an_export_of_a_compiled_checkpointed_bf16_model_has_fresh_names_and_fp3
     from safetensors.torch import load_file
 
     cfg = config(backend, precision="bf16", activation_checkpointing="full", compile=True)
-    assert run_ranks(export_after_evaluation, 2, cfg, tmp_path / "export") == [{"done": True}] * 2
+    assert run_ranks(export_after_evaluation, 2, cfg, tmp_path / "export") == [{"done": True, "compiled": True}] * 2
     expected = initial_weights(ALONE, config("pytorch"))
     got = load_file(tmp_path / "export" / "model.safetensors")
     assert got.keys() == expected.keys()

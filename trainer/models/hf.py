@@ -167,24 +167,25 @@ def export_model(
     prompt_ids: Sequence[int],
     dist: Dist,
     dtype: torch.dtype = torch.float32,
-) -> None:
+) -> list[int]:
     """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after it has been verified.
 
-    Every rank must call it; all return when it is done, or raise.
+    Every rank must call it; all return when it is done, or raise. Returns the model's greedy tokens after `prompt_ids`.
     """
     tensors = gather_full(module, dist)
 
-    def write() -> None:
+    def write() -> list[int]:
         assert tensors is not None
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         write_export(partial, shape, tensors=tensors, tokenizer=tokenizer, dtype=dtype)
-        verify_export(partial, shape, tensors=tensors, prompt_ids=prompt_ids, dtype=dtype)
+        tokens = verify_export(partial, shape, tensors=tensors, prompt_ids=prompt_ids, dtype=dtype)
         if folder.exists():
             shutil.rmtree(folder)
         partial.replace(folder)
+        return tokens
 
-    on_rank0(dist, write)
+    return on_rank0(dist, write)
 
 
 def write_export(
@@ -241,10 +242,11 @@ def verify_export(
     prompt_ids: Sequence[int],
     dtype: torch.dtype = torch.float32,
     n: int = 20,
-) -> None:
+) -> list[int]:
     """Open an export with transformers and compare it with ours: names, weights, and logits of a forward pass.
 
-    The pass is over the prompt and the `n` tokens that our greedy decoding adds, so equal logits are equal tokens too.
+    The pass is over the prompt and the `n` tokens that our greedy decoding adds, which are returned: equal logits are
+    equal tokens too.
     Raises ModelError on missing or unexpected names, another weight, or logits further apart than 1e-4 of their scale.
     """
     from transformers import AutoModelForCausalLM
@@ -258,9 +260,11 @@ def verify_export(
     if changed:
         raise ModelError(f"the export in {folder} holds other weights than were written: {', '.join(changed)}")
     ours = plain_decoder(shape, written)
-    ids = [*prompt_ids, *greedy(ours, prompt_ids, n)]
+    tokens = greedy(ours, prompt_ids, n)
+    ids = [*prompt_ids, *tokens]
     expected = sequence_logits(ours, ids)
     got = theirs.eval()(torch.tensor([ids])).logits[0]
     error, limit = (got - expected).abs().max().item(), 1e-4 * max(1.0, expected.abs().max().item())
     if not error <= limit:
         raise ModelError(f"the export in {folder} computes other logits: off by {error:.3g}, allowed {limit:.3g}")
+    return tokens
