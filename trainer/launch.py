@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, local_data_paths
 from trainer.schema import RUN_DIR_ENV, Config
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -67,10 +67,16 @@ def _visible_devices(config: Config) -> str:
 
 
 def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for GPUs that this host lacks and for secrets that the environment lacks."""
+    """Raise ConfigError for what would fail later in every rank: secrets, local files or GPUs that are not here."""
     missing = [name for name in config.target.secrets if name not in environ]
     if missing:
         raise ConfigError(f"target.secrets names {', '.join(missing)}, which the environment does not have")
+    absent = [path for path in local_data_paths(config) if not Path(path).expanduser().exists()]
+    if absent:
+        raise ConfigError(
+            f"there is no {Path(absent[0]).expanduser().absolute()}",
+            hint=f"the config names {absent[0]!r} as data, model, tokenizer or template; relative paths start here",
+        )
     if device_kind(config) == "cuda":
         check_gpus(config.target.gpu_ranks, gpus)
 

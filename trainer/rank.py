@@ -8,7 +8,7 @@ import time
 import traceback
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -30,7 +30,9 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
         dist = start_dist(_usable_device(config))
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
-            print(f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model", flush=True)
+            _write_line(
+                sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model"
+            )
         code = import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
         stop_dist(dist)
     except (Exception, KeyboardInterrupt) as error:
@@ -72,8 +74,14 @@ def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) ->
     if debug:
         traceback.print_exception(error)
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""
-    print(f"{tag}{message}", file=sys.stderr, flush=True)
+    _write_line(sys.stderr, f"{tag}{message}")
     return code
+
+
+def _write_line(stream: TextIO, text: str) -> None:
+    """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,0 +1,238 @@
+"""train.py: what it decides before torch is imported, and whole runs through the real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import diagnose, launch
+from trainer.config import ConfigError, config_from_dict, load_config
+from trainer.launch import HostGpus
+from trainer.metrics import drop_records_after, peak_flops, render_bar, render_duration, render_train
+from trainer.schema import Config, RunConfig, TargetConfig
+
+PROJECT = Path(__file__).parent.parent
+TWO_GPUS = "0, GPU-11111111\n1, GPU-22222222\n"
+
+
+def config_of(**target) -> Config:
+    return config_from_dict({"target": target})
+
+
+def run_train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environ.pop(name, None)
+    command = [sys.executable, str(PROJECT / "train.py"), *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
+    argv = launch.build_torchrun_argv("/py", "train.py", Path("/r/config.yaml"), processes=3, debug=False)
+    assert argv == [
+        *["/py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"],
+        *["train.py", "/r/config.yaml"],
+    ]
+
+
+def test_environment_shows_the_named_gpus_in_their_order():
+    config = config_of(gpu_ranks=[3, 0], env={"NCCL_DEBUG": "INFO"})
+    assert launch.build_launch_env(config, {}, cores=8) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "3,0",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "4",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+def test_environment_on_the_cpu_shows_no_gpu():
+    env = launch.build_launch_env(config_of(device="cpu", gpu_ranks=[0, 1]), {"OMP_NUM_THREADS": "7"}, cores=8)
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+    assert "OMP_NUM_THREADS" not in env
+
+
+def test_gpu_beyond_those_of_the_host_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        launch.check_gpus([0, 2], launch.parse_gpus(TWO_GPUS))
+    assert caught.value.render().startswith(
+        "Error: target.gpu_ranks names 2, and this host has indices 0 to 1\nhint: `nvidia-smi -L`"
+    )
+
+
+def test_gpus_are_known_by_index_and_by_uuid():
+    launch.check_gpus(["GPU-22222222", "1"], launch.parse_gpus(TWO_GPUS))
+    launch.check_gpus([7], HostGpus(present=True))  # no nvidia-smi: the ranks will see
+
+
+def test_host_without_gpu_is_told_of_the_cpu():
+    with pytest.raises(ConfigError, match="no GPU") as caught:
+        launch.check_target(config_of(), HostGpus(present=False), {})
+    assert "target.device=cpu" in caught.value.hint
+
+
+def test_missing_secret_is_named():
+    config = config_of(device="cpu", secrets=["A_TOKEN", "B_TOKEN"])
+    with pytest.raises(ConfigError, match="names B_TOKEN, which"):
+        launch.check_target(config, HostGpus(present=False), {"A_TOKEN": "x"})
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path):
+    config = Config(run=RunConfig(name="sft", dir=str(tmp_path)), target=TargetConfig(device="cpu"))
+    moment = time.struct_time((2026, 3, 4, 5, 6, 7, 0, 0, 0))
+    first, second = launch.new_run_dir(config, moment), launch.new_run_dir(config, moment)
+    assert (first.name, second.name) == ("sft-20260304-050607", "sft-20260304-050607-2")
+
+
+def test_deciding_imports_no_torch():
+    code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+
+
+def test_help_shows_an_example():
+    done = run_train("--help")
+    assert done.returncode == 0
+    assert "python train.py configs/01_debug_sft.py target.device=cpu" in done.stdout
+
+
+def test_unknown_key_ends_with_2_and_names_the_nearest(tmp_path):
+    done = run_train(str(PROJECT / "configs/01_debug_sft.py"), "train.stepz=3")
+    assert done.returncode == 2
+    assert done.stderr == "Error: train.stepz is not a key\n  on the command line\nhint: did you mean train.steps?\n"
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_first_failing_rank_of_a_start_tells_its_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert diagnose.claim_failure(tmp_path, 1, "Error: a")
+    assert not diagnose.claim_failure(tmp_path, 0, "Error: b")
+    assert json.loads((tmp_path / "outcome.json").read_text()) == {"state": "failed", "rank": 1, "error": "Error: a"}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    assert diagnose.claim_failure(tmp_path, 0, "Error: c")
+
+
+def test_out_of_memory_names_the_ways_out():
+    text = diagnose.describe(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
+    assert text.startswith("Error: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n  in ")
+    assert "train.micro_batch_size" in text
+
+
+def test_records_after_the_resumed_step_and_half_lines_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2, "eval_loss": 1.0}\n{"st')
+    drop_records_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 2, "eval_loss": 1.0}\n'
+
+
+def test_console_line_reads_well():
+    record = {"step": 12, "loss": 3.12345, "lr": 9.8e-4, "grad_norm": 1.234, "tokens_per_s_per_gpu": 12345.0}
+    line = render_train({**record, "mfu": 0.412, "mem_gib": 3.21}, 200, 83.9)
+    assert line == (
+        "step 12/200  loss 3.1235  lr 9.80e-04  grad 1.23  12.3k tok/s/gpu  mfu 41.2%  mem 3.2 GiB  eta 1:23"
+    )
+
+
+def test_bar_and_durations():
+    assert render_bar(50, 200, width=8) == "[##------] 25 %"
+    assert [render_duration(s) for s in (7, 83, 7384)] == ["0:07", "1:23", "2:03:04"]
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
+)
+def test_peak_of_known_cards(card, peak):
+    assert peak_flops(card) == peak
+
+
+@pytest.mark.parametrize("card", ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090"])
+def test_other_cards_have_no_peak(card):
+    assert peak_flops(card) is None
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+SMALL = """
+target: {{device: cpu, gpu_ranks: [{gpus}]}}
+model: {{hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2, num_kv_heads: 1}}
+data: {{train: ["{rows}"], eval_fraction: 0.2, seq_len: 96}}
+optim: {{learning_rate: 1.0e-2, warmup_steps: 2}}
+train: {{steps: 6, micro_batch_size: 2, eval_every: 3, save_every: 0}}
+"""
+
+
+def small_config(folder: Path, *, gpus: str, rows: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(SMALL.format(gpus=gpus, rows=rows))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def test_two_ranks_train_export_and_report_through_torchrun(tmp_path, rows):
+    from transformers import AutoModelForCausalLM
+
+    done = run_train(str(small_config(tmp_path, gpus="0, 1", rows=rows)), "train.seed=5", f"run.dir={tmp_path}/runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"run folder: {run}" in done.stdout
+    assert load_config(run / "config.yaml").train.seed == 5
+    outcome = json.loads((run / "outcome.json").read_text())
+    assert (outcome["state"], outcome["steps"], outcome["export"]) == ("succeeded", 6, "export")
+    assert outcome["eval_loss_last"] < 0.9 * outcome["eval_loss_first"]
+    model = AutoModelForCausalLM.from_pretrained(run / "export")
+    prompt, tokens = outcome["greedy"]["prompt_ids"], outcome["greedy"]["tokens"]
+    theirs = model.generate(torch_tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert theirs[0, len(prompt) :].tolist() == tokens
+
+
+def torch_tensor(values):
+    import torch
+
+    return torch.tensor(values)
+
+
+def test_one_process_uses_the_given_run_folder_and_resumes_there(tmp_path, rows):
+    config, run = small_config(tmp_path, gpus="0", rows=rows), tmp_path / "job"
+    first = run_train(str(config), "train.stop_after_steps=2", TORCHFERRY_RUN_DIR=str(run))
+    assert json.loads((run / "outcome.json").read_text())["state"] == "stopped", first.stderr
+    second = run_train(str(config), "run.export=false", "--run-dir", str(run))
+    assert "resuming after step 2" in second.stdout, second.stderr
+    assert json.loads((run / "outcome.json").read_text())["state"] == "succeeded"
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines() if "grad" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_missing_data_file_ends_with_2_before_any_rank_starts(tmp_path):
+    config = small_config(tmp_path, gpus="0, 1", rows=tmp_path / "absent.jsonl")
+    done = run_train(str(config), "--run-dir", str(tmp_path / "run"))
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"Error: there is no {tmp_path}/absent.jsonl")
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistake_that_all_ranks_find_is_told_once(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"colour": "red"}\n')
+    config = small_config(tmp_path, gpus="0, 1", rows=tmp_path / "rows.jsonl")
+    done = run_train(str(config), "--run-dir", str(tmp_path / "run"))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("Error: ") == 1 + done.stderr.count("ChildFailedError: ")
+    outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert outcome["state"] == "failed"
+    assert "colour" in outcome["error"]
