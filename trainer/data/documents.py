@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -43,14 +42,13 @@ class SplitReport:
     target_tokens: int = 0
     packed_rows: int = 0
     padding_share: float = 0.0
-    seconds: float = 0.0
 
     def render(self) -> list[str]:
         """A few lines for people."""
         lines = [
             f"{self.name}: {self.rows_kept:,} of {self.rows_read:,} conversations, {self.tokens:,} tokens "
             f"({self.target_tokens:,} targets) in {self.packed_rows:,} rows, "
-            f"{self.padding_share:.1%} padding, {self.seconds:.1f} s"
+            f"{self.padding_share:.1%} padding"
         ]
         for reason, ids in self.dropped.items():
             lines.append(f"{self.name}: {len(ids):,} dropped, {reason}: {_some(ids)}")
@@ -136,7 +134,6 @@ def build_documents(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, data: DataConfig, *, name: str
 ) -> Documents:
     """Every row that can be trained on, tokenized; the others are in the report by reason and id."""
-    started = time.perf_counter()
     report = SplitReport(name, rows_read=len(rows))
     docs = []
     for encoded in encode_rows(rows, tokenizer, data):
@@ -146,7 +143,6 @@ def build_documents(
     report.rows_kept = len(docs)
     report.tokens = sum(len(doc.ids) for doc in docs)
     report.target_tokens = sum(doc.num_targets for doc in docs)
-    report.seconds = time.perf_counter() - started
     return Documents(docs, report)
 
 

@@ -9,6 +9,7 @@ exactly that often.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,11 +52,14 @@ class DataReport:
 
     train: SplitReport
     eval: SplitReport | None
+    seconds: float
+    """From the first file to the last token."""
     notes: list[str] = field(default_factory=list)
 
     def render(self) -> list[str]:
         """A few lines for people."""
-        return [*self.train.render(), *(self.eval.render() if self.eval else ["eval: no held-out rows"]), *self.notes]
+        held_out = self.eval.render() if self.eval else ["eval: no held-out rows"]
+        return [*self.train.render(), *held_out, f"data: read and tokenized in {self.seconds:.1f} s", *self.notes]
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast) 
 
     Raises DataError when something cannot be read or nothing is left to train on.
     """
+    started = time.perf_counter()
     check_template(tokenizer)
     train_rows, eval_rows = read_rows(config)
     documents = build_documents(train_rows, tokenizer, config.data, name="train")
@@ -83,7 +88,9 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast) 
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
-    return Data(train, evaluation, DataReport(documents.report, held_out.report if held_out.docs else None, notes))
+    held_out_report = held_out.report if held_out.docs else None
+    report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
+    return Data(train, evaluation, report)
 
 
 class TrainLoader:
