@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.test_models import from_folder, save_hf
+from tests.tiny import tiny_shape
 from trainer.batch import Batch
 from trainer.data.errors import DataError
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
+from trainer.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
 
 
@@ -149,6 +153,36 @@ def test_resume_with_other_data_is_refused(rows_file, change):
     state = load(make_config(rows_file)).train.state_dict(2)
     with pytest.raises(DataError, match="other data"):
         load(make_config(rows_file, data=change)).train.load_state_dict(state)
+
+
+def test_packed_epoch_has_the_loss_of_transformers_on_each_conversation(rows_file, tmp_path):
+    shape = tiny_shape(vocab_size=260)
+    theirs = save_hf(shape, tmp_path / "model")
+    ours = from_folder(tmp_path / "model", shape)
+    config = make_config(rows_file, data={"eval_fraction": 0.0}, steps=None, epochs=1.0, micro_batch_size=8)
+    train = load(config).train
+    with torch.no_grad():
+        losses = [sft_loss(ours, batch) for step in range(train.total_steps) for batch in train.step_batches(step)]
+    expected = transformers_losses(theirs, load_tokenizer(config), rows_file)
+    assert sum(int(loss.count) for loss in losses) == sum(count for _, count in expected)
+    total = sum(float(loss.total) for loss in losses)
+    assert total == pytest.approx(sum(loss for loss, _ in expected), rel=1e-5)
+
+
+def transformers_losses(model, tokenizer, rows_file: str) -> list[tuple[float, int]]:
+    """Sum of losses and number of targets of each conversation, by transformers alone."""
+    losses = []
+    for line in Path(rows_file).read_text().splitlines():
+        row = json.loads(line)
+        messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
+        out = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        mask = torch.as_tensor(out["assistant_masks"]).view(1, -1).bool()
+        with torch.no_grad():
+            mean = model(out["input_ids"], labels=out["input_ids"].where(mask, torch.tensor(-100))).loss
+        losses.append((float(mean) * int(mask.sum()), int(mask.sum())))
+    return losses
 
 
 # --- what is left out ------------------------------------------------------------------------------------------------
