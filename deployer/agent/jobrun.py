@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import state
@@ -96,6 +95,8 @@ class JobRun:
         except AgentError as e:
             self._finish(Ending(FAILED, state.TOOL_FAILED, e.message + ("; " + e.hint if e.hint else "")))
         except BaseException as e:
+            import traceback
+
             traceback.print_exc()
             self._finish(Ending(FAILED, state.TOOL_FAILED, "the supervisor failed: %r" % e))
 
@@ -121,8 +122,7 @@ class JobRun:
         python = self._resolve_python(root, os.path.join(logs, "prepare.log"))
         slots = {"python": python, "job": self.job.path, "root": root.path, "agent": self.agent_dir}
         command = job_command(self.job, self.input, slots)
-        program = [fill(text, slots) for text in self.plan["argv"]]
-        self._save(slots=slots, argv=program, cwd=command.cwd)
+        self.status.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
         self.main = self._start(command, os.path.join(logs, "launcher.log"))
         self._save(state=state.RUNNING, started_at=state.utc(time.time()), main=self.main._asdict())
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
 from .errors import AgentError
@@ -100,10 +99,12 @@ def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], lo
         from .runtime import resolve_python
 
         with open(output, "ab", buffering=0) as f:
-            found = {"python": resolve_python(spec, job.code, root, env, f)}
+            found: Dict[str, Any] = {"python": resolve_python(spec, job.code, root, env, f)}
     except AgentError as e:
         found = {"error": [e.kind, e.message, e.hint]}
     except BaseException as e:
+        import traceback
+
         traceback.print_exc()
         found = {"error": ["host", "the Python environment could not be prepared: %r" % e, "see prepare.log"]}
     try:

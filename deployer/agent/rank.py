@@ -10,13 +10,17 @@ end touches neither.
 Stdlib only, Python 3.8, Linux.
 """
 
+from __future__ import annotations
+
 import ctypes
-import json
 import os
 import signal
 import sys
 import time
-from typing import Any, Dict, List, Tuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` alone would delay every start by milliseconds
+    from typing import Any, Dict, List, NoReturn, Tuple
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in layout.py
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"
@@ -33,7 +37,7 @@ def main(args: List[str]) -> int:
     argv = args[1:] if args[:1] == ["--exec"] else [sys.executable, "-u", *args]
     run_dir = os.environ.get(RUN_DIR_ENV)
     if not run_dir:
-        return _become(argv)
+        _become(argv)
     attempt = "attempt_" + os.environ.get(ATTEMPT_ENV, "1")
     rank = int(os.environ.get("RANK", "0"))
     log = os.path.join(run_dir, "logs", attempt, "rank_%d.log" % rank)
@@ -81,8 +85,8 @@ def _start(argv: List[str], log: str) -> int:
         os._exit(127)
 
 
-def _become(argv: List[str]) -> int:
-    """Replaces this process; comes back with 127 (not found) or 126 (not executable), as a shell does."""
+def _become(argv: List[str]) -> NoReturn:
+    """Replaces this process; ends it with 127 (not found) or 126 (not executable) as a shell does."""
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -122,6 +126,8 @@ def _start_time(pid: int) -> int:
 
 def _write(path: str, value: Dict[str, Any]) -> None:
     """Atomically. A full disk must not hide the program's code: torchrun's summary then tells it."""
+    import json  # here: by now the program has been started
+
     temporary = "%s.%d.tmp" % (path, os.getpid())
     try:
         with open(temporary, "w") as f:

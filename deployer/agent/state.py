@@ -5,11 +5,8 @@ supervisor is gone and the ranks go on. A host judges only jobs of its own machi
 Stdlib only, Python 3.8, Linux.
 """
 
-import datetime
-import hashlib
 import json
 import os
-import socket
 import time
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -51,7 +48,7 @@ def this_machine() -> str:
                 text = text or f.read().strip()
         except OSError:
             continue
-    return hashlib.sha256(("%s %s" % (text, socket.gethostname())).encode("utf-8", "replace")).hexdigest()[:32]
+    return "%s/%s" % (text, os.uname().nodename)
 
 
 def boot_id() -> str:
@@ -65,7 +62,7 @@ def boot_id() -> str:
 
 def own_identity() -> Identity:
     process = process_of(os.getpid())
-    return Identity(this_machine(), boot_id(), process.pid, process.start_time, socket.gethostname())
+    return Identity(this_machine(), boot_id(), process.pid, process.start_time, os.uname().nodename)
 
 
 def is_alive(identity: Identity) -> bool:
@@ -79,7 +76,7 @@ def is_alive(identity: Identity) -> bool:
 
 def utc(time_s: float) -> str:
     """A Unix time as it stands in the records."""
-    return datetime.datetime.fromtimestamp(time_s, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
 
 
 def write_json(path: str, value: Dict[str, Any]) -> None:
