@@ -31,6 +31,7 @@ GREEDY_QUESTION = "What does os.path.join do?"
 def run(config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     tokenizer = load_tokenizer(config)
+    quiet_transformers()
     folder = pretrained_folder(config, dist)
     shape = hf.shape_from_config(config.model, len(tokenizer), folder=folder)
     train = build(config, run_dir, dist, tokenizer=tokenizer, shape=shape, folder=folder)
@@ -95,6 +96,13 @@ def seed_everything(config: Config, dist: Dist) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries start
         torch.use_deterministic_algorithms(True)
+
+
+def quiet_transformers() -> None:
+    """No progress bars of transformers between our lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def pretrained_folder(config: Config, dist: Dist) -> Path | None:
