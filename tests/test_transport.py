@@ -344,11 +344,11 @@ except FerryError as error:
 """
 
 
-def at_terminal(config: str, answers: dict[str, str], *, address: str = ALIAS) -> str:
+def at_terminal(config: str, answers: dict[str, str], *, program: str = _CLIENT) -> str:
     """What a person sees who connects at a terminal and answers each prompt that contains a key of `answers`."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", _CLIENT, address, config])
+        os.execv(sys.executable, [sys.executable, "-c", program, ALIAS, config])
     seen, asked = b"", 0
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -388,6 +388,26 @@ def test_changed_host_key_at_a_terminal_is_refused_without_a_question(
     config, _ = known_hosts_config(server, tmp_path, f"{server.host_name} {public(foreign_key)}\n")
     screen = at_terminal(config, {"[yes/no]": "yes"})
     assert "REFUSED" in screen and "[yes/no]" not in screen
+
+
+_SHELL = """
+import sys
+from deployer.target import parse_target
+from deployer.transport.fabric_ssh import open_shell
+print("STATUS", open_shell(parse_target(sys.argv[1]), COMMAND, config_file=sys.argv[2]))
+"""
+
+
+def test_shell_at_a_terminal_has_a_terminal_there_and_returns_its_status(server: SshServer) -> None:
+    program = _SHELL.replace("COMMAND", repr("test -t 0 && printf 'name? ' && read x && echo got-$x; exit 3"))
+    screen = at_terminal(str(server.client_config_path), {"name? ": "ada"}, program=program)
+    assert "got-ada" in screen and "STATUS 3" in screen
+
+
+def test_login_shell_at_a_terminal_takes_what_is_typed(server: SshServer) -> None:
+    program = _SHELL.replace("COMMAND", "None")
+    screen = at_terminal(str(server.client_config_path), {"# ": "exit 4", "$ ": "exit 4"}, program=program)
+    assert "STATUS 4" in screen
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.target import SshOptions, Target, resolve
 from deployer.transport import WRITE_TIMEOUT_S, explain_no_answer
-from deployer.transport.ask import Questions
+from deployer.transport.ask import Questions, has_terminal
 from deployer.transport.drain import Drain
 from deployer.transport.sockets import SshSocket, connect_tcp
 
@@ -260,3 +260,42 @@ class KeepAlive:
             if self._session.last_heard < asked:
                 self.silent = True
                 self._session.close()
+
+
+def open_shell(
+    target: Target,
+    command: str | None = None,
+    *,
+    ssh_key: str | None = None,
+    accept_new_host_key: bool = False,
+    config_file: str | None = None,
+) -> int:
+    """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status.
+
+    Fabric does the terminal; the connection that it is given was made here, with the host key checked.
+    """
+    if not has_terminal():
+        raise UsageError("a shell needs a terminal", hint="use `exec … -- COMMAND` from scripts")
+    transport = FabricTransport(
+        target, ssh_key=ssh_key, accept_new_host_key=accept_new_host_key, config_file=config_file
+    )
+    transport.connect()
+    import fabric
+    import invoke
+    import paramiko
+
+    session = transport.session
+    client = paramiko.SSHClient()
+    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+    client._transport = session  # type: ignore[attr-defined]
+    options = session.options
+    config = fabric.Config(ssh_config=paramiko.SSHConfig())
+    connection = fabric.Connection(options.hostname, user=options.user, port=options.port, config=config)
+    connection.client, connection.transport = client, session
+    try:
+        result = connection.shell() if command is None else connection.run(command, pty=True)
+    except invoke.UnexpectedExit as error:  # any status but 0; `shell` cannot be told to just return it
+        result = error.result
+    finally:
+        transport.close()
+    return int(result.exited)
