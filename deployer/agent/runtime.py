@@ -1,0 +1,172 @@
+"""The Python that runs the job: one of the host's that has what the job needs, else an environment built for it once.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional
+
+from .building import MISSING_HINT, Building, Interpreter, read_lock
+from .errors import AgentError
+from .layout import Root
+
+CHECK_TIMEOUT_S = 60
+_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpy.py")
+_USUAL = (
+    "/opt/conda/bin/python",
+    "/opt/venv/bin/python",
+    "/venv/main/bin/python",
+    "/usr/local/bin/python3",
+    "/usr/bin/python3",
+)
+_KEPT_ANSWERS = 64
+
+
+def resolve_python(spec: Dict[str, Any], code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
+    """The absolute path of the job's interpreter.
+
+    spec: {explicit, requires, lock, wheels} as in the plan, but `wheels` is a folder of this host. An explicit
+    interpreter must meet `requires`; else the first of the host's that does; else an environment is built from the lock
+    (a requirements file of code_dir) and `requires`, whose output goes to `log`. AgentError says what is missing.
+    """
+    if spec["explicit"]:
+        return find_python(spec, env=env, root=root)
+    with _Answers(root) as answers:
+        found = list(_inspect_all(spec["requires"], env, answers))
+    fitting = [i.path for i in found if not i.unmet]
+    if fitting and spec["requires"]:
+        return fitting[0]
+    lock = read_lock(os.path.join(code_dir, spec["lock"])) if spec["lock"] else b""
+    if fitting and not lock:
+        return fitting[0]
+    if not found:
+        raise AgentError("host", "no Python 3.8 or newer runs on this host", "install one, or name it with --python P")
+    return Building(spec, lock, code_dir, root, env, log).environment(found)
+
+
+def find_python(spec: Dict[str, Any], *, env: Dict[str, str], root: Root) -> str:
+    """As resolve_python, but only among what is there; AgentError with what each interpreter lacks."""
+    with _Answers(root) as answers:
+        if spec["explicit"]:
+            return _explicit(spec["explicit"], spec["requires"], env, answers)
+        found = []
+        for interpreter in _inspect_all(spec["requires"], env, answers):
+            if not interpreter.unmet:
+                return interpreter.path
+            found.append(interpreter)
+    lacking = "; ".join(map(str, found[:3])) or "no Python 3.8 or newer runs here"
+    raise AgentError("host", "no interpreter of this host has what the job needs: " + lacking, MISSING_HINT)
+
+
+def _explicit(path: str, requires: List[str], env: Dict[str, str], answers: "_Answers") -> str:
+    wanted = os.path.expanduser(path)
+    if os.path.isdir(wanted):
+        wanted = os.path.join(wanted, "bin", "python")
+    located = shutil.which(wanted, path=env.get("PATH", os.defpath))
+    if located is None:
+        raise AgentError("host", "--python %s: no such interpreter on this host" % path, "name one that exists there")
+    interpreter = answers.inspect(os.path.abspath(located), requires, env)
+    if interpreter is None:
+        raise AgentError("host", "--python %s does not run as Python 3.8 or newer" % path, "name another interpreter")
+    if interpreter.unmet:
+        raise AgentError("host", "--python " + str(interpreter), "install that there, or leave --python out")
+    return interpreter.path
+
+
+def candidates(env: Dict[str, str]) -> List[str]:
+    """Paths of the host's interpreters, the session's own environment first, each interpreter once."""
+    search = env.get("PATH", os.defpath)
+    own = [os.path.join(env[name], "bin", "python") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name)]
+    on_path = [p for p in (shutil.which("python3", path=search), shutil.which("python", path=search)) if p]
+    paths, seen = [], set()
+    for path in own + on_path + list(_USUAL) + [sys.executable]:
+        # a venv's python is a link to its base, so the folder tells them apart
+        identity = (os.path.realpath(os.path.dirname(path)), os.path.realpath(path))
+        if os.access(path, os.X_OK) and identity not in seen:
+            seen.add(identity)
+            paths.append(os.path.abspath(path))
+    return paths
+
+
+def _inspect_all(requires: List[str], env: Dict[str, str], answers: "_Answers") -> Iterator[Interpreter]:
+    for path in candidates(env):
+        interpreter = answers.inspect(path, requires, env)
+        if interpreter is not None:
+            yield interpreter
+            if not interpreter.unmet:
+                return
+
+
+class _Answers:
+    """What interpreters answered, kept in `envs/resolved.json` as long as neither they nor the folders where they look
+    for packages change: an interpreter's start is most of the time that a launch takes here."""
+
+    def __init__(self, root: Root) -> None:
+        self._file = os.path.join(root.envs, "resolved.json")
+        self._known: Dict[str, Any] = {}
+        self._changed = False
+
+    def __enter__(self) -> "_Answers":
+        try:
+            with open(self._file, encoding="ascii") as f:
+                known = json.load(f)
+            self._known = known if isinstance(known, dict) else {}
+        except (OSError, ValueError):
+            pass
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._changed:
+            return
+        kept = dict(list(self._known.items())[-_KEPT_ANSWERS:])
+        temporary = "%s.%d" % (self._file, os.getpid())
+        try:
+            os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
+            with open(temporary, "w", encoding="ascii") as f:
+                json.dump(kept, f)
+            os.replace(temporary, self._file)
+        except OSError:
+            pass  # without it the next launch asks again
+
+    def inspect(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Interpreter]:
+        """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
+        asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
+        key = hashlib.blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
+        known = self._known.get(key)
+        if known and known["times"] == _times(known["answer"], path):
+            answer = known["answer"]
+        else:
+            answer = _ask(path, requires, env)
+            self._known.pop(key, None)
+            self._known[key] = {"times": _times(answer, path), "answer": answer}
+            self._changed = True
+        return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
+
+
+def _times(answer: Optional[Dict[str, Any]], path: str) -> Dict[str, int]:
+    """When the interpreter and the folders of its packages changed last, 0 for what is not there."""
+    watched = [path] + (answer["folders"] if answer else [])
+    return {name: _mtime_ns(name) for name in watched}
+
+
+def _mtime_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _ask(path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    options: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        command = [path, _CHECK, json.dumps(requires)]
+        done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_TIMEOUT_S, **options)
+        answer = json.loads(done.stdout.splitlines()[-1].decode("utf-8"))
+        return {name: answer[name] for name in ("executable", "version", "unmet", "folders")}
+    except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired):
+        return None

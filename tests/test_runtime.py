@@ -1,0 +1,211 @@
+"""Which Python a job gets on the host: found by what is installed there, or built once for several launches."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from deployer.agent import checkpy
+from deployer.agent.building import read_lock
+from deployer.agent.errors import AgentError
+from deployer.agent.layout import Root
+from deployer.agent.runtime import candidates, find_python, resolve_python
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return Root(str(tmp_path / "root"))
+
+
+def make_python(folder: Path, **packages: str) -> str:
+    """A venv without pip that has these distributions by their metadata; the path of its interpreter."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name, version in packages.items():
+        (site / f"{name}-{version}.dist-info").mkdir()
+        (site / f"{name}-{version}.dist-info/METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    return str(folder / "bin/python")
+
+
+def spec(*requires: str, **more: str) -> dict[str, Any]:
+    return {"explicit": None, "requires": list(requires), "lock": None, "wheels": None, **more}
+
+
+def test_the_session_s_environment_comes_first_when_it_has_what_is_needed(tmp_path: Path, root: Root) -> None:
+    python = make_python(tmp_path / "own", ferry_a="1.5")
+    env = {"PATH": "/usr/bin", "VIRTUAL_ENV": str(tmp_path / "own")}
+    assert find_python(spec("ferry-a>=1.2,<2"), env=env, root=root) == python
+
+
+def test_an_interpreter_that_lacks_something_is_passed_over(tmp_path: Path, root: Root) -> None:
+    make_python(tmp_path / "old", ferry_a="1.1")
+    python = make_python(tmp_path / "new", ferry_a="1.2")
+    env = {"VIRTUAL_ENV": str(tmp_path / "old"), "CONDA_PREFIX": str(tmp_path / "new"), "PATH": ""}
+    assert find_python(spec("ferry-a>=1.2"), env=env, root=root) == python
+
+
+def test_python3_on_the_path_serves_a_job_without_requirements(tmp_path: Path, root: Root) -> None:
+    make_python(tmp_path / "own")
+    env = {"PATH": str(tmp_path / "own/bin")}
+    found = resolve_python(spec(), str(tmp_path), root, env, io.BytesIO())
+    assert found == str(tmp_path / "own/bin/python3")
+
+
+def test_what_every_interpreter_lacks_is_told(tmp_path: Path, root: Root) -> None:
+    python = make_python(tmp_path / "own", ferry_a="1.1")
+    with pytest.raises(AgentError) as caught:
+        find_python(spec("ferry-a>=2", "ferry_b"), env={"VIRTUAL_ENV": str(tmp_path / "own"), "PATH": ""}, root=root)
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert f"{python} (Python {version}) lacks ferry-a>=2 (has 1.1), ferry_b (not installed)" in caught.value.message
+    assert "--python" in caught.value.hint and caught.value.kind == "host"
+
+
+@pytest.mark.parametrize("form", ["own/bin/python", "own"])
+def test_an_explicit_interpreter_may_be_named_by_its_environment_s_folder(
+    tmp_path: Path, root: Root, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    python = make_python(tmp_path / "own", ferry_a="1.0")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_python(spec("ferry-a", explicit=f"~/{form}"), "", root, {}, io.BytesIO()) == python
+
+
+@pytest.mark.parametrize(
+    ("explicit", "message"),
+    [
+        ("/nowhere/python", "--python /nowhere/python: no such interpreter"),
+        ("/bin/true", "--python /bin/true does not run as Python 3.8 or newer"),
+        (sys.executable, r"--python .* lacks ferry-none>=3 \(not installed\)"),
+    ],
+)
+def test_an_explicit_interpreter_that_does_not_do_is_an_error(root: Root, explicit: str, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        find_python(spec("ferry-none>=3", explicit=explicit), env={"PATH": ""}, root=root)
+
+
+def test_a_marker_for_another_python_does_not_count(tmp_path: Path, root: Root) -> None:
+    requires = ["ferry-none>=1; python_version < '3'", "pytest[extra]>=1"]
+    assert find_python(spec(*requires, explicit=sys.executable), env={}, root=root) == sys.executable
+
+
+def test_the_answer_of_last_time_serves_until_packages_change(tmp_path: Path, root: Root) -> None:
+    make_python(tmp_path / "own", ferry_a="1.5")
+    wanted, env = spec("ferry-a"), {"VIRTUAL_ENV": str(tmp_path / "own"), "PATH": ""}
+    find_python(wanted, env=env, root=root)
+    started = time.perf_counter()
+    find_python(wanted, env=env, root=root)
+    assert time.perf_counter() - started < 0.08
+    next(tmp_path.glob("own/lib/*/site-packages/ferry_a*")).rename(tmp_path / "gone")
+    with pytest.raises(AgentError):
+        find_python(wanted, env=env, root=root)
+
+
+def test_a_link_to_the_same_interpreter_is_asked_once(tmp_path: Path) -> None:
+    make_python(tmp_path / "own")
+    (tmp_path / "link").symlink_to("own")
+    paths = candidates({"VIRTUAL_ENV": str(tmp_path / "own"), "PATH": str(tmp_path / "link/bin")})
+    assert [p for p in paths if p.startswith(str(tmp_path))] == [str(tmp_path / "own/bin/python")]
+
+
+def test_versions_compared_without_packaging_agree_with_packaging() -> None:
+    versions = ["1", "1.2", "1.2.0", "1.10", "2.0.1", "0.4.3", "1.2.3"]
+    operators = [">=", "<=", "==", "!=", ">", "<", "~="]
+    for have, wanted, operator in itertools.product(versions, ["1.2", "1.2.3", "2.0"], operators):
+        _, test = checkpy.parse_simply(f"Some.Name[x] {operator} {wanted}")
+        assert test(have) == SpecifierSet(operator + wanted).contains(have), (have, operator, wanted)
+    for have, clause in itertools.product(versions, ["==1.*", "!=1.2.*", ">=1,<2", ""]):
+        assert checkpy.parse_simply(f"a{clause}")[1](have) == SpecifierSet(clause).contains(have), (have, clause)
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.11.0a0+nv25", True), ("2.11.0+cu130", True), ("2.11.0rc1", False)])
+def test_a_vendor_s_build_counts_as_its_release(version: str, fits: bool) -> None:
+    _, test = checkpy.parse_requirement("torch>=2.11", checkpy.find_parser())
+    assert bool(test(version)) == fits
+
+
+def test_the_check_runs_on_python_3_8(tmp_path: Path) -> None:
+    old = next(Path(sys.base_prefix).parent.glob("3.8.*/bin/python"), None)
+    if old is None:
+        pytest.skip("no Python 3.8 here")
+    command = [old, "-S", checkpy.__file__, json.dumps(["ferry-none>=1; python_version < '4'"])]
+    answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    assert answer["unmet"] == ["ferry-none>=1; python_version < '4' (not installed)"]
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def make_wheel(folder: Path, name: str, version: str) -> None:
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def build(folder: str, number: int) -> None:
+    wanted = spec("ferry-b", lock="requirements.txt", wheels=folder + "/wheels")
+    with Path(folder, f"log{number}").open("wb") as log:
+        python = resolve_python(wanted, folder, Root(folder + "/root"), {"PATH": "/usr/bin:/bin"}, log)
+    Path(folder, f"python{number}").write_text(python)
+
+
+def test_three_launches_at_once_build_one_environment(tmp_path: Path) -> None:
+    make_wheel(tmp_path / "wheels", "ferry_a", "1.0")
+    make_wheel(tmp_path / "wheels", "ferry_b", "2.0")
+    (tmp_path / "requirements.txt").write_text("ferry-a==1.0  # pinned\n")
+    context = multiprocessing.get_context("fork")
+    launches = [context.Process(target=build, args=(str(tmp_path), n)) for n in range(3)]
+    for launch in launches:
+        launch.start()
+    for launch in launches:
+        launch.join()
+    pythons = {(tmp_path / f"python{n}").read_text() for n in range(3)}
+    assert len(pythons) == 1
+    program = "import ferry_a, ferry_b; print(ferry_a.version, ferry_b.version)"
+    assert subprocess.check_output([pythons.pop(), "-c", program], text=True) == "1.0 2.0\n"
+    logs = [(tmp_path / f"log{n}").read_text() for n in range(3)]
+    assert sorted(log.count("building the environment") for log in logs) == [0, 0, 1]
+
+
+def test_a_build_that_fails_says_what_is_missing_and_is_tried_again(tmp_path: Path, root: Root) -> None:
+    (tmp_path / "wheels").mkdir()
+    wanted, log = spec("ferry-none", wheels=str(tmp_path / "wheels")), io.BytesIO()
+    with pytest.raises(AgentError) as caught:
+        resolve_python(wanted, "", root, {"PATH": "/usr/bin:/bin"}, log)
+    assert (
+        "pip install ended with 1" in caught.value.message
+        and "lacks ferry-none (not installed)" in caught.value.message
+    )
+    assert "--wheels" in caught.value.hint
+    assert b"No matching distribution found for ferry-none" in log.getvalue()
+    assert not list(Path(root.envs).glob("*/COMPLETE"))
+
+
+@pytest.mark.parametrize("line", ["-e .", "./lib", "--editable=.", "-e ../x", "file:lib", "."])
+def test_requirements_that_install_a_folder_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "requirements.txt").write_text(f"numpy\n{line}\n")
+    with pytest.raises(AgentError, match=r"requirements\.txt installs a folder"):
+        read_lock(str(tmp_path / "requirements.txt"))
+
+
+def test_a_lock_is_what_its_files_ask_for_without_comments(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("# ours\nnumpy>=1 # fast\n-c pins.txt\n-r https://x.y/z.txt\n")
+    (tmp_path / "pins.txt").write_text("numpy==2.0\n")
+    lock = read_lock(str(tmp_path / "requirements.txt"))
+    assert lock == b"numpy>=1\n-c pins.txt\n-r https://x.y/z.txt\nnumpy==2.0"
