@@ -185,6 +185,12 @@ def transformers_losses(model, tokenizer, rows_file: str) -> list[tuple[float, i
     return losses
 
 
+def test_resume_with_another_seed_is_refused(rows_file):
+    state = load(make_config(rows_file)).train.state_dict(2)
+    with pytest.raises(DataError, match=r"train\.seed"):
+        load(make_config(rows_file, seed=1)).train.load_state_dict(state)
+
+
 # --- what is left out ------------------------------------------------------------------------------------------------
 
 
