@@ -17,7 +17,7 @@ from deployer.agent import ending, rank, state, supervise
 from deployer.agent.errors import AgentError
 from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job
 from deployer.agent.prepare import fill, job_env
-from deployer.agent.procs import Process, is_running, job_processes, process_of
+from deployer.agent.procs import Process, command_of, is_running, job_processes, process_of
 from tests.jobs import AGENT_DIR, end_of, log_of, make_job, make_plan, python, run_job, said, start, torchrun, wait_for
 
 # --- pure ------------------------------------------------------------------------------------------------------------
@@ -102,6 +102,30 @@ def test_stop_requested_before_the_end_makes_it_stopped(codes: Any, requested_at
 
 def test_ranks_without_records_and_no_launcher_tell_nothing() -> None:
     assert ending.decide_ending([record(0, 0)], nproc=2, launcher_code=None) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "outcome", "expected"),
+    [
+        (None, {"state": "succeeded"}, ("succeeded", 0)),
+        (None, {"state": "failed", "rank": 0, "error": "x"}, None),
+        (ending.Ending("succeeded", 0, "fine"), {"state": "stopped"}, ("stopped", 0)),
+        (ending.Ending("failed", 7, "rank 1"), {"state": "succeeded"}, ("failed", 7)),
+        (ending.Ending("failed", 7, "rank 1"), None, ("failed", 7)),
+    ],
+)
+def test_trainers_outcome_fills_what_nobody_saw_and_contradicts_no_exit(
+    before: Any, outcome: Any, expected: Any
+) -> None:
+    found = ending.with_outcome(before, outcome)
+    assert (found and (found.state, found.code)) == expected
+
+
+def test_reason_of_a_failed_trainer_has_its_own_words() -> None:
+    outcome = {"state": "failed", "rank": 1, "error": "Error: no row has a target token\n  in data.jsonl"}
+    found = ending.with_outcome(ending.Ending("failed", 2, "rank 1 exited with code 2"), outcome)
+    assert found is not None
+    assert found.reason == "rank 1 exited with code 2; rank 1: Error: no row has a target token"
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -268,6 +292,14 @@ def test_stop_lets_a_rank_save_though_its_sibling_has_died(tmp_path: Path) -> No
     assert status["code"] == 143  # of rank 1, which has no handler
 
 
+def test_stop_before_the_ranks_have_started_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    plan = make_plan(**torchrun(BOTH_UP), kind="trainer")
+    job = start(make_job(tmp_path, "j", plan), plan)
+    wait_for(lambda: state.judge(job)["state"] == "running")  # torchrun itself imports torch for seconds
+    state.request_stop(job, 300)
+    assert (end_of(job, timeout_s=60)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
+
+
 @pytest.mark.soak
 def test_stop_lets_a_rank_save_for_45_s_under_a_grace_of_60(tmp_path: Path) -> None:
     job, status = stop_while_saving(tmp_path, saving_s=45, grace_s=60)
@@ -303,7 +335,7 @@ def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> No
     began = time.monotonic()
     state.request_stop(job, 1)
     status = end_of(job)
-    assert time.monotonic() - began < 1 + 2 + 2  # grace, the bound of a stop, and what a busy machine takes
+    assert time.monotonic() - began < 1 + 2 + 5  # grace, the bound of a stop, and what a busy machine takes
     assert (status["state"], status["code"], status["swept"], status["remaining"]) == ("stopped", 137, 2, [])
     assert leftovers(job) == []
 
@@ -358,6 +390,20 @@ def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
     state.request_stop(job, 0)
     status = end_of(start(job, plan))
     assert (status["state"], status["code"], list(Path(job.code).iterdir())) == ("stopped", None, [])
+
+
+def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nsleep 60\n")
+    slow.chmod(0o700)
+    plan = make_plan(python("open('ran', 'w')"))
+    plan["python"]["explicit"] = str(slow)
+    job = start(make_job(tmp_path, "j", plan), plan)
+    wait_for(lambda: [p for p in leftovers(job) if "sleep" in command_of(p.pid)])
+    state.request_stop(job, 0)
+    status = end_of(job, timeout_s=20)
+    assert (status["state"], status["remaining"], list(Path(job.code).iterdir())) == ("stopped", [], [])
+    assert leftovers(job) == []
 
 
 def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
@@ -426,6 +472,30 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
         start(job, plan)
     (Path(job.code) / "go").touch()
     assert end_of(job)["state"] == "succeeded"
+
+
+SPAWNS_AND_DIES = """
+import json, os, signal, sys
+from deployer.agent import supervise
+from deployer.agent.layout import Job
+for path in sys.argv[2:]:
+    plan = json.load(open(path + '/job.json'))['plan']
+    launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
+    supervise.spawn(Job(path), sys.argv[1], launch)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_jobs_outlive_the_agent_and_its_process_group(tmp_path: Path) -> None:
+    plan = make_plan(python(WAITS_FOR_GO % 0))
+    jobs = [make_job(tmp_path, f"j{i}", plan) for i in range(5)]
+    argv = [sys.executable, "-c", SPAWNS_AND_DIES, AGENT_DIR, *(job.path for job in jobs)]
+    agent = subprocess.run(argv, start_new_session=True, cwd=Path(AGENT_DIR).parents[1], check=False)
+    assert agent.returncode == -signal.SIGKILL
+    for job in jobs:
+        said(job, "up")
+        (Path(job.code) / "go").touch()
+    assert [end_of(job)["state"] for job in jobs] == ["succeeded"] * 5
 
 
 def test_ten_jobs_at_once_each_have_their_own_end(tmp_path: Path) -> None:

@@ -93,6 +93,22 @@ def decide_ending(
     return Ending(STOPPED, code, "stopped on request", rank, signum)
 
 
+def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) -> Optional[Ending]:
+    """The verdict with what the trainer's outcome.json adds: the end where nothing else tells it, a stop before the
+    last step of a run that exited 0, and the words for a failure."""
+    state = outcome.get("state") if outcome else None
+    if outcome is None or state not in (SUCCEEDED, FAILED, STOPPED):
+        return ending
+    if ending is None and state != FAILED:
+        return Ending(str(state), 0, "the trainer's outcome.json says so; nobody saw its ranks end")
+    if ending is not None and ending.state == SUCCEEDED and state == STOPPED:
+        return ending._replace(state=STOPPED, reason="the trainer stopped before its last step")
+    if ending is not None and ending.state == FAILED and outcome.get("error"):
+        words = str(outcome["error"]).strip().splitlines()[0]
+        return ending._replace(reason="%s; rank %s: %s" % (ending.reason, outcome.get("rank"), words))
+    return ending
+
+
 def _by_ranks(ranks: Sequence[RankRecord], nproc: int, launcher_code: Optional[int]) -> Optional[Ending]:
     failure = first_failure(ranks)
     if failure is not None and failure.code:

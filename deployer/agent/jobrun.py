@@ -12,7 +12,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import state
-from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, exit_code, first_failure
+from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, exit_code, first_failure, with_outcome
 from .errors import AgentError
 from .layout import JOB_ID_ENV, Job, Root
 from .prepare import Command, Resolving, fill, job_command, marks
@@ -230,6 +230,7 @@ class JobRun:
             launcher_log=self._launcher_log(),
             stop_requested_at=stop.requested_at if stop else None,
         )
+        ending = with_outcome(ending, state.read_json(self.job.outcome))
         return ending or Ending(state.LOST, state.TOOL_FAILED, "the job's processes are gone and left no exit record")
 
     def _launcher_log(self) -> str:
@@ -272,9 +273,9 @@ def _gpus_free(plan: Dict[str, Any], env: Dict[str, str]) -> Optional[bool]:
     deadline = time.monotonic() + SWEEP_S
     while True:  # the driver frees a dead process's memory a little later
         try:
-            wanted = {g.uuid for g in gpus.list_gpus(env) if {str(g.index), g.uuid} & set(plan.get("gpus", []))}
+            wanted = {gpu.uuid for gpu in gpus.check_gpus(plan["gpus"], env, True)}
             free = not any(h.gpu_uuid in wanted for h in gpus.holders(env))
-        except (AgentError, OSError, ValueError):
+        except Exception:  # whatever nvidia-smi does, the job's verdict must be written
             return None
         if free or time.monotonic() >= deadline:
             return free

@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from .ending import FAILED, STOPPED, SUCCEEDED, RankRecord, decide_ending, parse_rank_record
+from .ending import FAILED, STOPPED, SUCCEEDED, RankRecord, decide_ending, parse_rank_record, with_outcome
 from .layout import Job, Root
 from .procs import Process, is_running, process_of
 
@@ -272,6 +272,7 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
         launcher_code=None,
         stop_requested_at=stop.requested_at if stop else None,
     )
+    ending = with_outcome(ending, read_json(job.outcome))
     if ending is not None:
         ended_at = max((r.ended_at_ns for r in ranks), default=0) / 1e9
         return {**ending._asdict(), "ended_at": utc(ended_at or time.time())}
