@@ -1,7 +1,8 @@
 """Run by an interpreter that may become the job's: which requirements does it not meet? Prints one JSON object.
 
 `checkpy.py REQUIREMENTS` (a JSON list of PEP 508 texts) -> {"executable", "version", "unmet": [text with what is
-there], "folders": [where packages are looked for]}. Distributions are looked up by their metadata; nothing is imported.
+there], "folders": [where packages are looked for], "found": {name: version}}. Distributions
+are looked up by their metadata; nothing is imported.
 
 Stdlib only, Python 3.8; an older Python fails here and is no candidate.
 """
@@ -13,7 +14,7 @@ sys.path[:] = sys.path[1:]  # this file's own folder
 import json  # noqa: E402
 import re  # noqa: E402
 from importlib import import_module, metadata  # noqa: E402
-from typing import Any, Callable, List, Optional, Tuple  # noqa: E402
+from typing import Any, Callable, Dict, List, Optional, Tuple  # noqa: E402
 
 
 def find_parser() -> Any:
@@ -75,13 +76,13 @@ def _numbers(version: str) -> List[int]:
     return [int(part) for part in leading.group().split(".")] if leading else [0]
 
 
-def unmet(text: str, parser: Any) -> Optional[str]:
-    """What to tell about a requirement that is not met; None for one that is."""
+def unmet(text: str, parser: Any, found: Dict[str, str]) -> Optional[str]:
+    """What to tell about a requirement that is not met; None for one that is. `found` gets the version there."""
     try:
         name, test = parse_requirement(text, parser)
         if not name:
             return None
-        version = metadata.version(name)
+        version = found[name] = metadata.version(name)
         return None if test(version) else "%s (has %s)" % (text, version)
     except metadata.PackageNotFoundError:
         return "%s (not installed)" % text
@@ -91,12 +92,14 @@ def unmet(text: str, parser: Any) -> Optional[str]:
 
 def main() -> None:
     parser = find_parser()
-    answers = [unmet(text, parser) for text in json.loads(sys.argv[1])]
+    found: Dict[str, str] = {}
+    answers = [unmet(text, parser, found) for text in json.loads(sys.argv[1])]
     result = {
         "executable": sys.executable,
         "version": "%d.%d.%d" % sys.version_info[:3],
         "unmet": [answer for answer in answers if answer is not None],
         "folders": [path for path in sys.path if path],
+        "found": found,
     }
     print(json.dumps(result))
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional
+from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .building import MISSING_HINT, Building, Interpreter, read_lock
 from .errors import AgentError
@@ -78,16 +78,23 @@ def _explicit(path: str, requires: List[str], env: Dict[str, str], answers: "_An
     return interpreter.path
 
 
+def list_installed(names: Sequence[str], *, env: Dict[str, str], root: Root) -> List[Tuple[str, Dict[str, str]]]:
+    """(interpreter, {name: version}) for each of the host's interpreters that has one of these distributions."""
+    with _Answers(root) as answers:
+        found = [answers.ask(path, list(names), env) for path in candidates(env)]
+    return [(answer["executable"], answer["found"]) for answer in found if answer and answer["found"]]
+
+
 def candidates(env: Dict[str, str]) -> List[str]:
     """Paths of the host's interpreters, the session's own environment first, each interpreter once."""
     search = env.get("PATH", os.defpath)
     own = [os.path.join(env[name], "bin", "python") for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if env.get(name)]
-    on_path = [p for p in (shutil.which("python3", path=search), shutil.which("python", path=search)) if p]
+    on_path = [os.path.join(folder, name) for folder in search.split(os.pathsep) for name in ("python3", "python")]
     paths, seen = [], set()
     for path in own + on_path + list(_USUAL) + [sys.executable]:
         # a venv's python is a link to its base, so the folder tells them apart
         identity = (os.path.realpath(os.path.dirname(path)), os.path.realpath(path))
-        if os.access(path, os.X_OK) and identity not in seen:
+        if os.path.isabs(path) and os.access(path, os.X_OK) and identity not in seen:
             seen.add(identity)
             paths.append(os.path.abspath(path))
     return paths
@@ -135,23 +142,27 @@ class _Answers:
 
     def inspect(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Interpreter]:
         """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
+        answer = self.ask(path, requires, env)
+        return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
+
+    def ask(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+        """What `checkpy.py` prints there; None as above."""
         asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
         key = hashlib.blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
         known = self._known.get(key)
         if known and known["times"] == _times(known["answer"], path):
-            answer = known["answer"]
-        else:
-            answer = _ask(path, requires, env)
+            return dict(known["answer"])
+        answer = _ask(path, requires, env)
+        if answer is not None:
             self._known.pop(key, None)
             self._known[key] = {"times": _times(answer, path), "answer": answer}
             self._changed = True
-        return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
+        return answer
 
 
-def _times(answer: Optional[Dict[str, Any]], path: str) -> Dict[str, int]:
+def _times(answer: Dict[str, Any], path: str) -> Dict[str, int]:
     """When the interpreter and the folders of its packages changed last, 0 for what is not there."""
-    watched = [path] + (answer["folders"] if answer else [])
-    return {name: _mtime_ns(name) for name in watched}
+    return {name: _mtime_ns(name) for name in [path, *answer["folders"]]}
 
 
 def _mtime_ns(path: str) -> int:
@@ -167,6 +178,6 @@ def _ask(path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[s
         command = [path, _CHECK, json.dumps(requires)]
         done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_TIMEOUT_S, **options)
         answer = json.loads(done.stdout.splitlines()[-1].decode("utf-8"))
-        return {name: answer[name] for name in ("executable", "version", "unmet", "folders")}
+        return {name: answer[name] for name in ("executable", "version", "unmet", "folders", "found")}
     except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired):
         return None

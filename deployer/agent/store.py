@@ -10,6 +10,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from typing import Iterator, List, NoReturn, Optional, Sequence, Set
 
 from .errors import AgentError
 from .layout import Root
-from .tree import EXECUTABLE, LINK, Entry, check_entry, content_hash, dump_entries, load_entries
+from .tree import EXECUTABLE, LINK, Entry, check_entry, content_hash, dump_entries
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
 _FICLONE = 0x40049409
@@ -61,7 +62,7 @@ class Store:
         if content_hash(data) != root_hash:
             _remove(path)
             raise AgentError("need", "this host's copy of the tree %s was damaged" % root_hash)
-        entries = load_entries(data)
+        entries = [Entry(*row) for row in json.loads(data)]
         check_tree(entries)
         return entries
 

@@ -1,0 +1,196 @@
+"""The host's GPUs and who uses them, as nvidia-smi tells.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from typing import Dict, List, NamedTuple, Optional, Sequence
+
+from .errors import AgentError
+
+TIMEOUT_S = 10
+BUSY_MIB = 1024
+"""Memory in use, beyond which a GPU counts as busy though no process is seen: it is another container's."""
+_GPU_FIELDS = "--query-gpu=index,uuid,name,memory.total,memory.used"
+_APP_FIELDS = "--query-compute-apps=gpu_uuid,pid,used_memory"
+_CSV = "--format=csv,noheader,nounits"
+_CPU_HINT = "train on CPUs there with target.device=cpu, or choose another host"
+
+
+class Gpu(NamedTuple):
+    index: int  # type: ignore[assignment]  # as nvidia-smi counts (by PCI bus); hides tuple.index, which nobody needs
+    uuid: str  # GPU-…, or MIG-… for a slice that was asked for by it
+    name: str
+    memory_total_mib: int
+    memory_used_mib: int
+
+
+class Holder(NamedTuple):
+    """A process that computes on a GPU."""
+
+    gpu_uuid: str
+    pid: int  # of the host; in a container it may name no process that is seen there
+    user: str  # "?" when the process is not seen
+    command: str
+    memory_mib: int
+
+
+def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]:
+    """All GPUs; none without nvidia-smi on the environment's PATH. AgentError when nvidia-smi fails or hangs."""
+    query = _start(env, _GPU_FIELDS, _CSV)
+    return _parse_gpus(_finish(query, timeout_s)) if query else []
+
+
+def holders(env: Dict[str, str]) -> List[Holder]:
+    """The processes that compute on the GPUs, as far as this session may see them."""
+    query = _start(env, _APP_FIELDS, _CSV)
+    return _parse_holders(_finish(query)) if query else []
+
+
+def check_gpus(requested: Sequence[str], env: Dict[str, str], allow_busy: bool) -> List[Gpu]:
+    """The GPUs asked for by index, UUID or the beginning of one, in that order.
+
+    AgentError when the host lacks one, when one is asked for twice, or when one is busy and not `allow_busy`.
+    """
+    if not requested:
+        return []
+    # both at once: without persistence mode each takes about a second
+    queries = [_start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)]
+    if queries[0] is None or queries[1] is None:
+        raise AgentError("host", "this host has no nvidia-smi, so no GPU %s" % ", ".join(requested), _CPU_HINT)
+    gpus, using = _parse_gpus(_finish(queries[0])), _parse_holders(_finish(queries[1]))
+    chosen = [_find(text, gpus, env) for text in requested]
+    for n, gpu in enumerate(chosen):
+        if gpu.uuid in [other.uuid for other in chosen[:n]]:
+            raise AgentError("usage", "GPU %s is named twice: %s" % (gpu.index, ", ".join(requested)), "name each once")
+    if not allow_busy:
+        _refuse_busy(chosen, gpus, using)
+    return chosen
+
+
+def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
+    if text.startswith("MIG-"):
+        return _find_slice(text, gpus, env)
+    found = [g for g in gpus if text == str(g.index) or (text.startswith("GPU-") and g.uuid.startswith(text))]
+    if len(found) == 1:
+        return found[0]
+    if not gpus:
+        raise AgentError("host", "this host has no GPU, so no GPU %s" % text, _CPU_HINT)
+    has = ", ".join("%d (%s)" % (g.index, g.name) for g in gpus)
+    what = "several GPUs begin with %s" if found else "this host has no GPU %s"
+    raise AgentError("host", (what + "; it has %s") % (text, has), "name others with --gpus or target.gpu_ranks")
+
+
+def _find_slice(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
+    query = _start(env, "-L")
+    index: Optional[int] = None
+    for line in _finish(query).splitlines() if query else []:
+        of_gpu = re.match(r"GPU (\d+):", line)
+        index = int(of_gpu.group(1)) if of_gpu else index
+        of_slice = re.search(r"UUID: (MIG-[^)\s]+)", line)
+        if of_slice and of_slice.group(1) == text:
+            return next(g for g in gpus if g.index == index)._replace(uuid=text, memory_used_mib=0)
+    raise AgentError("host", "this host has no GPU slice %s" % text, "nvidia-smi -L lists them")
+
+
+def _refuse_busy(chosen: Sequence[Gpu], gpus: Sequence[Gpu], using: Sequence[Holder]) -> None:
+    users = {gpu.uuid: users_of(gpu, using) for gpu in gpus}
+    busy = {uuid: who for uuid, who in users.items() if who}
+    refused = [gpu for gpu in chosen if gpu.uuid in busy]
+    if not refused:
+        return
+    free = [str(gpu.index) for gpu in gpus if gpu.uuid not in busy]
+    offer = "free: --gpus %s; or " % ",".join(free) if free else ""
+    message = "; ".join("GPU %d is busy: %s" % (gpu.index, busy[gpu.uuid]) for gpu in refused)
+    raise AgentError("host", message, offer + "run beside them with --allow-busy")
+
+
+def users_of(gpu: Gpu, using: Sequence[Holder]) -> str:
+    """Who is on a GPU, in words; "" when it is free."""
+    here = [h for h in using if h.gpu_uuid == gpu.uuid]
+    if here:
+        return ", ".join("pid %d of %s, %s, %d MiB" % (h.pid, h.user, h.command, h.memory_mib) for h in here)
+    if gpu.memory_used_mib > BUSY_MIB:
+        return "%d MiB in use by a process that is not seen here (another container?)" % gpu.memory_used_mib
+    return ""
+
+
+# --- nvidia-smi -------------------------------------------------------------------------------------------------------
+
+
+def query_driver(env: Dict[str, str]) -> str:
+    """The driver's version, "" without one."""
+    query = _start(env, "--query-gpu=driver_version", _CSV)
+    return _finish(query).split("\n")[0].strip() if query else ""
+
+
+def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[str]]":
+    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
+    if program is None:
+        return None
+    return subprocess.Popen(
+        [program, *arguments],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        universal_newlines=True,
+        errors="replace",
+    )
+
+
+def _finish(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str:
+    try:
+        output = query.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        query.kill()
+        raise AgentError(
+            "host",
+            "nvidia-smi gave no answer within %g s" % timeout_s,
+            "the GPU driver hangs: look at dmesg on the host",
+        )
+    if query.returncode != 0:
+        reason = " ".join(output.split())[:300] or "no message"
+        raise AgentError("host", "nvidia-smi ended with %d: %s" % (query.returncode, reason), "repair the GPU driver")
+    return output
+
+
+def _parse_gpus(text: str) -> List[Gpu]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") >= 4]
+    return [Gpu(int(r[0]), r[1], ",".join(r[2:-2]), _number(r[-2]), _number(r[-1])) for r in rows if r[0].isdigit()]
+
+
+def _parse_holders(text: str) -> List[Holder]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
+    seen = [(uuid, int(pid), _number(memory)) for uuid, pid, memory in rows if pid.isdigit()]
+    return [Holder(uuid, pid, _user_of(pid), _command_of(pid), memory) for uuid, pid, memory in seen]
+
+
+def _number(cell: str) -> int:
+    """MiB; 0 for what the driver does not tell ("[N/A]")."""
+    return int(cell) if cell.isdigit() else 0
+
+
+def _user_of(pid: int) -> str:
+    import pwd
+
+    try:
+        uid = os.stat("/proc/%d" % pid).st_uid
+    except OSError:
+        return "?"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _command_of(pid: int) -> str:
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as f:
+            words = f.read(400).split(b"\0")
+    except OSError:
+        return "a process that is not seen here"
+    return " ".join(word.decode("utf-8", "replace") for word in words if word)[:120] or "?"
