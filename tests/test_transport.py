@@ -345,14 +345,18 @@ except FerryError as error:
 
 
 def at_terminal(config: str, answers: dict[str, str], *, program: str = _CLIENT) -> str:
-    """What a person sees who connects at a terminal and answers each prompt that contains a key of `answers`."""
+    """What a person sees who connects at a terminal and answers each prompt that contains a key of `answers`.
+
+    After two seconds of silence the answer is typed again: a terminal drops what comes while it changes its mode.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", program, ALIAS, config])
-    seen, asked = b"", 0
+    seen, asked, typed = b"", 0, b""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not select.select([terminal], [], [], 1)[0]:
+        if not select.select([terminal], [], [], 2)[0]:
+            os.write(terminal, typed)
             continue
         try:
             data = os.read(terminal, 4096)
@@ -363,7 +367,8 @@ def at_terminal(config: str, answers: dict[str, str], *, program: str = _CLIENT)
             position = seen.find(prompt.encode(), asked)
             if position >= 0:
                 asked = len(seen)
-                os.write(terminal, answer.encode() + b"\n")
+                typed = answer.encode() + b"\n"
+                os.write(terminal, typed)
     os.close(terminal)
     os.waitpid(pid, 0)
     return seen.decode()
@@ -399,7 +404,8 @@ print("STATUS", open_shell(parse_target(sys.argv[1]), COMMAND, config_file=sys.a
 
 
 def test_shell_at_a_terminal_has_a_terminal_there_and_returns_its_status(server: SshServer) -> None:
-    program = _SHELL.replace("COMMAND", repr("test -t 0 && printf 'name? ' && read x && echo got-$x; exit 3"))
+    ask = 'test -t 0 && printf "name? " && read x && echo got-$x; exit 3'
+    program = _SHELL.replace("COMMAND", repr(f"exec bash -c '{ask}'"))
     screen = at_terminal(str(server.client_config_path), {"name? ": "ada"}, program=program)
     assert "got-ada" in screen and "STATUS 3" in screen
 

@@ -270,32 +270,16 @@ def open_shell(
     accept_new_host_key: bool = False,
     config_file: str | None = None,
 ) -> int:
-    """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status.
-
-    Fabric does the terminal; the connection that it is given was made here, with the host key checked.
-    """
+    """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
     if not has_terminal():
         raise UsageError("a shell needs a terminal", hint="use `exec … -- COMMAND` from scripts")
     transport = FabricTransport(
         target, ssh_key=ssh_key, accept_new_host_key=accept_new_host_key, config_file=config_file
     )
     transport.connect()
-    import fabric
-    import invoke
-    import paramiko
+    from deployer.transport.shell import run_shell
 
-    session = transport.session
-    client = paramiko.SSHClient()
-    client.set_missing_host_key_policy(paramiko.RejectPolicy())
-    client._transport = session  # type: ignore[attr-defined]
-    options = session.options
-    config = fabric.Config(ssh_config=paramiko.SSHConfig())
-    connection = fabric.Connection(options.hostname, user=options.user, port=options.port, config=config)
-    connection.client, connection.transport = client, session
     try:
-        result = connection.shell() if command is None else connection.run(command, pty=True)
-    except invoke.UnexpectedExit as error:  # any status but 0; `shell` cannot be told to just return it
-        result = error.result
+        return run_shell(transport.session, command)
     finally:
         transport.close()
-    return int(result.exited)
