@@ -8,7 +8,7 @@ import stat
 import time
 from typing import Any, Dict, List, Optional
 
-from . import gpus, logs, probe, state
+from . import gpus, logs, probe, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
 from .wire import Call
@@ -108,6 +108,8 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     before = state.judge(job)
     if before["state"] not in FINAL_STATES:
         state.request_stop(job, float(call.head.get("grace_s", 120.0)))
+        if before.get("unsupervised"):
+            supervise.adopt(job, os.path.dirname(os.path.abspath(__file__)))
         shown = ""
         while not call.cancelled.is_set():
             now = state.judge(job)

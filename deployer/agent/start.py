@@ -27,9 +27,7 @@ AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
 
 def launch(root: Root, call: Call) -> Dict[str, Any]:
     """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
-    request = dict(call.head)
-    if request.get("payload"):
-        request.update(call.receive_json())
+    request = call.request()
     plan = request["plan"]
     job = _job(root, plan["job_id"])
     _check_root(root)
@@ -57,7 +55,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
 
 def slots(root: Root, call: Call) -> Dict[str, Any]:
     """What the slots of a plan would be filled with here, without starting or writing anything."""
-    plan = call.receive_json()["plan"]
+    plan = call.request()["plan"]
     env = _base_env()
     _check_gpus(dict(plan, allow_busy=True), env)
     found = {"job": os.path.join(root.jobs, plan["job_id"]), "root": root.path, "agent": AGENT_DIR}

@@ -89,8 +89,11 @@ class Call:
             if frame.body:
                 self._sender.send({"id": self.id, "grant": len(frame.body)})
 
-    def receive_json(self) -> Any:
-        return json.loads(b"".join(frame.body for frame in self.receive()))
+    def request(self) -> Dict[str, Any]:
+        """The request's parameters, those that follow as payload (environment values, secrets) included."""
+        if not self.head.get("payload"):
+            return self.head
+        return dict(self.head, **json.loads(b"".join(frame.body for frame in self.receive())))
 
     # --- to the client -------------------------------------------------------------------------------------------
 
@@ -127,9 +130,9 @@ class Conversation:
 
     def run(self, first: Optional[Dict[str, Any]]) -> None:
         """Returns when the client has closed its end, or has been silent for IDLE_S."""
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
         if first is not None:
-            self._start(first)
+            self._start(first)  # before the reader: what it reads may belong to this call
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
         while not self._ended.wait(1.0) and time.monotonic() - self._last < IDLE_S:
             pass
         with self._lock:

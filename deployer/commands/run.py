@@ -109,7 +109,7 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
     slots = shell_slots(plan, root=host.root, agent=agent_hash())
     if remote:
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
-            slots = dict(link.first.result("slots"))
+            slots = dict(link.first.result()["slots"])
     command, cwd = render_command(plan, slots), render_cwd(plan, slots)
     if as_json:
         click.echo(json.dumps(_dry_run_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
@@ -268,8 +268,7 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> int:
         return 125
     rank = final.get("first_failing_rank")
     _show_last_lines(host, job_id, rank)
-    who = f"rank {rank} " if rank is not None else ""
-    render.notice(f"{job_id} failed: {who}{render.clean(final.get('reason') or '')} (exit code {final.get('code')})")
+    render.notice(f"{job_id} failed: {render.clean(final.get('reason') or 'unknown')} (exit code {final.get('code')})")
     render.notice(f"  deploy.py logs {job_id}" + (f" --rank {rank}" if rank is not None else ""))
     render.notice(f"  deploy.py exec {job_id} -- ls -l")
     return int(final.get("code") or 1)

@@ -1,0 +1,75 @@
+"""Running the real command line in tests: a project folder, a state folder and a remote root of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Ferry:
+    """One user's client: `run` waits for a command, `start` leaves it running."""
+
+    project: Path
+    state: Path
+    root: Path
+    ssh: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def argv(self, *words: str) -> list[str]:
+        return [sys.executable, str(REPO / "deploy.py"), *words]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TORCHFERRY_STATE_DIR": str(self.state), "PYTHONPATH": str(REPO), **self.env}
+
+    def where(self) -> list[str]:
+        return ["--remote-root", str(self.root), *(["--ssh", self.ssh] if self.ssh else [])]
+
+    def run(
+        self, *words: str, timeout_s: float = 120, stdin: bytes | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            self.argv(*words),
+            cwd=self.project,
+            env=self.environment(),
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            timeout=timeout_s,
+        )
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.argv(*words),
+            cwd=self.project,
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def job_ids(self) -> list[str]:
+        return sorted(p.name for p in (self.root / "jobs").iterdir()) if (self.root / "jobs").exists() else []
+
+    def job(self, job_id: str | None = None) -> Path:
+        """The folder of a job; of the only one when no id is given."""
+        if job_id is None:
+            (job_id,) = self.job_ids()
+        return self.root / "jobs" / job_id
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30) -> object:
+    """Waits for a condition to become true and returns its value; fails after timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not true within {timeout_s} s")

@@ -1,0 +1,91 @@
+"""The log view: every byte once, whole lines with their rank, bars in place or once a second."""
+
+import io
+
+from deployer.follow import LogView
+
+
+def make_view(
+    *, terminal: bool = False, raw: bool = False, clock=lambda: 0.0
+) -> tuple[LogView, io.BytesIO, io.BytesIO]:
+    out, err = io.BytesIO(), io.BytesIO()
+    return LogView(out, err, terminal=terminal, raw=raw, clock=clock), out, err
+
+
+def test_two_ranks_interleaved_whole_lines_with_their_rank():
+    view, out, _ = make_view()
+    view.feed("rank_0.log", 0, b"a half")
+    view.feed("rank_1.log", 0, b"other\n")
+    view.feed("rank_0.log", 6, b" line\n")
+    assert out.getvalue() == b"[1] other\n[0] a half line\n"
+
+
+def test_character_split_between_chunks_arrives_whole():
+    view, out, _ = make_view()
+    data = "zwölf ✓\n".encode()
+    for i in range(len(data)):
+        view.feed("rank_0.log", i, data[i : i + 1])
+    assert out.getvalue() == b"[0] " + data
+
+
+def test_chunk_sent_again_after_a_reconnect_shown_once():
+    view, out, _ = make_view(raw=True)
+    view.feed("rank_0.log", 0, b"one\ntwo\n")
+    view.feed("rank_0.log", 4, b"two\nthree\n")
+    assert out.getvalue() == b"one\ntwo\nthree\n"
+    assert view.offsets == {"rank_0.log": 14}
+
+
+def test_raw_on_a_terminal_passes_bytes_unchanged():
+    view, out, _ = make_view(terminal=True, raw=True)
+    view.feed("rank_0.log", 0, b" 50%\r100%\r\x1b[1mdone\xff")
+    assert out.getvalue() == b" 50%\r100%\r\x1b[1mdone\xff"
+
+
+def test_bar_off_a_terminal_at_most_one_line_a_second_and_its_end():
+    now = [0.0]
+    view, out, _ = make_view(raw=True, clock=lambda: now[0])
+    for step in range(100):
+        now[0] = step * 0.05
+        view.feed("rank_0.log", step * 4, b"%3d\r" % step)
+    view.finish()
+    lines = out.getvalue().split()
+    assert lines[0] == b"0" and lines[-1] == b"99"
+    assert len(lines) <= 7
+
+
+def test_bar_on_a_terminal_drawn_in_place_and_cleared_for_a_line():
+    view, out, _ = make_view(terminal=True)
+    view.feed("rank_0.log", 0, b"10%\r20%\rready\n")
+    assert out.getvalue() == b"\r\x1b[K[0] 10%\r\x1b[K[0] 20%\r\x1b[K[0] ready\n"
+
+
+def test_crlf_is_one_line_end_also_when_split():
+    view, out, _ = make_view(raw=True)
+    view.feed("rank_0.log", 0, b"a\r")
+    view.feed("rank_0.log", 2, b"\nb\r\n")
+    assert out.getvalue() == b"a\nb\n"
+
+
+def test_last_line_without_an_end_shown_at_the_end():
+    view, out, _ = make_view()
+    view.feed("rank_3.log", 0, b"dying words")
+    assert out.getvalue() == b""
+    view.finish()
+    assert out.getvalue() == b"[3] dying words\n"
+
+
+def test_line_longer_than_the_limit_written_in_parts_with_one_prefix():
+    view, out, _ = make_view()
+    for i in range(5):
+        view.feed("rank_0.log", i * 40000, b"x" * 40000)
+    view.feed("rank_0.log", 200000, b"\n")
+    assert out.getvalue() == b"[0] " + b"x" * 200000 + b"\n"
+
+
+def test_launcher_and_setup_logs_go_to_stderr():
+    view, out, err = make_view()
+    view.feed("launcher.log", 0, b"W torchrun says\n")
+    view.feed("prepare.log", 0, b"installing\n")
+    assert out.getvalue() == b""
+    assert err.getvalue() == b"W torchrun says\ninstalling\n"

@@ -1,0 +1,225 @@
+"""The whole way on this machine: real agent, real supervisor, real torchrun, through the command line."""
+
+import json
+import signal
+import sys
+
+import pytest
+
+from ferry import REPO, Ferry, until
+
+
+def write(ferry: Ferry, name: str, text: str) -> None:
+    (ferry.project / name).write_text(text)
+
+
+def test_program_output_exit_code_and_results_come_home(ferry):
+    done = ferry.run("run", *ferry.where(), "--", "sh", "-c", "echo out; echo err >&2; exit 7")
+    assert done.stdout == b"out\nerr\n"
+    assert done.returncode == 7
+    (results,) = (ferry.project / "results").iterdir()
+    assert json.loads((results / "status.json").read_text())["state"] == "failed"
+    assert (results / "logs" / "attempt_1" / "rank_0.log").read_bytes() == b"out\nerr\n"
+
+
+def test_last_line_without_end_and_code_of_a_signal(ferry):
+    done = ferry.run("run", *ferry.where(), "--", "sh", "-c", "printf 'last words'; kill -9 $$")
+    assert done.stdout == b"last words\n"
+    assert done.returncode == 137
+
+
+def test_program_gets_the_uncommitted_tree_its_arguments_and_environment_unchanged(ferry):
+    write(ferry, "show.py", "import os, sys, json; print(json.dumps([sys.argv[1:], os.environ['A'], os.environ['S']]))")
+    nasty = "a b'\"$(touch pwned)`x`\nü\\"
+    ferry.env["S"] = "secret-canary"
+    done = ferry.run(
+        "run", *ferry.where(), "--env", f"A={nasty}", "--secret", "S", "--", "python", "show.py", nasty, ""
+    )
+    assert json.loads(done.stdout) == [[nasty, ""], nasty, "secret-canary"]
+    held = [p for p in ferry.root.rglob("*") if p.is_file() and b"secret-canary" in p.read_bytes()]
+    assert [p.name for p in held] == ["rank_0.log"]  # where the program itself printed it
+
+
+def test_large_arguments_arrive_whole(ferry):
+    write(ferry, "size.py", "import os, sys; print(len(sys.argv[1]), len(os.environ['BIG']))")
+    done = ferry.run("run", *ferry.where(), "--env", f"BIG={'y' * 100_000}", "--", "python", "size.py", "x" * 100_000)
+    assert done.stdout == b"100000 100000\n", done.stderr.decode()
+
+
+def test_deleted_file_is_gone_in_the_next_deploy_and_kept_in_the_former_job(ferry):
+    write(ferry, "old.py", "print('old')")
+    assert ferry.run("run", *ferry.where(), "--", "python", "-c", "import old").stdout == b"old\n"
+    (ferry.project / "old.py").unlink()
+    done = ferry.run("run", *ferry.where(), "--", "python", "-c", "import old")
+    assert done.returncode == 1 and b"No module named 'old'" in done.stdout
+    assert [(ferry.job(i) / "code" / "old.py").exists() for i in ferry.job_ids()].count(True) == 1
+
+
+def test_same_dry_run_command_is_what_real_ranks_run(ferry, tmp_path):
+    write(ferry, "ranks.py", RANKS)
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(FAKE_SMI)
+    smi.chmod(0o755)
+    ferry.env["PATH"] = f"{smi.parent}:{sys.exec_prefix}/bin:/usr/bin:/bin"
+    words = ["run", *ferry.where(), "--python", sys.executable, "--torchrun", "--gpus", "3,1", "--name", "same"]
+    shown = json.loads(ferry.run(*words, "--dry-run=remote", "--json", "--", "ranks.py", "--a", "b c").stdout)
+    done = ferry.run(*words, "--", "ranks.py", "--a", "b c")
+    assert done.returncode == 0, done.stderr.decode()
+    ranks = sorted((json.loads(line.split(b"] ", 1)[1]) for line in done.stdout.splitlines()), key=lambda r: r["rank"])
+    assert [r["rank"] for r in ranks] == ["0", "1"]
+    for rank in ranks:
+        assert rank["cmdline"] == [sys.executable, "-u", "ranks.py", "--a", "b c"]
+        assert (rank["env"]["CUDA_VISIBLE_DEVICES"], rank["env"]["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
+    plan, job_id = shown["plan"], ferry.job_ids()[0]
+    filled = [_fill(text, {**shown["slots"], "job": str(ferry.job())}) for text in plan["argv"]]
+    assert ranks[0]["launcher"] == filled
+    for name, text in plan["env"].items():
+        expected = _fill(text, {**shown["slots"], "job": str(ferry.job())})
+        assert ranks[1]["env"][name] == expected.replace(plan["job_id"], job_id)
+
+
+def _fill(text, slots):
+    return text if isinstance(text, str) else "".join(p if isinstance(p, str) else slots[p["slot"]] for p in text)
+
+
+RANKS = """
+import json, os
+def cmdline(pid):
+    return open(f"/proc/{pid}/cmdline", "rb").read().decode().split("\\0")[:-1]
+def parent(pid):
+    return int(open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[1])
+wrapper = os.getppid()
+env = dict(item.split("=", 1) for item in open("/proc/self/environ").read().split("\\0") if item)
+print(json.dumps({"rank": os.environ["RANK"], "cmdline": cmdline(os.getpid()), "env": env,
+                  "launcher": cmdline(parent(wrapper))}))
+"""
+
+FAKE_SMI = """#!/bin/sh
+case "$*" in
+  *query-gpu*) for i in 0 1 2 3; do echo "$i, GPU-0000000$i-0000-0000-0000-000000000000, Fake H100, 81559, 4"; done ;;
+  *) : ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("os._exit(3)", 3)], ids=["7", "9", "3"]
+)
+def test_failing_rank_of_a_torchrun_program_gives_its_code_and_last_lines(ferry, ending, code):
+    write(
+        ferry,
+        "fail.py",
+        "import os, sys, time\nif os.environ['RANK'] == '1':\n    print('rank one is dying', flush=True)\n"
+        f"    {ending}\ntime.sleep(60)\n",
+    )
+    words = ("--device", "cpu", "--gpus", "0,1", "--torchrun", "--python", sys.executable)
+    done = ferry.run("run", *ferry.where(), *words, "--", "fail.py")
+    assert done.returncode == code, done.stderr.decode()
+    assert b"rank one is dying" in done.stderr.split(b"--- last lines of rank 1")[1]
+
+
+def test_client_killed_job_goes_on_and_a_new_shell_finds_it(ferry):
+    write(ferry, "slow.py", "import time\nfor i in range(600): print('tick', i, flush=True); time.sleep(0.1)\n")
+    client = ferry.start("run", *ferry.where(), "--", "python", "slow.py")
+    assert client.stdout.readline() == b"tick 0\n"
+    client.send_signal(signal.SIGKILL)
+    client.communicate()
+    job_id = ferry.job_ids()[0]
+    rows = json.loads(ferry.run("ps", "--json").stdout)
+    assert [(row["id"], row["state"]) for row in rows if row["id"] == job_id] == [(job_id, "running")]
+    follower = ferry.start("logs", job_id[:-2], "-f", "--tail", "1")
+    assert follower.stdout.readline().startswith(b"tick")
+    stopped = ferry.run("stop", job_id, "--grace", "5")
+    assert stopped.returncode == 0 and b"stopped" in stopped.stderr
+    assert follower.wait(20) == 0
+    again = ferry.run("stop", job_id)
+    assert again.returncode == 0 and b"had ended already: stopped" in again.stderr
+    assert ferry.run("pull", job_id).returncode == 0
+    pulled = ferry.project / "results" / job_id / "logs" / "attempt_1" / "rank_0.log"
+    assert pulled.read_bytes() == (ferry.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
+
+
+def test_interrupt_detaches_and_says_how_to_come_back(ferry):
+    write(ferry, "slow.py", "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
+    client = ferry.start("run", *ferry.where(), "--", "python", "slow.py")
+    assert client.stdout.readline() == b"up\n"
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=20)
+    assert client.returncode == 75 and b"deploy.py logs" in err and b"Traceback" not in err
+    assert json.loads(ferry.run("status", ferry.job_ids()[0], "--json").stdout)["state"] == "running"
+    ferry.run("stop", ferry.job_ids()[0], "--grace", "1")
+
+
+def test_detach_returns_at_once_and_logs_follow_to_the_end_with_the_code(ferry):
+    done = ferry.run("run", *ferry.where(), "--detach", "--", "sh", "-c", "sleep 1; echo late; exit 4")
+    assert done.returncode == 0 and done.stdout == b""
+    followed = ferry.run("logs", ferry.job_ids()[0], "-f")
+    assert (followed.stdout, followed.returncode) == (b"late\n", 4)
+
+
+def test_exec_runs_in_the_code_folder_with_exact_arguments_and_input(ferry):
+    write(ferry, "here.txt", "x")
+    ferry.run("run", *ferry.where(), "--", "true")
+    job_id = ferry.job_ids()[0]
+    done = ferry.run("exec", job_id, "--", "sh", "-c", 'ls; echo "$1"; cat; exit 5', "sh", "a  b'", stdin=b"in\x00put")
+    assert (done.stdout, done.returncode) == (b"here.txt\na  b'\nin\x00put", 5)
+
+
+def test_launch_of_the_same_plan_twice_is_one_job(ferry):
+    from deployer.host import Host
+    from deployer.launch import Watcher, launch_and_follow
+    from deployer.prepare import Options, prepare, read_config
+
+    options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
+    config, command = read_config(options)
+    prepared = prepare(config, command, options=options, project=ferry.project)
+    host = Host(None, str(ferry.root))
+    for _ in range(2):
+        launch_and_follow(
+            host.connect,
+            prepared.plan,
+            shipment=prepared.shipment,
+            payload=None,
+            git=None,
+            view=None,
+            watcher=Watcher(),
+        )
+    status = until(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
+    assert status and (ferry.job() / "count").read_text() == "once\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("status", "nope"), 2, "no job nope"),
+        (("stop", "nope"), 2, "no job nope"),
+        (("logs", "../x"), 2, "not a job id"),
+        (("run",), 2, "nothing to run"),
+        (("missing.py",), 2, "missing.py"),
+        (("run", "--pull-max", "lots", "--", "true"), 2, "is not a size"),
+        (("run", "--env", "1A=x", "--", "true"), 2, "not of the form"),
+        (("run", "--secret", "NOT_SET_ANYWHERE", "--", "true"), 2, "is not set"),
+        (("run", "--gpus", "0,0", "--", "true"), 2, "gpu_ranks"),
+        (("run", "--remote-root", "/proc/nowhere", "--", "true"), 125, "remote root"),
+        (("run", "--include", "../x", "--", "true"), 2, "not below the project"),
+    ],
+)
+def test_bad_input_one_clear_error_and_nothing_started(ferry, words, code, says):
+    done = ferry.run(*words)
+    assert done.returncode == code
+    assert says in done.stderr.decode() and b"Traceback" not in done.stderr
+    assert ferry.job_ids() == []
+
+
+def test_id_that_matches_two_jobs_names_both(ferry):
+    for _ in range(2):
+        ferry.run("run", *ferry.where(), "--name", "twin", "--", "true")
+    done = ferry.run("status", "twin")
+    assert done.returncode == 2 and all(i.encode() in done.stderr for i in ferry.job_ids())
+
+
+def test_missing_gpu_refused_with_what_to_do(ferry):
+    done = ferry.run(str(REPO / "configs" / "01_debug_sft.py"), *ferry.where())
+    assert done.returncode == 125
+    assert b"target.device=cpu" in done.stderr

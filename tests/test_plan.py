@@ -1,0 +1,102 @@
+"""Plans: the torchrun command and its environment, decided before anything is done."""
+
+import json
+import shlex
+from datetime import datetime, timezone
+
+import pytest
+
+from deployer.errors import UsageError
+from deployer.plan import Command, LaunchPlan, build_plan, fill, new_job_id, plan_to_json, render_command, shell_slots
+from trainer.schema import Config, TargetConfig
+
+SLOTS = {"python": "/py", "root": "/r", "job": "/r/jobs/j1", "agent": "/r/agent/h/agent"}
+
+
+def plan_of(target: TargetConfig | None = None, command: Command | None = None, **options) -> LaunchPlan:
+    config = Config(target=target or TargetConfig())
+    options.setdefault("own_trainer", True)
+    return build_plan(config, job_id="j1", created="2026-01-01T00:00:00Z", tree="aa", command=command, **options)
+
+
+def argv_of(plan: LaunchPlan) -> list[str]:
+    return [fill(text, SLOTS) for text in plan.argv]
+
+
+def test_four_gpus_torchrun_with_four_processes_and_the_devices_in_the_given_order():
+    plan = plan_of(TargetConfig(gpu_ranks=[3, 1, 0, 2], train_backend="fsdp"))
+    assert argv_of(plan) == [
+        *("/py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=0"),
+        *("/r/agent/h/agent/rank.py", "train.py", "/r/jobs/j1/config.yaml"),
+    ]
+    assert plan.env["CUDA_VISIBLE_DEVICES"] == "3,1,0,2"
+    assert plan.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_one_gpu_without_torchrun():
+    plan = plan_of(TargetConfig(gpu_ranks=[1]))
+    assert argv_of(plan) == ["/py", "-u", "train.py", "/r/jobs/j1/config.yaml"]
+    assert (plan.nproc, plan.torchrun, plan.env["CUDA_VISIBLE_DEVICES"]) == (1, False, "1")
+
+
+def test_cpu_as_many_processes_and_no_visible_gpu():
+    plan = plan_of(TargetConfig(gpu_ranks=[0, 1], device="cpu"))
+    assert (plan.nproc, plan.gpus, plan.env["CUDA_VISIBLE_DEVICES"]) == (2, (), "")
+
+
+def test_project_without_a_trainer_runs_the_clients_own():
+    plan = plan_of(TargetConfig(gpu_ranks=[0]), own_trainer=False)
+    assert argv_of(plan)[2] == "/r/jobs/j1/lib/train.py"
+
+
+def test_program_keeps_every_argument_and_gets_the_hosts_python():
+    command = Command(("python", "-c", "print('a  b', \"{python}\")", "--x=$HOME"), torchrun=False)
+    assert argv_of(plan_of(command=command)) == ["/py", "-c", "print('a  b', \"{python}\")", "--x=$HOME"]
+
+
+def test_program_under_torchrun_with_or_without_the_word_python():
+    target = TargetConfig(gpu_ranks=[0, 1])
+    for words in (("python", "-u", "t.py", "--a"), ("t.py", "--a")):
+        assert argv_of(plan_of(target, Command(words, torchrun=True)))[-3:] == [
+            f"{SLOTS['agent']}/rank.py",
+            "t.py",
+            "--a",
+        ]
+
+
+def test_torchrun_of_something_that_is_no_python_file_refused():
+    with pytest.raises(UsageError, match="torchrun starts a Python file"):
+        plan_of(TargetConfig(gpu_ranks=[0]), Command(("python", "-m", "pkg"), torchrun=True))
+
+
+def test_program_that_names_no_gpu_sees_them_all():
+    plan = plan_of(command=Command(("true",), torchrun=False), restrict_gpus=False)
+    assert plan.device == "any"
+    assert "CUDA_VISIBLE_DEVICES" not in plan.env
+
+
+def test_plan_holds_names_of_secrets_and_never_their_values():
+    plan = plan_of(TargetConfig(secrets=["HF_TOKEN"], env={"A": "canary-value"}))
+    text = json.dumps(plan_to_json(plan)) + render_command(plan, SLOTS) + repr(plan)
+    assert "HF_TOKEN" in text and "canary-value" not in text
+
+
+def test_rendered_command_read_by_a_shell_gives_the_same_argv():
+    command = Command(("python", "x.py", "it's", "a b", "$(touch pwned)", "", "ü\n"), torchrun=False)
+    plan = plan_of(command=command)
+    words = shlex.split(render_command(plan, SLOTS))
+    assert words[len(plan.env) :] == argv_of(plan)
+
+
+def test_shell_slots_leave_the_home_to_the_hosts_shell():
+    text = render_command(
+        plan_of(TargetConfig(gpu_ranks=[0, 1])), shell_slots(plan_of(), root="~/my root", agent="abc")
+    )
+    assert "$PYTHON -m torch.distributed.run" in text
+    assert "~/'my root/agent/abc/agent'/rank.py" in text
+
+
+def test_job_ids_carry_name_and_time_and_differ():
+    now = datetime(2026, 3, 4, 5, 6, tzinfo=timezone.utc)
+    first, second = (new_job_id("My Run/ü", now=now) for _ in range(2))
+    assert first.startswith("my-run-0304-0506-") and first != second
