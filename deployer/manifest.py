@@ -47,7 +47,7 @@ def scan(project: Path, *, prefix: str = "code/", extra_ignore: str = ".deployig
     meanwhile are left out; a file that changes while it is read has the hash of what was read, and the store checks
     what it is sent against that.
     """
-    project = project.absolute()
+    project = project.resolve()
     if not project.is_dir():
         raise UsageError(f"the project folder {project} does not exist or is no folder")
     notes = Notes()
@@ -67,6 +67,8 @@ def scan_include(path: Path, *, hash_cache: Path | None) -> Scan:
     notes = Notes()
     if root.is_dir():
         found = list(walk_included(os.fsencode(root), b"", os.fsencode(root), notes, frozenset({os.fsencode(root)})))
+    elif not root.is_file():
+        raise UsageError(f"{path} is neither a file nor a folder")
     else:
         found = [Found(os.fsencode(path.name), os.fsencode(root), root.stat())]
     return _finish(found, notes, prefix="", root=root, hash_cache=hash_cache, always_hash_bytes=0)

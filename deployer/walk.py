@@ -68,7 +68,7 @@ class Notes:
             if self.count + count >= _COUNT_LIMIT and count:
                 self.at_least = True
                 break
-            count, size = count + 1, size + file.stat(follow_symlinks=False).st_size
+            count, size = count + 1, size + _size_of(file)
         self.count += count
         self.size_bytes += size
         self.reasons[reason] += count
@@ -216,6 +216,13 @@ def unreadable(path: bytes | str, error: OSError) -> UsageError:
         f"cannot read {os.fsdecode(path)}: {error.strerror}",
         hint="make it readable, or leave it out with a line in .deployignore",
     )
+
+
+def _size_of(entry: os.DirEntry[bytes]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except OSError:  # it has just vanished
+        return 0
 
 
 def _files_below(entry: os.DirEntry[bytes]) -> Iterator[os.DirEntry[bytes]]:
