@@ -39,7 +39,8 @@ def find_top(folder: Path) -> Path | None:
 
 
 def read_repo(folder: Path) -> Repo | None:
-    """Index and ignore settings for a folder inside a working tree; None outside of one. Without a usable git, the
+    """Index and ignore settings for a folder inside a working tree; None outside of one, and for a folder that it
+    ignores as a whole (an environment's site-packages): whoever names that wants its files. Without a usable git, the
     working tree's own files are all that is known and `warning` says so."""
     top = find_top(folder)
     if top is None:
@@ -50,11 +51,14 @@ def read_repo(folder: Path) -> Repo | None:
         return _without_git(top, "git is not installed: tracked files that are also ignored are left out")
     settings = _start(folder, "config", "-z", "--get-regexp", r"^core\.(excludesfile|ignorecase)$")
     where = _start(folder, "rev-parse", "--git-path", "info/exclude")
+    ignored = _start(folder, "check-ignore", "-q", ".") if folder != top else None
     listed, error = listing.communicate()
     values, exclude = settings.communicate()[0], where.communicate()[0]
     if listing.returncode != 0:
         reason = error.decode("utf-8", "replace").strip().splitlines()[:1]
         return _without_git(top, f"git cannot read {top}: {' '.join(reason)}")
+    if ignored is not None and ignored.communicate() and ignored.returncode == 0:
+        return None
     tracked, submodules = _parse_stage(listed)
     config = dict(_parse_setting(item) for item in values.split(b"\0") if item)
     files = (_global_excludes(config), os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))

@@ -131,6 +131,11 @@ def test_a_project_inside_a_repository_obeys_the_rules_above_it(repo: Path) -> N
     assert scanned(repo / "sub") == listed_by_git(repo / "sub") == {".gitignore", "keep.log", "z/x/a", "b.py"}
 
 
+def test_a_project_that_its_repository_ignores_as_a_whole_travels_all_the_same(repo: Path) -> None:
+    write_all(repo, {".venv/.gitignore": "*\n", ".venv/lib/trainer/a.py": "", ".venv/lib/trainer/a.pyc": ""})
+    assert scanned(repo / ".venv/lib/trainer") == {"a.py"}
+
+
 def test_deployignore_is_stronger_than_git_both_ways(repo: Path) -> None:
     write_all(repo, {".gitignore": "*.jsonl\n", ".deployignore": "!small.jsonl\nvideo/\n"})
     write_all(repo, {"small.jsonl": "", "big.jsonl": "", "video/a.mp4": ""})
