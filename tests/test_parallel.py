@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,18 @@ from tests.ranks import run_ranks
 from tests.test_models import save_hf
 from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
-from trainer.dist import Dist, DistError, FlagBoard, barrier, max_over_ranks, on_rank0, read_ranks, sum_over_ranks
+from trainer.dist import (
+    Dist,
+    DistError,
+    FlagBoard,
+    barrier,
+    max_over_ranks,
+    on_rank0,
+    rank0_first,
+    read_ranks,
+    stop_dist,
+    sum_over_ranks,
+)
 from trainer.losses import sft_loss
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import ModelError, export_model, gather_full, init_random, load_pretrained, named_weights
@@ -25,6 +37,8 @@ from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
 
 # 16 rows whose target counts differ widely, so that a mean of means would show
 ROWS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [1], [24], [8, 8], [3], [17, 5], [2, 2, 2], [23], [11], [6]]
+
+COMPILE_TIMEOUT_S = 280  # compiling for the CPU takes a minute on a busy machine
 
 
 def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
@@ -102,21 +116,21 @@ def test_gradients_are_the_sum_on_any_number_of_ranks_and_micro_batches(backend,
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("backend", "world_size", "options"),
     [
-        ("fsdp", {"activation_checkpointing": "full"}),
-        ("ddp", {"activation_checkpointing": "full"}),
-        ("fsdp", {"reshard_after_forward": False}),
-        ("ddp", {"compile": True}),
-        ("fsdp", {"compile": True}),
-        ("fsdp", {"activation_checkpointing": "full", "compile": True}),
+        ("fsdp", 2, {"activation_checkpointing": "full"}),
+        ("ddp", 2, {"activation_checkpointing": "full"}),
+        ("fsdp", 2, {"reshard_after_forward": False}),
+        ("ddp", 1, {"compile": True}),
+        ("fsdp", 2, {"activation_checkpointing": "full", "compile": True}),
     ],
-    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+    ids=["fsdp-checkpointing", "ddp-checkpointing", "fsdp-kept", "ddp-compile", "fsdp-checkpointing-compile"],
 )
-def test_memory_and_speed_options_change_no_gradient(backend, options):
+def test_memory_and_speed_options_change_no_gradient(backend, world_size, options):
     shape = tiny_shape()
     ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
-    ((_, got),) = run_ranks(loss_and_grads, 2, config(backend, **options), shape, [2])[0]
+    cfg = config(backend, **options)
+    ((_, got),) = run_ranks(loss_and_grads, world_size, cfg, shape, [2], timeout_s=COMPILE_TIMEOUT_S)[0]
     assert_same_grads(got, grads, 2e-6)
 
 
@@ -283,8 +297,8 @@ def test_fsdp_ranks_hold_their_share_alone(tmp_path):
     assert max(counts) <= 0.51 * tiny_shape().num_params
 
 
-def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict:
-    """Names and weights as they were initialised, exported while an evaluation has left parameters gathered."""
+def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict[str, bool]:
+    """Export right after an evaluation, which leaves the root group's parameters gathered in bf16."""
     module = prepared(dist, cfg, tiny_shape())[1]
     with torch.no_grad():
         sft_loss(module, micro_batches(dist, 1)[0])
@@ -292,12 +306,11 @@ def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict:
     return {"done": (folder / "config.json").exists(), "compiled": torch._dynamo.utils.counters["frames"]["ok"] > 0}
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_an_export_of_a_compiled_checkpointed_bf16_model_has_fresh_names_and_fp32_weights(backend, tmp_path):
-    from safetensors.torch import load_file
-
-    cfg = config(backend, precision="bf16", activation_checkpointing="full", compile=True)
-    assert run_ranks(export_after_evaluation, 2, cfg, tmp_path / "export") == [{"done": True, "compiled": True}] * 2
+@pytest.mark.parametrize(("backend", "compiled"), [("ddp", False), ("fsdp", True)])
+def test_an_export_of_a_wrapped_bf16_model_has_fresh_names_and_fp32_weights(backend, compiled, tmp_path):
+    cfg = config(backend, precision="bf16", activation_checkpointing="full", compile=compiled)
+    results = run_ranks(export_after_evaluation, 2, cfg, tmp_path / "export", timeout_s=COMPILE_TIMEOUT_S)
+    assert results == [{"done": True, "compiled": compiled}] * 2
     expected = initial_weights(ALONE, config("pytorch"))
     got = load_file(tmp_path / "export" / "model.safetensors")
     assert got.keys() == expected.keys()
@@ -337,6 +350,16 @@ def test_auto_is_pytorch_alone_and_fsdp_with_several_and_pytorch_refuses_several
     assert refused.startswith("target.train_backend=pytorch is for one process, and 2 ranks are running")
 
 
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_every_backend_works_in_one_process_without_torchrun(backend):
+    ((_, expected),) = loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])
+    try:
+        ((_, got),) = loss_and_grads(ALONE, config(backend), tiny_shape(), [2])
+    finally:
+        stop_dist(ALONE)
+    assert_same_grads(got, expected, 1e-6)
+
+
 def plan(dist: Dist, cfg: Config) -> str:
     backend = make_backend(cfg, dist)
     backend.prepare(tiny_shape())
@@ -351,6 +374,21 @@ def test_the_plan_names_groups_dtypes_and_bytes():
 
 
 # --- dist -------------------------------------------------------------------------------------------------------------
+
+
+def failing_rank0(dist: Dist) -> tuple[str, list[int]]:
+    ran: list[int] = []
+    try:
+        rank0_first(dist, lambda: ran.append(dist.rank) or 1 // dist.rank)
+    except (ZeroDivisionError, DistError) as error:
+        return str(error), ran
+    return "", ran
+
+
+def test_rank0_fails_first_and_the_others_do_not_start():
+    first, second = run_ranks(failing_rank0, 2)
+    assert first == ("integer division or modulo by zero", [0])
+    assert second == ("rank 0 failed: ZeroDivisionError: integer division or modulo by zero", [])
 
 
 def flags_and_sums(dist: Dist) -> list[Any]:

@@ -85,7 +85,7 @@ def _loss_and_grad(logits_nv: Tensor, labels_n: Tensor) -> tuple[Tensor, Tensor]
     """The chunk's summed loss, and its gradient to the logits in their dtype."""
     is_target = labels_n != IGNORE
     index = labels_n.where(is_target, 0).unsqueeze(1)
-    logprobs = logits_nv.float().log_softmax(-1)
+    logprobs = logits_nv.log_softmax(-1, dtype=torch.float32)
     loss = -logprobs.gather(1, index).squeeze(1).where(is_target, 0.0).sum()
     grad = logprobs.exp_()
     grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))

@@ -120,9 +120,9 @@ def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
     if hf.model_type not in ("qwen2", "qwen3", "llama"):
         raise ModelError(f"{source}: model_type={hf.model_type} is not supported; qwen2, qwen3 and llama are")
     expected = {
-        "hidden_act": ("silu",),
+        "hidden_act": ("silu", None),
         "use_sliding_window": (False, None),
-        "attention_dropout": (0, 0.0, None),
+        "attention_dropout": (0.0, None),
         "mlp_bias": (False, None),
         "quantization_config": (None,),
         "partial_rotary_factor": (1, None),
@@ -131,7 +131,7 @@ def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
         expected["attention_bias"] = (False, None)
     for field, allowed in expected.items():
         value = getattr(hf, field, None)
-        if value not in allowed and not (field == "hidden_act" and value is None):
+        if value not in allowed:
             raise ModelError(f"{source}: {field}={value} is not supported; only {allowed[0]} is")
     other = sorted(set(getattr(hf, "layer_types", None) or []) - {"full_attention"})
     if other:
