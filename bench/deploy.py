@@ -195,8 +195,8 @@ def bench_log(lab: Lab) -> None:
         same = output.read_bytes() == b"".join(b"%099d\n" % number for number in range(LOG_BYTES // 100))
     rate = LOG_BYTES / seconds / 1e6
     print(
-        f"log of {LOG_BYTES / 1e6:.0f} MB: {'every byte' if same else 'BYTES DIFFER'}, status {process.returncode}, client at most "
-        f"{peak_kib / 1024:.0f} MiB (at most 100), {rate:.0f} MB/s with deploy and start",
+        f"log of {LOG_BYTES / 1e6:.0f} MB: {'every byte' if same else 'BYTES DIFFER'}, status {process.returncode}, "
+        f"client at most {peak_kib / 1024:.0f} MiB (at most 100), {rate:.0f} MB/s with deploy and start",
         flush=True,
     )
 
