@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from trainer import diagnose, launch
 from trainer.config import ConfigError, config_from_dict, load_config
 from trainer.launch import HostGpus
-from trainer.metrics import drop_records_after, peak_flops, render_bar, render_duration, render_train
+from trainer.metrics import Screen, drop_records_after, peak_flops, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 
 PROJECT = Path(__file__).parent.parent
@@ -126,6 +127,29 @@ def test_out_of_memory_names_the_ways_out():
     text = diagnose.describe(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB\nmore"))
     assert text.startswith("Error: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n  in ")
     assert "train.micro_batch_size" in text
+
+
+def test_lost_peer_is_not_told_as_a_fault_of_this_rank():
+    text = diagnose.describe(RuntimeError("[pair.cc:537] Read error [127.0.0.1]:3: Connection reset by peer. GLHF!"))
+    assert text.startswith("Error: another rank ended without a word, and this one lost its connection to it\n")
+
+
+def test_terminal_gets_a_bar_below_the_lines_and_a_file_does_not(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        screen = Screen(stream)
+        screen.line("one")
+        screen.bar(1, 2)
+        screen.line("two")
+        shown[type(stream)] = stream.getvalue()
+    bar = render_bar(1, 2)
+    assert shown == {Terminal: f"one\n{bar}\r\x1b[Ktwo\n{bar}", io.StringIO: "one\ntwo\n"}
 
 
 def test_records_after_the_resumed_step_and_half_lines_are_dropped(tmp_path):

@@ -21,10 +21,12 @@ HINTS = (
     ("NCCL", "run again with target.env.NCCL_DEBUG=INFO; `nvidia-smi topo -m` shows how the GPUs are linked"),
     ("CUDA error", "run again with target.env.CUDA_LAUNCH_BLOCKING=1 to see the call that failed"),
     ("process group has not been initialized", "start with `python train.py CONFIG`, which starts the ranks itself"),
-    ("Connection closed by peer", "another rank ended; its own message tells why, or the system killed it (memory?)"),
-    ("Connection reset by peer", "another rank ended; its own message tells why, or the system killed it (memory?)"),
     ("No space left on device", "free some space, or move run.dir to a larger disk"),
 )
+
+LOST_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST_PEER = "another rank ended without a word, and this one lost its connection to it"
+LOST_PEER_HINT = "torchrun names its signal below; -9 is mostly the system's out-of-memory killer (see dmesg)"
 
 
 def hint_for(message: str) -> str:
@@ -44,8 +46,9 @@ def describe(error: BaseException) -> str:
     if is_ours(error):
         return f"Error: {error}"
     message = str(error).strip() or "no message"
-    first = message.splitlines()[0]
-    lines = [f"Error: {type(error).__name__}: {first}", f"  in {_place(error)}"]
+    if any(sign in message for sign in LOST_PEER_SIGNS):
+        return f"Error: {LOST_PEER}\n  in {_place(error)}\nhint: {LOST_PEER_HINT}"
+    lines = [f"Error: {type(error).__name__}: {message.splitlines()[0]}", f"  in {_place(error)}"]
     hint = hint_for(message)
     return "\n".join([*lines, f"hint: {hint}"] if hint else lines)
 
