@@ -67,6 +67,8 @@ class Include:
 
     path: str
     tree: str
+    file: bool
+    """A single file rather than a folder."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ def plan_to_json(plan: LaunchPlan) -> dict[str, Any]:
             "wheels": plan.python.wheels,
         },
         "tree": plan.tree,
-        "includes": [{"path": include.path, "tree": include.tree} for include in plan.includes],
+        "includes": [{"path": include.path, "tree": include.tree, "file": include.file} for include in plan.includes],
         "env_names": list(plan.env_names),
         "secret_names": list(plan.secret_names),
         "config_yaml": plan.config_yaml,

@@ -105,7 +105,10 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
             lock="requirements.txt" if (project / "requirements.txt").is_file() else None,
             wheels=root_hash(wheels.entries) if wheels else None,
         ),
-        includes=[Include(path, root_hash(scan.entries)) for path, scan in includes.items()],
+        includes=[
+            Include(os.path.normpath(path), root_hash(scan.entries), (project / path).is_file())
+            for path, scan in includes.items()
+        ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
         config_yaml=None if command else config_to_yaml(_without_client_keys(config)),

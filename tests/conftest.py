@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ferry import Ferry
+from tests.ferry import Ferry
 
 
 @pytest.fixture(autouse=True)

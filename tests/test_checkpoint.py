@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 
+from tests.ranks import run_ranks
 from trainer import checkpoint
 from trainer.dist import Dist
 from trainer.optim import build_optimizer

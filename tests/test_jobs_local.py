@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ferry import REPO, Ferry, until
+from tests.ferry import REPO, Ferry, until
 
 
 def write(ferry: Ferry, name: str, text: str) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from transformers import get_cosine_schedule_with_warmup
 
+from tests.ranks import run_ranks
 from trainer import loop
 from trainer.batch import LossSum
 from trainer.config import config_from_dict

@@ -14,9 +14,9 @@ IGNORE = -100
 class Batch:
     """Rows of packed documents, every tensor [B, T] int64.
 
-    `labels[b, t]` is the token to be predicted from position t (already shifted), or IGNORE; the last position of every
-    document is IGNORE. `positions` restart at 0 with each document; `doc_ids` differ between documents of one row and are
-    -1 on padding.
+    `labels[b, t]` is the token to be predicted from position t (already shifted), or IGNORE; the last position of
+    every document is IGNORE. `positions` restart at 0 with each document; `doc_ids` differ between documents of one
+    row and are -1 on padding.
     """
 
     input_ids: torch.Tensor

@@ -28,7 +28,7 @@ class TargetConfig:
     """Where the job runs and on which devices."""
 
     gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
-    """The host's own GPU indices as nvidia-smi shows them, or GPU UUIDs; one training process for each, in this order."""
+    """The host's own GPU indices as nvidia-smi shows them, or GPU UUIDs; one process for each, in this order."""
     train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
     """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -154,7 +154,7 @@ class TrainConfig:
     keep_last: int = 2
     """Complete checkpoints kept; 0: all."""
     resume: str = "auto"
-    """`auto`: from the newest complete checkpoint of the run folder when there is one; `never`; or a checkpoint's path."""
+    """`auto`: from the newest complete checkpoint of the run folder, if any; `never`; or a checkpoint's path."""
     max_nonfinite_steps: int = 10
     """Skipped non-finite steps in a row before the run ends with an error."""
     stop_after_steps: int | None = None

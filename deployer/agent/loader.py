@@ -10,11 +10,11 @@ import os
 import struct
 import sys
 import zlib
+from importlib import import_module
+from typing import Any, BinaryIO, Dict
 
-P = {}  # type: dict  # replaced by the client's message
 
-
-def load(P):
+def load(P: Dict[str, Any]) -> None:
     root = os.path.abspath(os.path.expanduser(P["root"]))
     home = os.path.join(root, "agent", P["agent"])
     stdin = io.BufferedReader(io.FileIO(0, closefd=False), 1 << 16)
@@ -38,17 +38,15 @@ def load(P):
         )
         return
     sys.path.insert(0, home)
-    from agent import serve
-
-    serve.main(P, stdin)
+    import_module("agent.serve").main(P, stdin)
 
 
-def say(P, head):
+def say(P: Dict[str, Any], head: Dict[str, Any]) -> None:
     text = json.dumps(head).encode()
     os.write(1, P["nonce"].encode() + struct.pack(">II", len(text), 0) + text)
 
 
-def receive(stdin):
+def receive(stdin: BinaryIO) -> Dict[str, str]:
     # what the client had sent for an agent that was not there is not for us: only frames marked `agent` are
     parts = []
     while True:
@@ -60,10 +58,10 @@ def receive(stdin):
         if "agent" in head:
             parts.append(body)
             if head["agent"] == "end":
-                return json.loads(zlib.decompress(b"".join(parts)))
+                return dict(json.loads(zlib.decompress(b"".join(parts))))
 
 
-def install(home, files):
+def install(home: str, files: Dict[str, str]) -> None:
     tmp = "%s.%d" % (home, os.getpid())
     os.makedirs(os.path.join(tmp, "agent"), exist_ok=True)
     for name, source in files.items():

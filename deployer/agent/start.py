@@ -203,7 +203,7 @@ def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
         os.path.dirname(os.path.join(os.path.realpath(job.code), path))
     ):
         raise AgentError("usage", "the included path %s lies behind a link of the code tree" % path)
-    target = store.shared(include["tree"], os.path.basename(path))
+    target = store.shared(include["tree"], os.path.basename(path), file=include["file"])
     if os.path.lexists(where):
         raise AgentError("usage", "the included path %s is part of the code tree already" % path)
     os.symlink(target, where)

@@ -7,6 +7,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ class LocalTransport:
     description = "this machine"
 
     def __init__(self, *, env: Mapping[str, str] | None = None) -> None:
-        self._env = env
+        self._env = env if env is not None else activated(os.environ)
         self._streams: list[LocalStream] = []
 
     def connect(self) -> None:
@@ -41,6 +42,14 @@ class LocalTransport:
         """Closes all streams; the commands see an end of file."""
         for stream in self._streams:
             stream.close()
+
+
+def activated(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment as if this process's own venv were activated: a job here finds the same `python` and packages."""
+    if sys.prefix == sys.base_prefix:
+        return dict(env)
+    path = os.pathsep.join([os.path.join(sys.prefix, "bin"), env.get("PATH", os.defpath)])  # noqa: PTH118
+    return {**env, "VIRTUAL_ENV": sys.prefix, "PATH": path}
 
 
 class LocalStream:

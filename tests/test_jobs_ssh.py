@@ -1,0 +1,154 @@
+"""The whole way over a real sshd: login shells, noise, cuts of the connection, the trainer with two ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ferry import REPO, Ferry, until
+from tests.sshd import ALIAS, SshServer, login_user, start_sshd
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(ferry: Ferry, server: SshServer) -> Ferry:
+    """The client of `ferry` with a host behind sshd."""
+    ferry.ssh = ALIAS
+    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
+    return ferry
+
+
+def test_program_over_ssh_output_code_and_results(remote):
+    (remote.project / "hello.py").write_text("import sys; print('hello', sys.argv[1:]); sys.exit(3)")
+    done = remote.run("run", *remote.where(), "--", "python", "hello.py", "a b", "$HOME;'")
+    assert done.stdout == b"hello ['a b', \"$HOME;'\"]\n"
+    assert done.returncode == 3
+    assert list((remote.project / "results").glob("*/logs/attempt_1/rank_0.log"))
+
+
+def test_second_deploy_sends_only_what_changed(remote):
+    for i in range(30):
+        (remote.project / f"f{i}.txt").write_text(f"content {i}\n" * 200)
+    first = remote.run("run", *remote.where(), "--no-pull", "--", "true")
+    (remote.project / "f3.txt").write_text("changed\n")
+    second = remote.run("run", *remote.where(), "--no-pull", "--", "cat", "f3.txt")
+    third = remote.run("run", *remote.where(), "--no-pull", "--", "true")
+    assert b"sent: 64.0 kB" in first.stderr
+    assert b"sent: 8 B" in second.stderr and second.stdout == b"changed\n"
+    assert b"sent:" not in third.stderr
+
+
+@pytest.mark.parametrize("shell", ["/bin/bash", "/bin/dash", "/usr/bin/fish", "/bin/tcsh"])
+def test_login_shell_of_any_kind_and_a_noisy_one(ferry, tmp_path_factory, shell):
+    with login_user(shell) as user, start_sshd(tmp_path_factory.mktemp("s"), user=user) as server:
+        noise = "echo 'Welcome!   enjoy'; printf '\\033[1mbold\\033[0m\\n'\n"
+        for name in (".bashrc", ".tcshrc", ".config/fish/config.fish"):
+            path = server.home / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(noise)
+        subprocess.run(["chown", "-R", user, str(server.home)], check=True)
+        ferry.ssh, ferry.root = ALIAS, Path("~/tf")
+        ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
+        (ferry.project / "a.py").write_text("import os, sys; print(sys.argv[1], os.environ['V'])")
+        words = ("--env", "V=$(touch /tmp/pwned) `x` \"'", "--", "python3", "a.py", "it's ${X:-y} && <b>")
+        done = ferry.run("run", *ferry.where(), *words)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout == b"it's ${X:-y} && <b> $(touch /tmp/pwned) `x` \"'\n"
+
+
+def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
+    (remote.project / "write.py").write_text(
+        "import time\nfor i in range(3000):\n    print('line', i, flush=True)\n    time.sleep(0.002)\n"
+    )
+    client = remote.start("run", *remote.where(), "--no-pull", "--", "python", "write.py")
+    assert client.stdout.readline() == b"line 0\n"
+    for _ in range(2):
+        until(lambda: _sessions(server))
+        for pid in _sessions(server):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not _sessions(server) or True)
+    out, err = client.communicate(timeout=60)
+    assert client.returncode == 0, err.decode()
+    assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(3000))
+    assert b"trying again" in err
+
+
+def _sessions(server: SshServer) -> list[int]:
+    pid = server.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote):
+    words = (
+        "target.device=cpu",
+        "target.gpu_ranks=[0,1]",
+        "train.steps=400",
+        "model.num_layers=2",
+    )
+    config = str(REPO / "configs" / "02_debug_sft_fsdp.py")
+    client = remote.start(config, *words, *remote.where(), "--python", sys.executable, "--name", "two")
+    until(lambda: b"step 3/400" in client.stdout.readline(), 90)
+    client.send_signal(signal.SIGKILL)
+    client.communicate()
+    job_id = remote.job_ids()[0]
+    stopped = remote.run("stop", job_id, "--grace", "60")
+    assert stopped.returncode == 0, stopped.stderr.decode()
+    status = json.loads(remote.run("status", job_id, "--json").stdout)
+    assert (status["state"], status["code"]) == ("stopped", 0)
+    assert remote.run("pull", job_id, "--checkpoints").returncode == 0
+    (checkpoint,) = (remote.project / "results" / job_id / "checkpoints").iterdir()
+    assert (checkpoint / "COMPLETE").exists()
+
+
+def test_host_without_anything_fit_for_the_job_says_what_is_missing(remote):
+    config = str(REPO / "configs" / "01_debug_sft.py")
+    done = remote.run(config, *remote.where(), "target.device=cpu", "--python", "/usr/bin/env")
+    assert done.returncode == 125
+    assert b"/usr/bin/env" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_unknown_host_key_without_a_terminal_refused_and_accepted_when_asked(remote, server, tmp_path):
+    known = tmp_path / "known_hosts"
+    config = tmp_path / "config"
+    config.write_text(server.client_config_path.read_text().replace(str(server.known_hosts_path), str(known)))
+    remote.env["TORCHFERRY_SSH_CONFIG"] = str(config)
+    refused = remote.run("run", *remote.where(), "--", "true")
+    assert refused.returncode == 125 and b"SHA256:" in refused.stderr and b"--accept-new-host-key" in refused.stderr
+    assert remote.run("run", *remote.where(), "--accept-new-host-key", "--", "true").returncode == 0
+    known.write_text(known.read_text().replace(known.read_text().split()[2][-12:], "A" * 12))
+    changed = remote.run("run", *remote.where(), "--accept-new-host-key", "--", "true")
+    assert changed.returncode == 125 and b"ssh-keygen -f" in changed.stderr and b" -R " in changed.stderr
+
+
+def test_doctor_over_ssh_lists_checks_with_what_to_do(remote):
+    done = remote.run("doctor", "--ssh", ALIAS, "--json", "--remote-root", str(remote.root))
+    found = json.loads(done.stdout)
+    names = {check["name"] for check in found["checks"]}
+    assert {"connection"} < names and all({"status", "detail", "hint"} <= set(c) for c in found["checks"])
+    assert done.returncode == (1 if any(c["status"] == "fail" for c in found["checks"]) else 0)
+
+
+@pytest.mark.soak
+def test_rank_that_saves_for_45_s_under_a_grace_of_60_finishes(remote):
+    (remote.project / "save.py").write_text(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n    time.sleep(45); open(os.environ['TORCHFERRY_RUN_DIR'] + '/saved', 'w'); sys.exit(0)\n"
+        "if os.environ['RANK'] == '0': signal.signal(signal.SIGTERM, save)\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.1)\n"
+    )
+    words = ("--device", "cpu", "--gpus", "0,1", "--torchrun", "--python", sys.executable)
+    client = remote.start("run", *remote.where(), *words, "--", "save.py")
+    assert client.stdout.readline().endswith(b"up\n") and client.stdout.readline().endswith(b"up\n")
+    stopped = remote.run("stop", remote.job_ids()[0], "--grace", "60")
+    assert stopped.returncode == 0, stopped.stderr.decode()
+    assert (remote.job() / "saved").exists()
