@@ -51,6 +51,7 @@ class SshOptions:
     """Socket of the agent; None: no agent."""
     user_known_hosts: tuple[Path, ...] = ()
     global_known_hosts: tuple[Path, ...] = ()
+    revoked_host_keys: Path | None = None
     host_key_alias: str | None = None
     strict_host_key: str = "ask"
     """`ask`, `yes` (unknown keys are refused) or `accept-new`; OpenSSH's `no` counts as `accept-new`."""
@@ -219,7 +220,7 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
     tokens = _tokens(target.host, hostname, port=port, user=user, host_key_alias=alias)
     files = [key] if key else [_expand_path(name, tokens) for name in settings.get("identityfile", ())]
     timeout = one("connecttimeout")
-    command = none_or("proxycommand")
+    command, revoked = none_or("proxycommand"), none_or("revokedhostkeys")
     return SshOptions(
         alias=target.host,
         hostname=hostname,
@@ -230,6 +231,7 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
         identity_agent=_agent_socket(one("identityagent", "SSH_AUTH_SOCK"), tokens),
         user_known_hosts=_split_paths(one("userknownhostsfile", " ".join(_DEFAULT_USER_HOSTS)), tokens),
         global_known_hosts=_split_paths(one("globalknownhostsfile", " ".join(_DEFAULT_GLOBAL_HOSTS)), tokens),
+        revoked_host_keys=_expand_path(revoked, tokens) if revoked else None,
         host_key_alias=alias,
         strict_host_key=_STRICTNESS.get(one("stricthostkeychecking", "ask").lower(), "ask"),
         hash_known_hosts=on("hashknownhosts"),

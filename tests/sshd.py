@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import socket
@@ -181,14 +182,14 @@ def login_user(shell: str) -> Iterator[str]:
         pytest.skip("making an account with a login shell of its own needs root")
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
-    name = f"tf_{Path(shell).name}_{os.getpid()}"
+    name = f"tf_{Path(shell).name}_{secrets.token_hex(4)}"
     subprocess.run(["useradd", "-M", "-d", "/nonexistent", "-s", shell, name], check=True, capture_output=True)
     try:
         # without a password the account is locked, and sshd without PAM lets no locked account in
         subprocess.run(["usermod", "-p", "*", name], check=True)
         yield name
     finally:
-        subprocess.run(["userdel", name], check=False, capture_output=True)
+        subprocess.run(["userdel", "--force", name], check=False, capture_output=True)
 
 
 def _wait_listening(server: SshServer) -> None:

@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
-from sshd import ALIAS, SshServer, free_port, login_user, make_key, start_sshd
 
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.link import build_command
 from deployer.transport import Stream, Transport, explain_no_answer, make_transport
 from deployer.transport.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
 from deployer.transport.local import LocalTransport
+from tests.sshd import ALIAS, SshServer, free_port, login_user, make_key, start_sshd
 
 MIB = 1 << 20
 
@@ -34,9 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
         yield running
 
 
-def connect(server: SshServer, **options: Any) -> Transport:
-    """A connected transport by the server's own client config."""
-    transport = make_transport(ALIAS, config_file=str(server.client_config_path), **options)
+def connect(server: SshServer, config: str = "", **options: Any) -> Transport:
+    """A connected transport, by the server's own client config unless another one is given."""
+    transport = make_transport(ALIAS, config_file=config or str(server.client_config_path), **options)
     transport.connect()
     return transport
 
@@ -256,6 +257,24 @@ def test_revoked_host_key_is_refused_though_also_known(server: SshServer, tmp_pa
     config, _ = known_hosts_config(
         server, tmp_path, server.host_key_line() + "@revoked * " + public(server.host_key_path)
     )
+    assert "revoked" in refusal(config).message
+
+
+@pytest.mark.parametrize("form", ["text", "KRL"])
+def test_host_key_in_a_revoked_keys_file_is_refused(
+    server: SshServer, tmp_path: Path, foreign_key: Path, form: str
+) -> None:
+    revoked = tmp_path / "revoked"
+    config = with_config(server, tmp_path, RevokedHostKeys=str(revoked))
+
+    def revoke(key: Path) -> None:
+        revoked.write_text(public(key) + "\n")
+        if form == "KRL":
+            subprocess.run(["ssh-keygen", "-qkf", str(revoked), f"{key}.pub"], check=True)
+
+    revoke(foreign_key)
+    connect(server, config=config).close()
+    revoke(server.host_key_path)
     assert "revoked" in refusal(config).message
 
 
@@ -706,6 +725,44 @@ def test_forced_command_is_seen_by_who_waits_for_an_answer(tmp_path: Path) -> No
     assert "runs no commands" in error.message and "direct SSH address" in error.hint
 
 
+class RelayServer(paramiko.ServerInterface):
+    """Lets everybody in and opens sessions; paramiko's default is to refuse every exec."""
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return paramiko.AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.OPEN_SUCCEEDED
+
+
+@pytest.fixture
+def relay(tmp_path: Path, foreign_key: Path) -> Iterator[str]:
+    """The client config of a server that is not OpenSSH and runs no commands."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            server = paramiko.Transport(listener.accept()[0])
+            server.add_server_key(paramiko.Ed25519Key.from_private_key_file(str(foreign_key)))
+            server.start_server(server=RelayServer())
+            server.join()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        config = address_config(tmp_path, "127.0.0.1", listener.getsockname()[1])
+        settings = f" IdentityFile {foreign_key}\n IdentityAgent none\n UserKnownHostsFile {tmp_path}/known\n"
+        Path(config).write_text(Path(config).read_text() + settings)
+        yield config
+        thread.join(10)
+
+
+def test_server_that_refuses_to_run_commands_is_named_a_relay(relay: str) -> None:
+    transport = make_transport(ALIAS, config_file=relay, accept_new_host_key=True)
+    transport.connect()
+    with pytest.raises(HostError, match="runs no commands"):
+        transport.open("echo in")
+    transport.close()
+
+
 @pytest.mark.parametrize(
     ("stderr", "noise", "status", "expected"),
     [
@@ -723,6 +780,17 @@ def test_explain_no_answer_names_the_reason(stderr: str, noise: bytes, status: i
     error: FerryError = explain_no_answer(stderr, noise, status)
     assert expected in error.message
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", error.message + error.where)
+
+
+def test_client_that_ends_with_open_streams_says_nothing(server: SshServer) -> None:
+    code = (
+        "import sys\nfrom deployer.transport import make_transport\n"
+        "transport = make_transport(sys.argv[1], config_file=sys.argv[2])\ntransport.connect()\n"
+        "stream = transport.open('echo up; exec cat')\nprint(stream.read(10))"
+    )
+    argv = [sys.executable, "-c", code, ALIAS, str(server.client_config_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b'up\\n'\n", "")
 
 
 # --- imports ----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,11 @@ def explain_auth(
     if banner:
         lines.append(_quote(printable(banner)))
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
+    if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
+        return ConnectError(
+            f"{where} only accepts {', '.join(methods)}, which is not supported here",
+            hint="Kerberos and host-based logins need the ssh program; ask for a key to be allowed",
+        )
     if not tried:
         return ConnectError(
             f"{where}: there is no key to log in with{accepts}",

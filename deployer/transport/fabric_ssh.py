@@ -44,6 +44,7 @@ class FabricTransport:
         self._spare: paramiko.Channel | None = None
         self._attempt: _Attempt | None = None
         self._keep_alive: KeepAlive | None = None
+        self._lock = threading.Lock()
 
     @property
     def session(self) -> Session:
@@ -68,9 +69,11 @@ class FabricTransport:
         """See Transport. HostError when the server runs no commands."""
         import paramiko
 
+        with self._lock:
+            channel, self._spare = self._spare, None
         try:
-            channel, self._spare = self._spare or self._open_channel(self.session), None
-            channel.exec_command(command)
+            channel = channel or self._open_channel(self.session)
+            _start(channel, command)
         except (paramiko.SSHException, EOFError, OSError):
             if self._session is not None and self._session.is_active():
                 raise explain_no_answer("", b"", None) from None
@@ -117,6 +120,17 @@ class FabricTransport:
             raise ConnectError(
                 f"{self.description} opens no session: {error.text}", hint="the server's MaxSessions may be reached"
             ) from None
+
+
+def _start(channel: paramiko.Channel, command: str) -> None:
+    """Asks for an exec; a server that never answers gets the channel closed, which ends the wait."""
+    patience = threading.Timer(OPEN_TIMEOUT_S, channel.close)
+    patience.daemon = True
+    patience.start()
+    try:
+        channel.exec_command(command)
+    finally:
+        patience.cancel()
 
 
 def _import_dial() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,10 +50,11 @@ class HostKeys:
         verdict, lines = judge(self.known, blob)
         if verdict is Verdict.UNKNOWN:
             verdict, lines = self._judge_without_port(blob)
-        if verdict is Verdict.REVOKED:
+        revoked = self.options.revoked_host_keys
+        if verdict is Verdict.REVOKED or (revoked is not None and is_revoked_by(revoked, key_type, blob)):
             raise ConnectError(
                 f"the key of {self.name} is marked as revoked: {key_type} {fingerprint(blob)}",
-                where=lines[0].place,
+                where=lines[0].place if verdict is Verdict.REVOKED else str(revoked),
                 hint="do not connect: somebody may have got hold of this key",
             )
         if verdict is Verdict.CHANGED:
@@ -100,3 +104,19 @@ class HostKeys:
             append_known_host(path, self.name, key_type=key_type, blob=blob, hashed=self.options.hash_known_hosts)
         except OSError as error:
             sys.stderr.write(f"The host key could not be written to {path}: {error.strerror}\n")
+
+
+def is_revoked_by(path: Path, key_type: str, blob: bytes) -> bool:
+    """Whether a RevokedHostKeys file (keys, or a KRL) holds this key; as in ssh, an unreadable one revokes all."""
+    line = f"{key_type} {base64.b64encode(blob).decode('ascii')}\n"
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return True
+    if not content.startswith(b"SSHKRL\n\0"):
+        return line.encode().split() in [text.split()[:2] for text in content.splitlines()]
+    with tempfile.NamedTemporaryFile("w", suffix=".pub") as file:
+        file.write(line)
+        file.flush()
+        query = ["ssh-keygen", "-Q", "-f", str(path), file.name]
+        return subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode != 0
