@@ -23,6 +23,7 @@ from trainer.models import hf
 from trainer.models.decoder import logits_head
 from trainer.recipes import sft
 from trainer.schema import Config
+from trainer.stopping import stop_requests
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 STEPS = 8
@@ -189,7 +190,8 @@ def test_resume_takes_the_newest_complete_and_drops_later_records(alone, rows, t
 
 def test_resume_never_starts_over(alone, rows, tmp_path):
     train(1, rows, tmp_path / "run", micro_batch_size=6, stop_after_steps=3)
-    assert losses(train(1, rows, tmp_path / "run", micro_batch_size=6, resume="never")) == losses(alone)
+    records = train(1, rows, tmp_path / "run", micro_batch_size=6, resume="never")
+    assert (losses(records), eval_losses(records)) == (losses(alone), eval_losses(alone))
 
 
 def test_retention_keeps_the_last_checkpoints(rows, tmp_path):
@@ -287,7 +289,7 @@ def test_sigterm_on_one_rank_stops_all_at_the_same_step(rows, tmp_path):
 
 def test_second_interrupt_ends_a_single_process_at_once(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with loop.stop_requests(tmp_path) as is_stop_requested, pytest.raises(KeyboardInterrupt):
+    with stop_requests(tmp_path) as is_stop_requested, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         assert is_stop_requested()
         os.kill(os.getpid(), signal.SIGINT)

@@ -45,6 +45,8 @@ def describe(error: BaseException) -> str:
         return error.render()
     if is_ours(error):
         return f"Error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return f"interrupted in {_place(error)}; the last checkpoint is as it was"
     message = str(error).strip() or "no message"
     if any(sign in message for sign in LOST_PEER_SIGNS):
         return f"Error: {LOST_PEER}\n  in {_place(error)}\nhint: {LOST_PEER_HINT}"

@@ -5,14 +5,10 @@ Nothing in a step waits for the device: its values are read after the next step 
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,12 +18,12 @@ from trainer import checkpoint
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint import CheckpointError
 from trainer.data.loader import Data
-from trainer.diagnose import has_failed
 from trainer.dist import Dist, FlagBoard, sum_over_ranks
 from trainer.metrics import MetricsLog, Record
 from trainer.optim import lr_multiplier
 from trainer.parallel import Backend
-from trainer.schema import CHECKPOINTS_DIR, STOP_FILE, Config
+from trainer.schema import CHECKPOINTS_DIR, Config
+from trainer.stopping import stop_requests
 
 LossFn = Callable[[nn.Module, Batch], LossSum]
 
@@ -329,30 +325,3 @@ def memory_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
-
-
-# --- being asked to stop ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def stop_requests(run_dir: Path) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether this rank was asked to stop: by SIGTERM, by Ctrl-C, or by the stop file.
-
-    A second Ctrl-C ends the process at once, except under torchrun, which passes the terminal's Ctrl-C on once more.
-    """
-    stop_file = run_dir / STOP_FILE
-    asked: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        if has_failed(run_dir):  # torchrun ends us because another rank failed: a checkpoint would wait for that rank
-            os._exit(1)
-        if number == signal.SIGINT and asked and "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield lambda: bool(asked) or stop_file.exists()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -42,7 +42,7 @@ class MetricsLog:
         self._file: TextIO | None = None
         self._began = (time.monotonic(), keep_through)
         if enabled:
-            drop_records_after(path, keep_through)
+            drop_records_after(path, keep_through or -1)  # a run that starts over evaluates at step 0 again
             self._file = path.open("a", encoding="utf-8")
 
     def train(self, record: Record) -> None:

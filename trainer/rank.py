@@ -51,7 +51,9 @@ def _usable_device(config: Config) -> launch.DeviceKind:
 
 def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     """The run folder with the resolved config in it, and without the verdict of an earlier start."""
-    run_dir = run_dir or launch.new_run_dir(config, time.localtime())
+    if run_dir is None:  # started with torchrun by hand
+        run_dir = launch.new_run_dir(config, time.localtime())
+        _write_line(sys.stdout, f"run folder: {run_dir}")
     run_dir.mkdir(parents=True, exist_ok=True)
     for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
         (run_dir / stale).unlink(missing_ok=True)
