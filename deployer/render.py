@@ -30,7 +30,7 @@ def show_error(error: FerryError) -> None:
     """The message, where, and the hint, in the three-line form."""
     click.echo(click.style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
     if error.where:
-        click.echo(f"  in {clean(error.where)}", err=True)
+        click.echo(f"  {'on' if error.where.startswith('the command') else 'in'} {clean(error.where)}", err=True)
     if error.hint:
         click.echo(click.style("hint: ", bold=True) + clean(error.hint), err=True)
 

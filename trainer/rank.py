@@ -16,6 +16,7 @@ from trainer import diagnose, launch
 from trainer.config import ConfigError, config_to_yaml
 from trainer.data.errors import DataError
 from trainer.dist import on_rank0, start_dist, stop_dist
+from trainer.models.shapes import ModelError
 from trainer.schema import CONFIG_FILE, OUTCOME_FILE, Config
 
 
@@ -90,7 +91,7 @@ def exit_code(error: BaseException) -> int:
     """2 for a mistake of the user's in config or data, 130 for Ctrl-C, 1 for everything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, ConfigError | DataError) else 1
+    return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
 
 
 def _leave(code: int) -> NoReturn:

@@ -19,12 +19,10 @@ from trainer.dist import Dist, on_rank0
 from trainer.losses import sft_loss
 from trainer.models import hf
 from trainer.models.decoder import DecoderShape
-from trainer.models.generate import greedy
 from trainer.optim import build_optimizer
 from trainer.parallel import make_backend
 from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, METRICS_FILE, OUTCOME_FILE, Config
 
-GREEDY_TOKENS = 20
 GREEDY_QUESTION = "What does os.path.join do?"
 
 
@@ -177,9 +175,7 @@ def export(folder: Path, shape: DecoderShape, module: torch.nn.Module, tokenizer
     anyone to compare with what another library makes of the export.
     """
     prompt_ids = greedy_prompt(tokenizer)
-    hf.export_model(folder, module, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
-    tensors = hf.gather_full(module, dist)
-    tokens = on_rank0(dist, lambda: greedy(hf.plain_decoder(shape, tensors or {}), prompt_ids, GREEDY_TOKENS))
+    tokens = hf.export_model(folder, module, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
     return {"export": folder.name, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
 
 
