@@ -80,9 +80,9 @@ class Lab:
         make_tree(tree)
         home = folder / "home"
         home.mkdir()
-        names = ("XDG_STATE_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
-        env = {name: value for name, value in os.environ.items() if name not in names}
-        return Lab(folder, tree, {**env, "HOME": str(home)})
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PYTHON"))}
+        # compiled modules are kept, as on a user's machine, but not in this checkout
+        return Lab(folder, tree, {**env, "HOME": str(home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")})
 
     def client_env(self, server: SshServer) -> dict[str, str]:
         return {**self.env, "TORCHFERRY_SSH_CONFIG": str(server.client_config_path)}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from deployer.transport.explain import explain_no_answer
-
-__all__ = ["Stream", "Transport", "explain_no_answer", "make_transport"]
+if TYPE_CHECKING:
+    from deployer.errors import FerryError
 
 STDERR_KEPT = 64 * 1024
 WRITE_TIMEOUT_S = 60.0
@@ -68,3 +67,10 @@ def make_transport(
     )
     transport.start_connect()
     return transport
+
+
+def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
+    """The error for a command that ended before our agent answered; `noise` is what came on its stdout."""
+    from deployer.transport.explain import explain_no_answer
+
+    return explain_no_answer(stderr_text, noise, exit_status)

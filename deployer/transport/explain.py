@@ -8,20 +8,18 @@ import socket
 
 from deployer.errors import ConnectError, FerryError, HostError
 
-_NO_EXEC = re.compile(
-    r"(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
+_NO_EXEC = (
+    r"(?i)(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
     r"|exec(ution)? (request )?(is )?not (supported|allowed|permitted)|command execution is (disabled|not)"
-    r"|does not provide shell access|only sftp|This service allows sftp connections only",
-    re.IGNORECASE,
+    r"|does not provide shell access|only sftp|This service allows sftp connections only"
 )
-_NO_LOGIN = re.compile(
-    r"account is (currently )?not available|account (has|is) (been )?(disabled|expired|locked)|/nologin|/bin/false",
-    re.IGNORECASE,
+_NO_LOGIN = (
+    r"(?i)account is (currently )?not available|account (has|is) (been )?(disabled|expired|locked)|/nologin|/bin/false"
 )
-_EXPIRED = re.compile(r"password (has|is) expired|required to change your password", re.IGNORECASE)
-_OTHER_USER = re.compile(r"login as the user [\"']([^\"']+)[\"']", re.IGNORECASE)
+_EXPIRED = r"(?i)password (has|is) expired|required to change your password"
+_OTHER_USER = r"(?i)login as the user [\"']([^\"']+)[\"']"
 _NO_PYTHON = "torchferry-no-python"
-_ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[^\x20-\x7e\n\t\xa0-\U0010ffff]")
+_ESCAPES = r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[^\x20-\x7e\n\t\xa0-\U0010ffff]"
 
 
 def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
@@ -32,17 +30,17 @@ def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -
             "the host has no Python 3.8 or newer",
             hint="install python3 there; the job's own interpreter may be another one (--python)",
         )
-    if found := _OTHER_USER.search(said):
+    if found := re.search(_OTHER_USER, said):
         return HostError(f"the host wants another user: {found[0]}", hint=f"use --ssh {found[1]}@…")
-    if _EXPIRED.search(said):
+    if re.search(_EXPIRED, said):
         return HostError("the account's password on the host has expired", hint="log in once with `ssh` and change it")
-    if _NO_LOGIN.search(said):
+    if re.search(_NO_LOGIN, said):
         return HostError(
             "the account on the host may not log in (disabled, or its shell is nologin)",
             where=_quote(said),
             hint="use another user, or have the account enabled",
         )
-    if _NO_EXEC.search(said) or (not said.strip() and exit_status is None):
+    if re.search(_NO_EXEC, said) or (not said.strip() and exit_status is None):
         return _relay_without_exec(said)
     return _ended_without_answer(said, exit_status)
 
@@ -74,7 +72,7 @@ def _quote(said: str) -> str:
 
 def printable(text: str) -> str:
     """Text of a host without terminal escapes and control characters."""
-    return _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return re.sub(_ESCAPES, "", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 # --- no connection ----------------------------------------------------------------------------------------------------
