@@ -29,8 +29,10 @@ def notice(text: str) -> None:
 def show_error(error: FerryError) -> None:
     """The message, where, and the hint, in the three-line form."""
     click.echo(click.style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
-    if error.where:
-        click.echo(f"  {'on' if error.where.startswith('the command') else 'in'} {clean(error.where)}", err=True)
+    for line in error.where.splitlines():
+        # a place (`file:line`, `the command line`), or what somebody said (`host: …`)
+        place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
+        click.echo(f"  {place}{clean(line)}", err=True)
     if error.hint:
         click.echo(click.style("hint: ", bold=True) + clean(error.hint), err=True)
 

@@ -1,0 +1,157 @@
+"""The conversation with the real agent over pipes, and the frames that it is made of."""
+
+import io
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployer import link as link_module
+from deployer.agent import frames
+from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
+from deployer.errors import HostError, LostConnection, UnknownJob
+from deployer.link import Link, agent_hash, build_command, build_word
+from deployer.transport.local import LocalTransport
+
+HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=200), max_size=5)
+
+
+@given(HEADS, st.binary(max_size=2000))
+def test_frame_any_head_and_body_round_trips(head, body):
+    stream = io.BytesIO(encode(head, body) + encode({}, b"next"))
+    assert read_frame(stream) == (head, body)
+    assert read_frame(stream) == ({}, b"next")
+    assert read_frame(stream) is None
+
+
+def test_frame_cut_anywhere_is_an_error_and_never_a_frame():
+    data = encode({"a": 1}, b"body")
+    for size in range(1, len(data)):
+        with pytest.raises(ProtocolError, match="inside a frame"):
+            read_frame(io.BytesIO(data[:size]))
+
+
+def test_frame_that_announces_too_much_refused_before_it_is_read():
+    with pytest.raises(ProtocolError, match="at most"):
+        read_frame(io.BytesIO(b"\xff" * 8))
+    with pytest.raises(ValueError, match="exceeds"):
+        encode({}, b"x" * MAX_FRAME)
+
+
+def test_window_waits_for_a_grant_and_gives_up_in_time():
+    window = Window(10)
+    window.take(10, timeout_s=1)
+    threading.Timer(0.05, window.grant, [4]).start()
+    window.take(4, timeout_s=5)
+    with pytest.raises(ProtocolError, match="took no data"):
+        window.take(1, timeout_s=0.05)
+
+
+def test_command_is_one_line_that_no_shell_changes():
+    command = build_command(build_word({"root": "it's $HOME `x` !\n"}))
+    assert not set("\n\\!") & set(command)
+    assert command.count("'") == 2
+    assert set(command.rsplit("' ", 1)[1]) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
+
+
+def test_first_contact_brings_the_agent_and_the_second_finds_it(tmp_path):
+    root = tmp_path / "a root's"
+    for _ in range(2):
+        with Link.open(LocalTransport(), root=str(root), request={"op": "ps"}) as link:
+            assert link.first.result("jobs") == []
+            assert link.hello["root"] == str(root)
+    (agent,) = (root / "agent").iterdir()
+    assert agent.name == agent_hash()
+
+
+def test_eight_first_contacts_at_once_all_answer(tmp_path):
+    answers = []
+
+    def ask():
+        with Link.open(LocalTransport(), root=str(tmp_path), request={"op": "ps"}) as link:
+            answers.append(link.first.result("jobs"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[]] * 8
+    assert [p.name for p in (tmp_path / "agent").iterdir()] == [agent_hash()]
+
+
+def test_payload_reaches_an_agent_that_was_not_there_yet(tmp_path):
+    word = {"op": "status", "job": "x"}
+    with Link.open(LocalTransport(), root=str(tmp_path), request=word, payload={"a": "b" * 300_000}) as link:
+        with pytest.raises(UnknownJob, match="no job x"):
+            link.first.result()
+
+
+def test_many_calls_on_one_link_answered_each(tmp_path):
+    with Link.open(LocalTransport(), root=str(tmp_path)) as link:
+        calls = [link.call("status", job=f"job{i}") for i in range(20)]
+        for i, call in enumerate(calls):
+            with pytest.raises(UnknownJob, match=f"job{i} "):
+                call.result()
+
+
+def test_large_output_and_input_at_the_same_time_neither_blocks(tmp_path):
+    size = 24 << 20
+    program = "import sys\nn = 0\nwhile True:\n d = sys.stdin.buffer.read(1 << 16)\n n += len(d)\n"
+    program += " sys.stdout.buffer.write(d)\n if not d: break\nsys.stderr.write(str(n))"
+    with Link.open(LocalTransport(), root=str(tmp_path)) as link:
+        call = link.call("exec", argv=["python3", "-c", program], job=None)
+        feeder = threading.Thread(target=lambda: (call.send_data(bytes(size)), call.end_data()))
+        feeder.start()
+        received, said, code = 0, b"", None
+        for name, value, data in call.events():
+            if name == "ok":
+                code = value["exit"]
+            elif value["stream"] == "stdout":
+                received += len(data)
+            else:
+                said += data
+        feeder.join()
+    assert (received, said, code) == (size, str(size).encode(), 0)
+
+
+def test_host_that_ends_before_its_answer_says_so(tmp_path):
+    class NoPython(LocalTransport):
+        def open(self, command):
+            return super().open("echo 'go away' >&2; exit 1")
+
+    with Link.open(NoPython(), root=str(tmp_path), request={"op": "ps"}) as link:
+        with pytest.raises(HostError, match="exit status 1") as raised:
+            link.first.result()
+    assert raised.value.where == "host: go away"
+
+
+def test_answer_that_is_no_frame_is_a_lost_connection(tmp_path):
+    class Garbage(LocalTransport):
+        def open(self, command):
+            # the nonce is in the word: a program that answers with it and then with rubbish
+            code = (
+                "import sys,zlib,base64,re; "
+                f"w = zlib.decompress(base64.b64decode({command.rsplit(' ', 1)[1]!r})).decode(); "
+                "sys.stdout.write(re.search('nonce.: .([0-9a-f]+)', w).group(1) + 'X' * 100)"
+            )
+            return super().open(f"python3 -c {json.dumps(code)}")
+
+    with Link.open(Garbage(), root=str(tmp_path), request={"op": "ps"}) as link:
+        with pytest.raises(LostConnection, match="not understood"):
+            link.first.result()
+
+
+def test_root_that_cannot_be_made_says_where(tmp_path):
+    (tmp_path / "file").write_text("")
+    with Link.open(LocalTransport(), root=str(tmp_path / "file" / "root"), request={"op": "ps"}) as link:
+        with pytest.raises(HostError, match="remote root"):
+            link.first.result()
+
+
+def test_agent_package_is_stdlib_only_and_never_names_the_client():
+    for name, source in link_module.agent_sources().items():
+        assert "import deployer" not in source and "from deployer" not in source, name
+    assert frames.MAX_BODY < MAX_FRAME
