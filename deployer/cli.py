@@ -109,14 +109,17 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
       deploy.py run -- python my_train.py …   a program of your own
       deploy.py run --torchrun --gpus 0,1 -- my_train.py …
     """
-    from deployer.commands import run as command
-
     if config is not None and "=" in config:
         raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")
     program = click.get_current_context().meta["program"]
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
-    sys.exit(command.run(config, overrides, program, **options))
+    host = _host(options["ssh"], options["root"], options.pop("ssh_key"), options.pop("accept_new_host_key"))
+    if options["ssh"] is not None and options["dry_run"] is None:
+        host.prefetch()  # while the rest is imported and the tree is read
+    from deployer.commands import run as command
+
+    sys.exit(command.run(config, overrides, program, host=host, **options))
 
 
 @cli.command(context_settings=CONTEXT)

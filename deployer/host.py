@@ -1,4 +1,4 @@
-"""A host as the user named it: opens links to it, each over a fresh connection."""
+"""A host as the user named it: opens links to it, over one connection that is made again when it broke."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ class Host:
     root: str
     ssh_key: str | None = None
     accept_new_host_key: bool = False
-    _begun: Transport | None = field(default=None, repr=False)
+    _transport: Transport | None = field(default=None, repr=False)
+    _link: Link | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
         return self.ssh or "this machine"
 
     def prefetch(self) -> None:
-        self._begun = self._transport()
+        """Begins to connect in the background."""
+        if self._transport is None:
+            self._transport = self._make_transport()
 
     def connect(self, *, request: dict[str, Any] | None = None, payload: dict[str, Any] | None = None) -> Link:
         """A link with its first request under way. ConnectError, or the host's own refusal from the call."""
-        transport, self._begun = self._begun or self._transport(), None
-        return Link.open(transport, root=self.root, request=request, payload=payload)
+        if self._link is not None and self._link.lost and self._transport is not None:
+            self._transport.close()  # it may not have noticed yet that it is dead
+            self._transport = None
+        self.prefetch()
+        assert self._transport is not None
+        self._link = Link.open(self._transport, root=self.root, request=request, payload=payload)
+        return self._link
 
-    def _transport(self) -> Transport:
+    def _make_transport(self) -> Transport:
         return make_transport(
             self.ssh,
             ssh_key=self.ssh_key,

@@ -64,6 +64,7 @@ class Link:
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._lost: FerryError | None = None
+        self._closed = False
         self._payload = b""
         self._greeted = threading.Event()  # the nonce has come
         self._ready = threading.Event()  # the agent has said hello: what is sent now is not lost on a loader
@@ -119,8 +120,14 @@ class Link:
         self.send({"id": number, "op": op, **params})
         return call
 
+    @property
+    def lost(self) -> bool:
+        """Whether the connection broke before `close`."""
+        return self._lost is not None and not self._closed
+
     def close(self) -> None:
         """Ends the conversation; the agent goes, the jobs stay."""
+        self._closed = self._lost is None
         self._fail(LostConnection(f"the connection to {self.host} was closed"))
         self._stream.close()
 

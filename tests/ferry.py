@@ -48,6 +48,7 @@ class Ferry:
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self.argv(*words),
+            bufsize=0,  # `communicate` after a `readline` would miss what a buffer holds
             cwd=self.project,
             env=self.environment(),
             stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ import zlib
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional
 
-from . import gpus, logs, probe, runtime, state, supervise, tree
+from . import gpus, logs, probe, runtime, spare, state, supervise, tree
 from .errors import AgentError
 from .layout import FORMAT_VERSION, Job, Root
 from .requests import follow_job
@@ -48,6 +48,8 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
         state.request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path})
+    if not already:
+        spare.make_later(root, plan["tree"])
     if request.get("follow"):
         return follow_job(job, call, logs.LogReader(job))
     return {}
@@ -176,7 +178,7 @@ def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any
     store = Store(root)
     for leftover in (job.code, job.lib):
         shutil.rmtree(leftover, ignore_errors=True)
-    store.materialise(plan["tree"], job.path)
+    spare.materialise(root, plan["tree"], job.path)
     os.makedirs(job.code, exist_ok=True)
     for include in plan["includes"]:
         _link_include(store, job, include)

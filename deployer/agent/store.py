@@ -82,15 +82,15 @@ class Store:
             raise no_room(self.root.path, "%s are needed" % megabytes(size), free)
         return BlobWriter(path, self._aside("blob"), digest, size)
 
-    def materialise(self, root_hash: str, dest: str) -> None:
-        """Writes the tree's files into the folder `dest` (made if needed), as copies of their own.
+    def materialise(self, root_hash: str, dest: str, *, present: Sequence[Entry] = ()) -> None:
+        """Writes the tree's files into the folder `dest` (made if needed), as copies of their own; not those present.
 
         Each blob is hashed as it is copied: AgentError of kind need when one is missing or damaged. No link in `dest`
         is followed, and links of the tree are made last.
         """
         entries = self.load_tree(root_hash)
         try:
-            self._write_tree(entries, dest)
+            self._write_tree(entries, dest, set(present))
         except AgentError as error:
             if error.kind == "need":  # so that the next launch finds out what else is missing
                 _remove(self._tree_path(root_hash))
@@ -98,13 +98,14 @@ class Store:
         except OSError as error:
             fail(error.filename or dest, error)
 
-    def _write_tree(self, entries: Sequence[Entry], dest: str) -> None:
-        _make_folders(dest, entries)
+    def _write_tree(self, entries: Sequence[Entry], dest: str, present: Set[Entry]) -> None:
+        absent = [entry for entry in entries if entry not in present]
+        _make_folders(dest, absent)
         copier = _Copier()
-        for entry in entries:
+        for entry in absent:
             if entry.mode != LINK:
                 self._copy_blob(copier, entry, os.path.join(dest, entry.path))
-        for entry in entries:
+        for entry in absent:
             if entry.mode == LINK:
                 _make_link(entry.hash, os.path.join(dest, entry.path))
 

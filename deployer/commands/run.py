@@ -34,15 +34,15 @@ def run(
     no_pull: bool,
     pull_max: str,
     as_json: bool,
-    ssh_key: str | None,
-    accept_new_host_key: bool,
+    host: Host,
     **options: Any,
 ) -> int:
-    """Carries out one launch and returns the exit code of the command."""
+    """Carries out one launch and returns the exit code of the command. `host`: as the command line names it."""
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     limit = parse_size(pull_max)
     read, command = read_config(chosen)
-    host = Host(read.target.ssh, read.target.root, ssh_key, accept_new_host_key)
+    if (host.ssh, host.root) != (read.target.ssh, read.target.root):
+        host = Host(read.target.ssh, read.target.root, host.ssh_key, host.accept_new_host_key)
     if dry_run is None:
         _check_platform(host)
         host.prefetch()

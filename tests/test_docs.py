@@ -1,0 +1,65 @@
+"""What README and docs say exists: options, keys, files; and the first screen's commands run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from deployer.cli import cli
+from tests.ferry import REPO
+from trainer.cli import main as train_cli
+from trainer.config_keys import known_keys
+
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+
+
+def commands_in(page: Path) -> list[str]:
+    """Every shell command of a page's console blocks, continued lines joined, comments cut."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)
+    text = "\n".join(blocks).replace("\\\n", " ")
+    return [re.sub(r"\s+# .*", "", line[2:]).strip() for line in text.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_file_that_a_page_links_exists(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_option_that_a_page_names_exists(page):
+    known = {"--shm-size", "--ipc", "--delete", "--standalone", "--nproc-per-node", "--max-restarts"}
+    for command in (*cli.commands.values(), train_cli):
+        known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_config_key_that_a_page_names_exists(page):
+    sections = "target|model|data|optim|train|parallel|run"
+    for key in re.findall(rf"`?(?<![\w./])((?:{sections})\.[a-z_]+)(?![\w./(])", page.read_text()):
+        assert key in known_keys() or key.endswith((".py", ".sh")), key
+
+
+def test_first_screen_commands_are_understood_as_they_stand():
+    runner = CliRunner()
+    tried = 0
+    for command in commands_in(REPO / "README.md"):
+        words = shlex.split(command)
+        if (
+            words[:2] != ["python", "deploy.py"]
+            or (words[2] in cli.commands and words[2] != "run")
+            or "my.jsonl" in command
+        ):
+            continue
+        words = [w for w in words[2:] if w != "--dry-run"]
+        at = words.index("--") if "--" in words else len(words)
+        result = runner.invoke(cli, [*words[:at], "--dry-run", "--json", *words[at:]])
+        assert result.exit_code == 0, (command, result.output, result.exception)
+        assert json.loads(result.stdout)["command"]
+        tried += 1
+    assert tried >= 3
