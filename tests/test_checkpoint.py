@@ -103,6 +103,27 @@ def test_save_replaces_what_a_killed_save_left(tmp_path):
     assert load_and_step(ALONE, str(tmp_path / "step_000002"))[1]["step"] == 2
 
 
+def test_save_over_a_complete_checkpoint_never_leaves_a_half_deleted_one(tmp_path, monkeypatch):
+    model, optimizer = start(ALONE)
+    checkpoint.save(tmp_path, 1, model, optimizer, {"start": 1}, ALONE)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # a kill before anything is deleted
+    checkpoint.save(tmp_path, 1, model, optimizer, {"start": 2}, ALONE)
+    assert checkpoint.read_info(checkpoint.newest_complete(tmp_path)).extra == {"start": 2}
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, 2, model, optimizer, {}, ALONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_loaded_optimizer_keeps_the_settings_it_was_built_with(tmp_path):
+    save_after_two_steps(ALONE, str(tmp_path))
+    model = Tied()
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5, beta2=0.9))
+    checkpoint.load(tmp_path / "step_000002", model, optimizer, ALONE)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+    assert optimizer.state[model.embed.weight]["step"] == 2
+
+
 def test_newest_complete_ignores_folders_without_marker_or_metadata(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000004")
@@ -134,17 +155,22 @@ def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("steps", "keep_last", "doomed"),
-    [([10, 20, 30], 2, [10]), ([30, 10, 20], 1, [10, 20]), ([10, 20], 2, []), ([10, 20], 0, []), ([], 3, [])],
+    [([10, 20, 30], 2, [10]), ([30, 10, 20], 1, [10, 20]), ([20, 30], 2, []), ([20, 30], 0, []), ([], 3, [])],
 )
 def test_retention_keeps_the_newest(steps, keep_last, doomed):
-    assert checkpoint.to_delete(steps, keep_last) == doomed
+    assert checkpoint.to_delete(steps, keep_last, newest=30) == doomed
+
+
+@pytest.mark.parametrize(("keep_last", "doomed"), [(1, [10, 30, 40]), (2, [30, 40]), (0, [30, 40])])
+def test_steps_of_an_abandoned_start_go_before_those_just_saved(keep_last, doomed):
+    assert checkpoint.to_delete([10, 20, 30, 40], keep_last, newest=20) == doomed
 
 
 def test_prune_deletes_older_complete_checkpoints(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     for later in (4, 6):
         shutil.copytree(tmp_path / "step_000002", tmp_path / f"step_{later:06d}")
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, newest=6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from transformers import get_cosine_schedule_with_warmup
 from tests.ranks import run_ranks
 from trainer import loop
 from trainer.batch import LossSum
-from trainer.config import config_from_dict
+from trainer.config import ConfigError, config_from_dict
 from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.models import hf
@@ -192,6 +194,51 @@ def test_resume_never_starts_over(alone, rows, tmp_path):
     train(1, rows, tmp_path / "run", micro_batch_size=6, stop_after_steps=3)
     records = train(1, rows, tmp_path / "run", micro_batch_size=6, resume="never")
     assert (losses(records), eval_losses(records)) == (losses(alone), eval_losses(alone))
+
+
+def test_run_that_starts_over_is_resumed_and_not_the_one_before(rows, tmp_path):
+    train(1, rows, tmp_path / "run", save_every=2)
+    train(1, rows, tmp_path / "run", resume="never", stop_after_steps=3)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step_000003"]
+    records = train(1, rows, tmp_path / "run", stop_after_steps=1)
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
+
+
+def test_resume_goes_on_exactly_where_a_part_of_an_epoch_ended(rows, tmp_path):
+    short = train(1, rows, tmp_path / "run", steps=None, epochs=0.5)
+    assert short[-2]["epoch"] == pytest.approx(0.5, abs=0.02)
+    longer = train(1, rows, tmp_path / "run", steps=None, epochs=1)
+    assert longer[-2]["epoch"] == 1.0
+    everything = build(rows, tmp_path / "other").data.report.train.tokens
+    assert sum(record.get("tokens", 0) for record in longer) == everything
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [({"num_layers": 1}, "num_layers 2 -> 1"), ({"rope_theta": 5e3}, "rope_theta 10000.0 -> 5000.0")],
+)
+def test_resume_with_another_model_is_refused_by_field(rows, tmp_path, model, named):
+    train(1, rows, tmp_path / "run", stop_after_steps=1)
+    config = config_of(rows)
+    config = replace(config, model=replace(config.model, **model))
+    with pytest.raises(hf.ModelError, match=re.escape(named)):
+        sft.run(config, tmp_path / "run", ALONE)
+
+
+def test_resume_names_what_changed_and_refuses_a_run_that_is_over(rows, tmp_path, capsys):
+    train(1, rows, tmp_path / "run", stop_after_steps=3)
+    train(1, rows, tmp_path / "run", steps=4)
+    assert "changed since the checkpoint, in force from here on: train.steps 8 -> 4\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="is after step 4, and the run has 2 steps"):
+        train(1, rows, tmp_path / "run", steps=2)
+
+
+def test_resume_from_a_path_that_is_no_checkpoint_names_the_right_one(rows, tmp_path):
+    train(1, rows, tmp_path / "run", stop_after_steps=1)
+    with pytest.raises(ConfigError, match="no complete checkpoint") as caught:
+        train(1, rows, tmp_path / "other", resume=str(tmp_path / "run"))
+    assert caught.value.hint == f"did you mean {tmp_path}/run/checkpoints/step_000001?"
 
 
 def test_retention_keeps_the_last_checkpoints(rows, tmp_path):

@@ -94,6 +94,16 @@ def test_two_runs_in_one_second_get_two_folders(tmp_path):
     assert (first.name, second.name) == ("sft-20260304-050607", "sft-20260304-050607-2")
 
 
+@pytest.mark.parametrize(
+    "option", [["run.dir={}/rows.jsonl"], ["run.dir={}/rows.jsonl/x"], ["--run-dir={}/rows.jsonl/x"]]
+)
+def test_run_folder_that_cannot_be_made_is_one_error(tmp_path, rows, option):
+    config = small_config(tmp_path, gpus="0", rows=rows)
+    done = run_train(str(config), *(part.format(tmp_path) for part in option))
+    assert (done.returncode, done.stderr.splitlines()[0][:22]) == (2, "Error: the run folder ")
+    assert "Traceback" not in done.stderr
+
+
 def test_deciding_imports_no_torch():
     code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0

@@ -72,14 +72,20 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dist: D
     """Fill model, optimizer and random state in place from a complete checkpoint, and return the rest.
 
     Any world size may load. The random state is restored only where the world size is the one that saved: at another
-    there is no state to continue.
+    there is no state to continue. The optimizer keeps its own settings (weight decay, betas, eps).
     """
+    resumed = read_info(path)
+    _read_shards(path, model, optimizer, dist)
+    if resumed.world_size == dist.world_size:
+        _read_random_state(path / f"random_{dist.rank}.pt")
+    return resumed
+
+
+def read_info(path: Path) -> Resumed:
+    """What a checkpoint says beside weights and optimizer, to be judged before they are loaded."""
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {CHECKPOINT_MARKER} file")
     info = json.loads((path / STATE_FILE).read_text())
-    _read_shards(path, model, optimizer, dist)
-    if info["world_size"] == dist.world_size:
-        _read_random_state(path / f"random_{dist.rank}.pt")
     return Resumed(info.pop("step"), info.pop("world_size"), info)
 
 
@@ -94,19 +100,23 @@ def agree_on_newest(folder: Path, dist: Dist) -> Path | None:
     return on_rank0(dist, lambda: newest_complete(folder))
 
 
-def prune(folder: Path, keep_last: int) -> list[Path]:
+def prune(folder: Path, keep_last: int, *, newest: int) -> list[Path]:
     """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only."""
     steps = {step: path for step, path in _steps(folder).items() if is_complete(path)}
-    doomed = [steps[step] for step in to_delete(list(steps), keep_last)]
+    doomed = [steps[step] for step in to_delete(list(steps), keep_last, newest=newest)]
     for path in doomed:
         (path / CHECKPOINT_MARKER).unlink()  # first, so that a kill half way leaves no folder that looks complete
         shutil.rmtree(path, ignore_errors=True)
     return doomed
 
 
-def to_delete(steps: Sequence[int], keep_last: int) -> list[int]:
-    """Which of the saved steps go when only the `keep_last` newest stay; 0 keeps all."""
-    return sorted(steps)[:-keep_last] if keep_last > 0 else []
+def to_delete(steps: Sequence[int], keep_last: int, *, newest: int) -> list[int]:
+    """Which of the saved steps go when only the `keep_last` last ones up to `newest`, just saved, stay; 0 keeps those.
+
+    Steps after it always go: the run went back behind them, and a resume would take them for its own.
+    """
+    own = sorted(step for step in steps if step <= newest)
+    return (own[:-keep_last] if keep_last > 0 else []) + sorted(step for step in steps if step > newest)
 
 
 def is_complete(path: Path) -> bool:
@@ -157,7 +167,10 @@ def _read_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             dcp.load(state, checkpoint_id=path, **_dcp_group(dist))
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"cannot load {path}: {_first_cause(error)}. Was the model's shape changed?") from error
+    configured = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, settings in zip(optimizer.param_groups, configured, strict=True):
+        group.update(settings)  # loading has put the saved run's settings there, and a changed config would do nothing
 
 
 def _dcp_group(dist: Dist) -> dict[str, Any]:
@@ -221,7 +234,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier start may have been killed while writing it
+    for killed in folder.parent.glob(".tmp_step_*"):  # an earlier start may have been killed while writing one
+        shutil.rmtree(killed, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
@@ -231,10 +245,12 @@ def _commit(aside: Path, final: Path, info: dict[str, Any]) -> None:
     _sync_folder(aside)
     _write_synced(aside / CHECKPOINT_MARKER, "")
     _sync_folder(aside)
+    replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
-        shutil.rmtree(final)
+        final.rename(replaced)  # in one piece: half deleted it could still look complete
     aside.rename(final)
     _sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -121,12 +121,17 @@ def available_cores() -> int:
 def new_run_dir(config: Config, started: time.struct_time) -> Path:
     """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`, with a number behind it when two start in one second."""
     parent, name = Path(config.run.dir).expanduser(), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
-    parent.mkdir(parents=True, exist_ok=True)
     for suffix in ["", *(f"-{number}" for number in range(2, 1000))]:
         try:
+            parent.mkdir(parents=True, exist_ok=True)
             (parent / f"{name}{suffix}").mkdir()
-        except FileExistsError:
-            continue
+        except OSError as error:
+            if isinstance(error, FileExistsError) and parent.is_dir():
+                continue
+            raise ConfigError(
+                f"the run folder {(parent / name).absolute()} cannot be made: {error.strerror}",
+                hint="set run.dir, or name a folder with --run-dir",
+            ) from error
         return (parent / f"{name}{suffix}").absolute()
     raise ConfigError(f"{parent} already holds a thousand runs named {name}")
 

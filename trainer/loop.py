@@ -211,7 +211,7 @@ class Borders:
             return
         run.log.note(f"saved {path}")
         if run.dist.is_main:
-            checkpoint.prune(folder, run.config.train.keep_last)
+            checkpoint.prune(folder, run.config.train.keep_last, newest=step)
 
     def _is_eval_due(self, step: int) -> bool:
         return step == self._total or _is_multiple(step, self._run.config.train.eval_every)

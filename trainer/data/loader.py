@@ -194,14 +194,15 @@ class TrainLoader:
         return [self._epoch(epoch)[row] for epoch, row in places]
 
     def _row_of(self, step: int) -> int:
-        return self._first_row + (step - self._first_step) * self.global_batch_size
+        row = self._first_row + (step - self._first_step) * self.global_batch_size
+        return row if self._config.train.steps is not None else min(row, self._end_row())
 
     def _end_row(self) -> int:
-        """Rows of the whole run when it is given in epochs; a part of an epoch is rounded to whole rows."""
+        """Rows of the whole run, one at least, when it is given in epochs; a part of one is rounded to whole rows."""
         epochs = self._config.train.epochs or 0.0
         whole = int(epochs)
         rows = sum(len(self._epoch(epoch)) for epoch in range(whole))
-        return rows + round((epochs - whole) * len(self._epoch(whole))) if epochs > whole else rows
+        return max(1, rows + round((epochs - whole) * len(self._epoch(whole)))) if epochs > whole else rows
 
     def _place(self, row: int) -> tuple[int, int]:
         """The epoch of a row of the endless sequence, and its place in that epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer import checkpoint, loop, metrics
-from trainer.config import config_notes, config_to_dict
+from trainer.config import ConfigError, config_notes, config_to_dict
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist, on_rank0
@@ -63,13 +64,20 @@ def build(
     backend = make_backend(config, dist)
     module = backend.prepare(shape)
     optimizer = build_optimizer(module, config.optim)
-    resumed = resume(config, run_dir, module, optimizer, data, dist)
-    if resumed is None:
+    path = resume_path(config, run_dir, dist)
+    if path is None:
         fill_weights(config, module, folder, dist)
-    start_step, extra = (resumed.step, resumed.extra) if resumed else (0, {})
+        start_step, extra, changed = 0, {}, []
+    else:
+        check_resumable(path, checkpoint.read_info(path), shape, data)
+        resumed = checkpoint.load(path, module, optimizer, dist)
+        start_step, extra = resumed.step, resumed.extra
+        changed = changed_keys(extra.get("config", {}), config_to_dict(config))
     log = metrics.MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
     )
+    if changed:
+        log.note(f"note: changed since the checkpoint, in force from here on: {', '.join(changed)}")
     return loop.Run(
         config=config,
         run_dir=run_dir,
@@ -82,7 +90,7 @@ def build(
         log=log,
         flops_per_token=flops_per_token(shape, config),
         peak_flops=peak_flops(config, dist),
-        extra={**extra, "config": config_to_dict(config)},
+        extra={**extra, "config": config_to_dict(config), "shape": asdict(shape)},
         start_step=start_step,
     )
 
@@ -118,32 +126,55 @@ def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, d
         hf.init_random(module, config.train.seed, dist)
 
 
-def resume(
-    config: Config,
-    run_dir: Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Data,
-    dist: Dist,
-) -> checkpoint.Resumed | None:
-    """Continue from the checkpoint that `train.resume` means; None for a run that starts anew."""
+def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
+    """The checkpoint that `train.resume` means; None for a run that starts anew."""
     if config.train.resume == "never":
         return None
     if config.train.resume == "auto":
-        path = checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
-    else:
-        path = Path(config.train.resume).expanduser()
-    if path is None:
-        return None
-    resumed = checkpoint.load(path, module, optimizer, dist)
-    data.train.load_state_dict(resumed.extra.pop("data"))
-    return resumed
+        return checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
+    path = Path(config.train.resume).expanduser()
+    if not checkpoint.is_complete(path):
+        newest = checkpoint.newest_complete(path / CHECKPOINTS_DIR)
+        raise ConfigError(
+            f"train.resume is {config.train.resume}, and {path.absolute()} is no complete checkpoint",
+            hint=f"did you mean {newest}?" if newest else "name a folder step_NNNNNN that holds a file COMPLETE",
+        )
+    return path
+
+
+def check_resumable(path: Path, saved: checkpoint.Resumed, shape: DecoderShape, data: Data) -> None:
+    """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
+    now = asdict(shape)
+    before = saved.extra.get("shape", now)
+    changed = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
+    if changed:
+        raise hf.ModelError(
+            f"{path} was made by another model: {', '.join(changed)}; restore it, or start anew with train.resume=never"
+        )
+    data.train.load_state_dict(saved.extra["data"])
+    if saved.step > data.train.total_steps:
+        raise ConfigError(
+            f"{path} is after step {saved.step}, and the run has {data.train.total_steps} steps",
+            hint="raise train.steps, or name an earlier checkpoint in train.resume",
+        )
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it."""
+    keys = [("optim", key) for key in now["optim"]]
+    keys += [("train", key) for key in ("steps", "epochs", "micro_batch_size", "grad_accum_steps", "global_batch_size")]
+    keys += [("train", "precision"), ("parallel", "reduce_dtype")]
+    pairs = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in keys]
+    return [f"{key} {old} -> {new}" for key, old, new in pairs if before and old != new]
 
 
 def tell_plan(train: loop.Run) -> None:
     """Say what is about to happen, before the first step."""
     config, loader = train.config, train.data.train
     notes = [f"note: {note}" for note in config_notes(config)]
+    if config.optim.warmup_steps > loader.total_steps:  # an error already where train.steps says so
+        warmup = f"optim.warmup_steps is {config.optim.warmup_steps}"
+        notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
     resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
     size = f"{loader.global_batch_size} rows x {config.data.seq_len} tokens"
     plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
