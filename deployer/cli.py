@@ -114,12 +114,13 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     program = click.get_current_context().meta["program"]
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
+    pull_limit = parse_size(options.pop("pull_max"))
     host = _host(options["ssh"], options["root"], options.pop("ssh_key"), options.pop("accept_new_host_key"))
     if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
     from deployer.commands import run as command
 
-    sys.exit(command.run(config, overrides, program, host=host, **options))
+    sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
 
 
 @cli.command(context_settings=CONTEXT)

@@ -32,7 +32,7 @@ def read(folder: Path) -> dict[str, object]:
     for path in folder.rglob("*"):
         name = str(path.relative_to(folder))
         if path.is_symlink():
-            found[name] = os.readlink(path)
+            found[name] = str(path.readlink())
         elif path.is_file():
             found[name] = (path.read_bytes(), os.access(path, os.X_OK))
     return found
@@ -57,7 +57,7 @@ def test_launch_with_a_spare_gets_the_same_files_as_without(tmp_path, wanted):
     (tmp_path / "job").mkdir()
     spare.materialise(root, name, str(tmp_path / "job"))
     assert read(tmp_path / "job") == read(tmp_path / "plain")
-    assert not (tmp_path / "root" / "store" / "spare").exists() and not os.listdir(root.tmp)
+    assert not (tmp_path / "root" / "store" / "spare").exists() and not list(Path(root.tmp).iterdir())
 
 
 def test_file_of_the_spare_that_somebody_touched_is_written_anew(tmp_path):

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import sys
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, Mapping
 
 from .errors import AgentError
 from .layout import Root
@@ -69,13 +69,6 @@ def host_facts(root: Root) -> Dict[str, Any]:
     facts.update(_disk(root))
     facts.update(_gpu_facts(job_environment(os.environ, container)))
     return facts
-
-
-def doctor(root: Root, *, client_time: Optional[float] = None) -> List[Dict[str, str]]:
-    """Checks of this host, each {name, status: ok | warn | fail, detail, hint}. client_time: the client's Unix time."""
-    from .checkup import run_checks
-
-    return run_checks(root, job_environment(os.environ, container_env()), client_time=client_time)
 
 
 def existing_folder(path: str) -> str:

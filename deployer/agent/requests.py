@@ -8,7 +8,7 @@ import stat
 import time
 from typing import Any, Dict, List, Optional
 
-from . import logs, probe, state, supervise
+from . import logs, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
 from .wire import Call
@@ -176,8 +176,9 @@ def fetch(root: Root, call: Call) -> Dict[str, Any]:
 
 def doctor(root: Root, call: Call) -> Dict[str, Any]:
     """Facts about this host and checks of it, each with what to do."""
-    call.send_event(
-        "doctor",
-        {"facts": probe.host_facts(root), "checks": probe.doctor(root, client_time=call.head.get("client_time"))},
-    )
+    from . import checkup, probe  # no other request needs them
+
+    env = probe.job_environment(dict(os.environ), probe.container_env())
+    checks = checkup.run_checks(root, env, client_time=call.head.get("client_time"))
+    call.send_event("doctor", {"facts": probe.host_facts(root), "checks": checks})
     return {}

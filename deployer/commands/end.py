@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from deployer import jobs, render
+from deployer.commands.screen import FINAL
 from deployer.host import Host
-
-STOPPED_ALL_THE_SAME = ("succeeded", "failed", "stopped", "lost")
 
 
 def stop(host: Host, job_id: str, *, grace_s: float) -> int:
@@ -21,7 +20,7 @@ def stop(host: Host, job_id: str, *, grace_s: float) -> int:
             render.notice(f"  {render.clean(phase)}")
 
     final = jobs.stop_job(host, job_id, grace_s=grace_s, on_state=tell)
-    if final.get("was") in STOPPED_ALL_THE_SAME:
+    if final.get("was") in FINAL:
         render.notice(f"{final['job_id']} had ended already: {final['state']}")
         return 0
     remaining = final.get("remaining") or []

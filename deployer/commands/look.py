@@ -11,13 +11,12 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.commands.run import DETACHED, Screen, log_view, next_commands
+from deployer.commands.screen import DETACHED, FINAL, Screen, log_view, next_commands
 from deployer.errors import LostConnection
 from deployer.host import Host
 from deployer.launch import follow_to_end
 from deployer.registry import JobRecord, read_records
 
-FINAL = ("succeeded", "failed", "stopped", "lost")
 SHOWN_ENDED = 20
 
 

@@ -12,16 +12,14 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.cli import parse_size
+from deployer.commands.end import pull
+from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.follow import LogView
 from deployer.host import Host
-from deployer.launch import Watcher, launch_and_follow
+from deployer.launch import launch_and_follow
 from deployer.plan import SLOT_RULES, plan_to_json, render_command, render_cwd, shell_slots
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config
-from deployer.registry import JobRecord, write_record
-
-DETACHED = 75
+from deployer.registry import JobRecord
 
 
 def run(
@@ -32,14 +30,13 @@ def run(
     detach: bool,
     dry_run: str | None,
     no_pull: bool,
-    pull_max: str,
+    pull_limit: int | None,
     as_json: bool,
     host: Host,
     **options: Any,
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `host`: as the command line names it."""
     chosen = Options(config=config, overrides=overrides, command=program, **options)
-    limit = parse_size(pull_max)
     read, command = read_config(chosen)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = Host(read.target.ssh, read.target.root, host.ssh_key, host.accept_new_host_key)
@@ -53,7 +50,7 @@ def run(
     _ask_about_size(prepared, yes=chosen.yes)
     _describe(prepared, host)
     record = _record(prepared, host)
-    return _launch(prepared, host, record, detach=detach, pull_limit=limit, pulls=not no_pull)
+    return _launch(prepared, host, record, detach=detach, pull_limit=pull_limit, pulls=not no_pull)
 
 
 def _check_platform(host: Host) -> None:
@@ -161,39 +158,6 @@ def asdict_reason(reason: Any) -> list[str]:
 # --- the launch -------------------------------------------------------------------------------------------------------
 
 
-class Screen(Watcher):
-    """Tells on stderr how a launch goes."""
-
-    def __init__(self, record: JobRecord) -> None:
-        self.record = record
-        self.acknowledged = False
-        self._progress = render.progress("sent")
-        self._update: Any = None
-        self._waiting = False
-
-    def sending(self, sent: int, total: int) -> None:
-        if self._update is None:
-            self._update = self._progress.__enter__()
-        self._update(sent, total)
-
-    def started(self, ack: dict[str, Any]) -> None:
-        if self._update is not None:
-            self._progress.__exit__(None, None, None)
-        self.acknowledged = True
-        write_record(self.record)
-        render.notice("already running" if ack.get("already") else "started")
-
-    def state(self, status: dict[str, Any]) -> None:
-        if self._waiting:
-            self._waiting = False
-            render.notice("connected again")
-
-    def reconnecting(self, error: FerryError, wait_s: float) -> None:
-        if not self._waiting:
-            render.notice(f"{render.clean(error.message)}; trying again (the job goes on)")
-        self._waiting = True
-
-
 def _launch(
     prepared: Prepared, host: Host, record: JobRecord, *, detach: bool, pull_limit: int | None, pulls: bool
 ) -> int:
@@ -232,20 +196,7 @@ def _launch(
     return tell_end(host, plan.job_id, final)
 
 
-def log_view(*, raw: bool) -> LogView:
-    """A view on this process's own stdout and stderr."""
-    sys.stdout.flush()
-    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=sys.stdout.isatty(), raw=raw)
-
-
-def next_commands(job_id: str) -> None:
-    for line in ("logs {} -f", "status {}", "stop {}", "pull {}"):
-        render.notice(f"  deploy.py {line.format(job_id)}")
-
-
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
-    from deployer.commands.end import pull
-
     try:
         pull(host, record.job_id, target=Path(record.results), checkpoints=False, limit=limit)
     except FerryError as error:

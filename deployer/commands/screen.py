@@ -1,0 +1,60 @@
+"""What a followed job shows on this terminal, shared by `run` and `logs`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from deployer import render
+from deployer.errors import FerryError
+from deployer.follow import LogView
+from deployer.launch import Watcher
+from deployer.registry import JobRecord, write_record
+
+DETACHED = 75
+"""Exit code of a command that stopped following while the job runs on."""
+FINAL = ("succeeded", "failed", "stopped", "lost")
+
+
+class Screen(Watcher):
+    """Tells on stderr how a launch goes."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        self.acknowledged = False
+        self._progress = render.progress("sent")
+        self._update: Any = None
+        self._waiting = False
+
+    def sending(self, sent: int, total: int) -> None:
+        if self._update is None:
+            self._update = self._progress.__enter__()
+        self._update(sent, total)
+
+    def started(self, ack: dict[str, Any]) -> None:
+        if self._update is not None:
+            self._progress.__exit__(None, None, None)
+        self.acknowledged = True
+        write_record(self.record)
+        render.notice("already running" if ack.get("already") else "started")
+
+    def state(self, status: dict[str, Any]) -> None:
+        if self._waiting:
+            self._waiting = False
+            render.notice("connected again")
+
+    def reconnecting(self, error: FerryError, wait_s: float) -> None:
+        if not self._waiting:
+            render.notice(f"{render.clean(error.message)}; trying again (the job goes on)")
+        self._waiting = True
+
+
+def log_view(*, raw: bool) -> LogView:
+    """A view on this process's own stdout and stderr."""
+    sys.stdout.flush()
+    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=sys.stdout.isatty(), raw=raw)
+
+
+def next_commands(job_id: str) -> None:
+    for line in ("logs {} -f", "status {}", "stop {}", "pull {}"):
+        render.notice(f"  deploy.py {line.format(job_id)}")
