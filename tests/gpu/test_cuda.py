@@ -1,0 +1,70 @@
+"""The trainer on CUDA and NCCL against itself on the CPU: backends, precision, resume. Two GPUs."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ferry import REPO
+
+CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
+SHORT = ("train.steps=8", "optim.warmup_steps=2", "train.eval_every=0", "train.save_every=4", "run.export=false")
+BATCH = ("train.global_batch_size=8", "train.micro_batch_size=2", "data.max_train_rows=400")
+Train = Callable[..., list[float]]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Losses of the eight steps of a run; the same words are run once."""
+    known: dict[tuple[str, ...], list[float]] = {}
+
+    def run(*words: str, run_dir: Path | None = None) -> list[float]:
+        if words not in known or run_dir:
+            folder = run_dir or tmp_path_factory.mktemp("run")
+            command = [sys.executable, str(REPO / "train.py"), CONFIG, *SHORT, *BATCH, *words, "--run-dir", str(folder)]
+            done = subprocess.run(command, capture_output=True, timeout=200)
+            assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
+            rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            known[words] = [row["loss"] for row in rows if "loss" in row]
+        return known[words]
+
+    return run
+
+
+ONE = ("target.gpu_ranks=[0]", "target.train_backend=pytorch")
+FSDP = ("target.gpu_ranks=[0,1]", "target.train_backend=fsdp")
+DDP = ("target.gpu_ranks=[1,0]", "target.train_backend=ddp")
+FP32 = "train.precision=fp32"
+
+
+def worst(a: list[float], b: list[float]) -> float:
+    assert len(a) == len(b) == 8
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("backend", [FSDP, DDP], ids=["fsdp", "ddp"])
+def test_two_gpus_reproduce_the_losses_of_one_in_fp32(train, backend):
+    assert worst(train(*ONE, FP32), train(*backend, FP32)) < 1e-4
+
+
+def test_one_gpu_reproduces_the_losses_of_the_cpu_in_fp32(train):
+    assert worst(train(*ONE, FP32), train(*ONE, FP32, "target.device=cpu")) < 1e-3
+
+
+@pytest.mark.parametrize("backend", [FSDP, DDP], ids=["fsdp", "ddp"])
+def test_bf16_backends_agree_within_twice_the_error_of_bf16_itself(train, backend):
+    error = worst(train(*ONE, FP32), train(*ONE))
+    assert worst(train(*ONE), train(*backend)) <= 2 * error
+
+
+def test_activation_checkpointing_changes_no_loss(train):
+    assert worst(train(*FSDP, FP32), train(*FSDP, FP32, "parallel.activation_checkpointing=full")) < 1e-5
+
+
+def test_resume_on_two_gpus_goes_on_with_the_unbroken_runs_losses(train, tmp_path):
+    whole = train(*FSDP, FP32, "train.deterministic=true")
+    train(*FSDP, FP32, "train.deterministic=true", "train.stop_after_steps=4", run_dir=tmp_path)
+    assert worst(whole, train(*FSDP, FP32, "train.deterministic=true", run_dir=tmp_path)) == 0.0
