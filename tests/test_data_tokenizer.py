@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trainer.data.errors import DataError
-from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer
+from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, vocab_size
 from trainer.schema import Config, DataConfig, ModelConfig
 
 TEXT = "héllo\n\tworld  日本 \U0001f600 e\u0301 don't\r\n 12 345"
@@ -23,6 +23,15 @@ def test_bytes_tokenizer_spends_one_token_per_byte():
     assert len(tokenizer) == 260
     assert len(tokenizer("日本")["input_ids"]) == 6
     assert tokenizer.decode(tokenizer("日本 \n é")["input_ids"]) == "日本 \n é"
+
+
+def test_ids_with_gaps_need_more_rows_than_there_are_tokens():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer(models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
+    assert vocab_size(PreTrainedTokenizerFast(tokenizer_object=model)) == 10
+    assert vocab_size(build_bytes_tokenizer()) == 260
 
 
 def test_bytes_tokenizer_ends_turns_with_its_eos():

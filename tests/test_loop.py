@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers import get_cosine_schedule_with_warmup
 
 from tests.ranks import run_ranks
+from tests.tiny import tiny_shape
 from trainer import loop
 from trainer.batch import LossSum
 from trainer.config import ConfigError, config_from_dict
@@ -103,6 +104,12 @@ def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> loop.Run:
 
 
 # --- the normaliser ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_longer_than_a_named_models_positions_are_refused():
+    config = config_of("rows.jsonl")
+    with pytest.raises(ConfigError, match="seq_len is 96, more than max_position_embeddings of None, 64"):
+        sft.check_length(config, tiny_shape(max_position_embeddings=64))
 
 
 def test_weights_after_five_steps_equal_a_plain_torch_loop(rows, tmp_path):
@@ -298,6 +305,14 @@ def test_nonfinite_steps_in_a_row_end_the_run_on_every_rank(rows, tmp_path):
     first, second = run_ranks(train_poisoned, 2, rows, str(tmp_path), [3, 4])
     assert first == second
     assert first.startswith("steps 3 to 4 were skipped: loss sum nan")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_run_shorter_than_the_limit_fails_when_every_step_was_skipped(rows, tmp_path):
+    run = build(rows, tmp_path, micro_batch_size=6, steps=3)
+    poison(run, steps={1, 2, 3})
+    with pytest.raises(loop.NonFiniteError, match="steps 1 to 3 were skipped"):
+        loop.train(run)
     assert not (tmp_path / "checkpoints").exists()
 
 

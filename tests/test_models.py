@@ -227,6 +227,31 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path):
         from_folder(tmp_path, tiny_shape(head_dim=16, num_kv_heads=1))
 
 
+def test_a_tied_model_with_another_head_is_refused_as_transformers_unties_it(tmp_path):
+    decoder = tiny_decoder()
+    write_export(tmp_path, decoder.shape, tensors=decoder.state_dict(), tokenizer=None)
+    weights = load_file(tmp_path / "model.safetensors")
+    for noise in (0.0, 1.0):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + noise
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+        if theirs.lm_head.weight is theirs.model.embed_tokens.weight:
+            load_pretrained(tiny_decoder(seed=1), tmp_path, ALONE)
+        else:
+            with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
+                load_pretrained(tiny_decoder(seed=1), tmp_path, ALONE)
+
+
+def test_a_stored_value_that_is_not_finite_is_refused(tmp_path):
+    decoder = tiny_decoder()
+    write_export(tmp_path, decoder.shape, tensors=decoder.state_dict(), tokenizer=None)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has values that are not finite"):
+        load_pretrained(tiny_decoder(), tmp_path, ALONE)
+
+
 def test_a_truncated_weights_file_is_refused(tmp_path):
     save_hf(tiny_shape(), tmp_path)
     path = tmp_path / "model.safetensors"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import diagnose, launch
+from trainer import cli, diagnose, launch
 from trainer.config import ConfigError, config_from_dict, load_config
 from trainer.launch import HostGpus
 from trainer.metrics import Screen, drop_records_after, peak_flops, render_bar, render_duration, render_train
@@ -131,6 +131,12 @@ def test_only_the_first_failing_rank_of_a_start_tells_its_reason(tmp_path, monke
     assert json.loads((tmp_path / "outcome.json").read_text()) == {"state": "failed", "rank": 1, "error": "Error: a"}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
     assert diagnose.claim_failure(tmp_path, 0, "Error: c")
+
+
+def test_failure_is_told_though_the_run_folder_takes_no_file(tmp_path):
+    (tmp_path / "control").write_text("")  # a file where the folder should be, as root writes through permissions
+    assert diagnose.claim_failure(tmp_path, 0, "Error: a")
+    assert diagnose.write_traceback(tmp_path / "control", 0, ValueError()) is None
 
 
 def test_out_of_memory_names_the_ways_out():
@@ -259,6 +265,35 @@ def test_missing_data_file_ends_with_2_before_any_rank_starts(tmp_path):
     done = run_train(str(config), "--run-dir", str(tmp_path / "run"))
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"Error: there is no {tmp_path}/absent.jsonl")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("job", "state"), [("j1", "stopped"), ("", "succeeded")])
+def test_stop_asked_while_a_deployed_job_starts_is_heard_and_a_stale_one_by_hand_is_not(tmp_path, rows, job, state):
+    run = tmp_path / "run"
+    (run / "control").mkdir(parents=True)
+    (run / "control" / "stop.json").write_text("{}")
+    env = {"TORCHFERRY_RUN_DIR": str(run)} | ({"TORCHFERRY_JOB_ID": job} if job else {})
+    run_train(str(small_config(tmp_path, gpus="0", rows=rows)), "run.export=false", **env)
+    assert json.loads((run / "outcome.json").read_text())["state"] == state
+
+
+def test_torchrun_by_hand_shows_the_gpus_that_the_config_names(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control" / "stop.json").write_text("{}")
+    cli.prepare_rank(config_of(gpu_ranks=[3, 2]), tmp_path)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,2"
+    assert not (tmp_path / "control" / "stop.json").exists()
+
+
+def test_config_mistake_under_torchrun_is_told_by_rank_0_alone():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py"), "train.stepz=3"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.count("Error: train.stepz is not a key") == 1
 
 
 def test_mistake_that_all_ranks_find_is_told_once(tmp_path):

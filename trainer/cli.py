@@ -12,7 +12,7 @@ import click
 
 from trainer import launch
 from trainer.config import ConfigError, config_to_yaml, load_config
-from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, STOP_FILE, Config
+from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
 
@@ -41,12 +41,14 @@ def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, deb
     try:
         config = load_config(config_path, overrides)
         if launch.is_under_torchrun(os.environ):
+            prepare_rank(config, run_dir)
             sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
         start(config, run_dir or _run_dir_of_env(), debug=debug)
     except ConfigError as error:
         if debug:
             raise
-        click.echo(error.render(), err=True)
+        if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
+            click.echo(error.render(), err=True)
         sys.exit(2)
 
 
@@ -58,7 +60,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     write_config(config, run_dir)
-    (run_dir / STOP_FILE).unlink(missing_ok=True)  # asked of an earlier start
+    forget_stop(run_dir)
     click.echo(f"run folder: {run_dir}")
     processes = len(config.target.gpu_ranks)
     if processes == 1:
@@ -67,6 +69,20 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
         sys.executable, sys.argv[0], run_dir / CONFIG_FILE, processes=processes, debug=debug
     )
     launch.relaunch(argv, run_dir)
+
+
+def prepare_rank(config: Config, run_dir: Path | None) -> None:
+    """What `start` does for its ranks, for one whose torchrun was started by hand."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
+    if run_dir is not None and os.environ["RANK"] == "0":
+        forget_stop(run_dir)
+
+
+def forget_stop(run_dir: Path) -> None:
+    """Drop a stop asked of an earlier start; in a deployed job the file is its supervisor's, and may be new."""
+    if JOB_ID_ENV not in os.environ:
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
 def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:

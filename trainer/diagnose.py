@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.schema import OUTCOME_FILE
@@ -68,19 +69,20 @@ def _place(error: BaseException) -> str:
 def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
     """Whether this is the first rank of this start to fail; it then stands in FAILURE_FILE and in outcome.json."""
     path = run_dir / FAILURE_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     if has_failed(run_dir):
         return False
-    path.unlink(missing_ok=True)  # of an earlier start
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"start": start_id(), "rank": rank, "message": message}, file)
-    (run_dir / OUTCOME_FILE).write_text(
-        json.dumps({"state": "failed", "rank": rank, "error": message}, indent=1) + "\n"
-    )
+    with suppress(OSError):  # a full or read-only disk may be the very failure: then it is told without the files
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of an earlier start
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"start": start_id(), "rank": rank, "message": message}, file)
+        (run_dir / OUTCOME_FILE).write_text(
+            json.dumps({"state": "failed", "rank": rank, "error": message}, indent=1) + "\n"
+        )
     return True
 
 
@@ -98,8 +100,11 @@ def start_id() -> str:
     return ":".join(os.environ.get(name, str(os.getpid())) for name in names)
 
 
-def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path:
-    """Keep the whole stack trace in the run folder, and give its path."""
+def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path | None:
+    """Keep the whole stack trace in the run folder, and give its path; None when the disk does not take it."""
     path = run_dir / f"traceback_rank_{rank}.txt"
-    path.write_text("".join(traceback.format_exception(error)))
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        return None
     return path

@@ -283,7 +283,10 @@ class Reader:
         return {**record, "skipped": window.skipped} if window.skipped else record
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
-        if self._skipped_in_a_row >= self._run.config.train.max_nonfinite_steps:
+        run = self._run
+        # a run shorter than the limit has failed too when nothing of it was learned
+        limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps - run.start_step)
+        if self._skipped_in_a_row >= limit:
             first = step - self._skipped_in_a_row + 1
             raise NonFiniteError(
                 f"steps {first} to {step} were skipped: loss sum {loss}, gradient norm {norm}. The weights are those "

@@ -71,7 +71,8 @@ def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) ->
         if not diagnose.claim_failure(run_dir, rank, message):
             return code
         if not diagnose.is_ours(error) and not isinstance(error, KeyboardInterrupt):
-            message += f"\n  stack trace: {diagnose.write_traceback(run_dir, rank, error)}"
+            kept = diagnose.write_traceback(run_dir, rank, error)
+            message += f"\n  stack trace: {kept or 'not kept, the run folder takes no file; --debug shows it'}"
     elif rank != 0 and diagnose.is_ours(error):
         return code  # every rank has found the same before there was a run folder
     if debug:

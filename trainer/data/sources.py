@@ -152,7 +152,7 @@ def _message(item: Any, key: str, row_id: str) -> Message:
     if not isinstance(item, dict):
         raise DataError(f"{key} is {_short(item)}, not a message", where=row_id)
     role, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
-    if role not in SHAREGPT_ROLES:
+    if not isinstance(role, str) or role not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(f"{key} has the unknown role {role!r}", where=row_id, hint=f"known roles: {known}")
     if item.get("tool_calls"):
@@ -236,6 +236,8 @@ def _parse_json(data: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"{where}:{error.lineno}" if b"\n" in data.rstrip() else where
         raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=place) from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise DataError(f"not readable JSON: {error}", where=where) from None
 
 
 def _record(value: Any, where: str) -> Record:

@@ -45,6 +45,11 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Rows that an embedding needs for every id; more than there are tokens when the ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
 def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
     """256 bytes and 4 special tokens, 260 in all; any text in composed form (NFC) survives encoding and decoding."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INIT_STD = 0.02
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 __all__ = [
     "ModelError",
@@ -89,7 +90,8 @@ def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 def load_pretrained(module: nn.Module, folder: Path | str, dist: Dist) -> None:
     """Fill the model from a folder's safetensors; each rank reads its own share of each tensor, as fp32.
 
-    Raises ModelError when the folder has no weights, or its names or shapes are not exactly the model's.
+    Raises ModelError when the folder has no weights, its names or shapes are not exactly the model's, a value is not
+    finite, or the head of a tied model is not the copy that it should be.
     """
     weights = dict(named_weights(module))
     with ExitStack() as stack:
@@ -104,6 +106,20 @@ def load_pretrained(module: nn.Module, folder: Path | str, dist: Dist) -> None:
             local = local_tensor(parameter)
             if local.numel():
                 local.copy_(stored[own_slices(parameter)])
+            if not local.isfinite().all():
+                raise ModelError(f"{folder}: {name} has values that are not finite")
+        if HEAD in files and HEAD not in weights:
+            _check_tied(weights[EMBEDDING], files[HEAD].get_slice(HEAD), Path(folder))
+
+
+def _check_tied(embedding: nn.Parameter, stored_head: Any, folder: Path) -> None:
+    """transformers gives up the tie when the stored head differs, and so trains another model than the config says."""
+    head, local = stored_head[own_slices(embedding)], local_tensor(embedding)
+    if not torch.equal(head.to(local), local):
+        raise ModelError(
+            f"{folder}: {HEAD} differs from {EMBEDDING}, though config.json ties them;"
+            " set tie_word_embeddings to false there, or remove the stale tensor"
+        )
 
 
 def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
@@ -131,8 +147,8 @@ def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
     """The names must match. Allowed beside them: old rotary buffers, and the head of a tied model, which is a copy."""
     ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    if "lm_head.weight" not in expected:
-        ignored.add("lm_head.weight")
+    if HEAD not in expected:
+        ignored.add(HEAD)
     missing, unexpected = sorted(expected - found), sorted(found - expected - ignored)
     if missing or unexpected:
         raise ModelError(

@@ -15,7 +15,7 @@ import torch
 from trainer import checkpoint, loop, metrics
 from trainer.config import ConfigError, config_notes, config_to_dict
 from trainer.data.loader import Data, build_data
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer, vocab_size
 from trainer.dist import Dist, on_rank0
 from trainer.losses import sft_loss
 from trainer.models import hf
@@ -32,7 +32,8 @@ def run(config: Config, run_dir: Path, dist: Dist) -> int:
     tokenizer = load_tokenizer(config)
     quiet_transformers()
     folder = pretrained_folder(config, dist)
-    shape = hf.shape_from_config(config.model, len(tokenizer), folder=folder)
+    shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
+    check_length(config, shape)
     train = build(config, run_dir, dist, tokenizer=tokenizer, shape=shape, folder=folder)
     tell_plan(train)
 
@@ -116,6 +117,13 @@ def pretrained_folder(config: Config, dist: Dist) -> Path | None:
     if config.model.name is None:
         return None
     return hf.model_folder(config.model.name, dist, weights=config.model.init != "random")
+
+
+def check_length(config: Config, shape: DecoderShape) -> None:
+    """Raise ConfigError for rows longer than the model knows positions; a named model brings that number itself."""
+    if config.data.seq_len > shape.max_position_embeddings:
+        limit = f"max_position_embeddings of {config.model.name}, {shape.max_position_embeddings}"
+        raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
 
 
 def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist) -> None:
