@@ -327,6 +327,19 @@ def main() -> None:
             raise
         _show(error)
         sys.exit(error.exit_code)
+    except Exception as error:
+        if debug:
+            raise
+        _show(_unforeseen(error))
+        sys.exit(FerryError.exit_code)
+
+
+def _unforeseen(error: Exception) -> FerryError:
+    """One error for what no code here expects: this machine's disk, an answer of another shape, a mistake of ours."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return FerryError(f"this machine: {where}{error.strerror or error}")
+    return FerryError(f"Torchferry failed: {error!r}", hint="--debug shows where; please report it")
 
 
 def _show(error: FerryError) -> None:

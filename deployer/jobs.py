@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import tempfile
@@ -113,16 +114,20 @@ def pull(
     for a name that would leave the target.
     """
     with host.connect(request={"op": "files", "job": job_id, "parts": list(parts)}) as link:
-        listed = [RemoteFile(*row) for row in link.first.result("files")]
-        for file in listed:
-            check_name(file.path)
+        listed = [parse_file(row) for row in link.first.result("files")]
         kept, left_out = _within(listed, max_bytes)
         wanted = [file for file in kept if not _is_here(target, file)]
         total, done = sum(file.size for file in wanted), 0
         for file in wanted:
-            for count in _fetch(link, job_id, file, target):
-                done += count
-                progress(done, total)
+            try:
+                for count in _fetch(link, job_id, file, target):
+                    done += count
+                    progress(done, total)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise FerryError(
+                    f"cannot write {target / file.path}: {reason}", hint="--to names another folder"
+                ) from None
     return Pulled(len(kept), sum(file.size for file in kept), tuple(left_out))
 
 
@@ -133,10 +138,27 @@ def _within(files: Sequence[RemoteFile], max_bytes: int | None) -> tuple[list[Re
     return small, [file for file in files if file not in small]
 
 
+def parse_file(row: Any) -> RemoteFile:
+    """A file as a host lists it. HostError for what is no path below the job's folder with a size and a time."""
+    try:
+        path, size, mtime = row
+        file = RemoteFile(str(path), int(size), float(mtime))
+    except (TypeError, ValueError, OverflowError):
+        raise HostError(f"the host lists {row!r}, which is no file") from None
+    check_name(file.path)
+    if file.size < 0 or not math.isfinite(file.mtime) or abs(file.mtime) > 1e11:
+        raise HostError(f"the host lists {file.path!r} with {size} bytes of time {mtime}")
+    return file
+
+
 def check_name(path: str) -> None:
     """HostError for a name from a host that would leave the target folder or drive a terminal."""
     parts = path.split("/")
-    if not path or any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or ord(c) == 127 for c in path):
+    if (
+        not path
+        or any(part in ("", ".", "..") for part in parts)
+        or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in path)
+    ):
         raise HostError(f"the host names a file {path!r}, which is not a path below the job's folder")
 
 
@@ -172,8 +194,10 @@ def _fetch_into(out: BinaryIO, link: Link, job_id: str, file: RemoteFile) -> Ite
         got = 0
         for name, _, data in link.call("fetch", job=job_id, path=file.path, offset=offset, size=size).events():
             if name == "data":
-                out.write(data)
                 got += len(data)
+                if got > size:
+                    raise HostError(f"the host sends more of {file.path} than was asked for")
+                out.write(data)
                 yield len(data)
         if got < size:
             raise HostError(f"{file.path} became shorter while it was copied", hint="pull again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from deployer.agent import frames
 from deployer.agent.tree import Entry, dump_entries, root_hash
-from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UsageError
 from deployer.follow import LogView
 from deployer.link import Call, Link
 from deployer.plan import LaunchPlan, plan_to_json
@@ -19,6 +20,8 @@ from deployer.plan import LaunchPlan, plan_to_json
 GIVE_UP_AFTER_S = 600.0
 """A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+CANCEL_S = 5.0
+"""How long an interrupted launch waits to hear whether it came to a job."""
 
 Connect = Callable[..., Link]
 """Opens a link: `connect(request=…, payload=…)`."""
@@ -85,18 +88,23 @@ def launch_and_follow(
 
 
 def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher) -> tuple[Link, Call]:
-    for wait_s in (*BACKOFF_S[:3], None):
-        link = attempt()
+    for number, wait_s in enumerate((*BACKOFF_S[:3], None)):
+        link = None
         try:
+            link = attempt()
             watcher.started(_converse(link.first, shipment, watcher))
             return link, link.first
         except KeyboardInterrupt:
-            _cancel(link)
+            if link is not None:
+                _cancel(link, watcher)
             raise
-        except LostConnection as error:
-            link.close()
-            if wait_s is None:
+        except (LostConnection, ConnectError) as error:
+            if link is not None:
+                link.close()
+            if isinstance(error, ConnectError) and number == 0:
                 raise
+            if wait_s is None:  # an earlier try may have come to a job, so this is no plain ConnectError
+                raise LostConnection(error.message, where=error.where, hint=error.hint) from error
             watcher.reconnecting(error, wait_s)
             time.sleep(wait_s)
     raise AssertionError("unreachable")
@@ -107,6 +115,8 @@ def _converse(call: Call, shipment: Shipment, watcher: Watcher) -> dict[str, Any
     entries: tuple[Entry, ...] = ()
     for name, value, _ in call.events():
         if name == "need_tree":
+            if value not in shipment.trees:
+                raise HostError(f"the host asks for {value!r}, which is no tree of this launch")
             entries = shipment.trees[value]
             call.send_data(zlib.compress(dump_entries(entries), 6))
             call.end_data()
@@ -120,6 +130,8 @@ def _converse(call: Call, shipment: Shipment, watcher: Watcher) -> dict[str, Any
 def _send_blobs(
     call: Call, hashes: list[str], sources: Mapping[str, str], sizes: Mapping[str, int], progress: Progress
 ) -> None:
+    if unknown := next((h for h in hashes if h not in sizes), None):
+        raise HostError(f"the host asks for {unknown!r}, which is no file of this launch")
     total, sent = sum(sizes[h] for h in hashes), 0
     for name in hashes:
         for head, part in _blob_frames(name, Path(sources[name])):
@@ -130,8 +142,13 @@ def _send_blobs(
 
 
 def _blob_frames(name: str, path: Path) -> Any:
-    """Frames of one file: the first one names it, the last one says so."""
-    with path.open("rb") as f:
+    """Frames of one file: the first one names it, the last one says so. UsageError when it is gone by now."""
+    try:
+        f = path.open("rb")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"{path} cannot be read any more: {reason}", hint="deploy again") from error
+    with f:
         part = f.read(frames.MAX_BODY)
         head: dict[str, Any] = {"blob": name}
         while True:
@@ -142,14 +159,20 @@ def _blob_frames(name: str, path: Path) -> Any:
             head, part = {}, following
 
 
-def _cancel(link: Link) -> None:
-    """Tells the host to forget the launch and gives it a moment to do so."""
+def _cancel(link: Link, watcher: Watcher) -> None:
+    """Tells the host to forget the launch and waits for its answer: the acknowledgement may have been on its way."""
+    timer = threading.Timer(CANCEL_S, link.close)
+    timer.start()
     try:
         link.first.cancel()
-        time.sleep(0.5)
+        for name, value, _ in link.first.events():
+            if name == "ack":
+                watcher.started(dict(value))
+                return
     except FerryError:
-        pass  # the host is gone; if the launch got through, `ps` shows it
+        pass  # it is cancelled, or the host is gone; if the launch got through, `ps` shows it
     finally:
+        timer.cancel()
         link.close()
 
 

@@ -35,6 +35,8 @@ DEAD_AFTER_S = 35.0
 ANSWER_TIMEOUT_S = 60.0
 """From the exec to the nonce: login scripts run in between."""
 MAX_PAYLOAD = 8 << 20
+MAX_EVENT = 64 << 20
+"""Bytes of one event's value at most: the names of a million files."""
 MAX_WORD = 96 * 1024
 """Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
 
@@ -113,11 +115,15 @@ class Link:
         self._ready.wait()
         number = next(self._ids)
         call = Call(self, number)
+        try:
+            data = frames.encode({"id": number, "op": op, **params})
+        except ValueError as error:
+            raise UsageError(f"the {op} request is too long: {error}") from None
         with self._lock:
             if self._lost is not None:
                 raise self._lost
             self._calls[number] = call
-        self.send({"id": number, "op": op, **params})
+        self._write(data)
         return call
 
     @property
@@ -154,10 +160,17 @@ class Link:
                 self._heard = time.monotonic()
                 self._dispatch(frame)
             self._fail(LostConnection(f"{self.host} closed the connection"))
-        except ProtocolError as error:
-            self._fail(LostConnection(f"{self.host} sent what is not understood: {error}"))
+        except frames.CutError as error:
+            self._fail(LostConnection(f"{self.host} broke off: {error}"))
         except FerryError as error:
             self._fail(error)
+        except Exception as error:  # whatever a host sends, who waits for an answer must hear of it
+            self._fail(self.not_understood(error))
+
+    def not_understood(self, error: Exception) -> HostError:
+        """The error for what no agent of ours would send; trying again would not help."""
+        words = error if isinstance(error, ProtocolError) else repr(error)
+        return HostError(f"{self.host} sent what is not understood: {words}")
 
     def _greet(self, nonce: str) -> None:
         """Passes over login noise up to the nonce."""
@@ -227,17 +240,29 @@ class Call:
         self._link = link
         self._inbox: queue.Queue[Frame | FerryError] = queue.Queue()
         self._window = Window()
-        self._json: list[bytes] = []
+        self._json = bytearray()
+        self._received = self._consumed = 0  # bytes; each counted by one thread alone
+        self._refusal: FerryError | None = None
 
     def deliver(self, frame: Frame) -> None:
         if "grant" in frame.head:
             self._window.grant(int(frame.head["grant"]))
-        else:
-            self._inbox.put(frame)
+            return
+        self._received += len(frame.body)
+        if self._received - self._consumed > frames.WINDOW:
+            raise ProtocolError("more data than was asked for")
+        if "error" in frame.head:
+            self._refuse(error_of(frame.head["error"]))
+        self._inbox.put(frame)
 
     def fail(self, error: FerryError) -> None:
-        self._window.close()
+        self._refuse(error)
         self._inbox.put(error)
+
+    def _refuse(self, error: FerryError) -> None:
+        """Nothing more is taken: who is sending ends at once and says why."""
+        self._refusal = self._refusal or error
+        self._window.close()
 
     def events(self) -> Iterator[tuple[str, Any, bytes]]:
         """(name, value, data) of every event up to the answer; `data` events carry bytes and their head as value.
@@ -256,21 +281,30 @@ class Call:
                 self._link.forget(self.id)
                 yield "ok", head["ok"], b""
                 return
-            yield from self._event(frame)
+            try:
+                event = self._event(frame)
+            except (KeyError, ValueError, RecursionError, ProtocolError) as error:
+                raise self._link.not_understood(error) from error
+            if event is not None:
+                yield event
             if frame.body:
+                self._consumed += len(frame.body)
                 self._link.send({"id": self.id, "grant": len(frame.body)})
 
-    def _event(self, frame: Frame) -> Iterator[tuple[str, Any, bytes]]:
+    def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
+        """None for a part of a value that is not complete yet."""
         head = frame.head
         if head.get("json"):
-            self._json.append(frame.body)
-        elif "data" in head:
-            yield "data", head, frame.body
-        elif "value" in head:
-            yield head["event"], head["value"], b""
-        else:
-            text, self._json = b"".join(self._json), []
-            yield head["event"], json.loads(text), b""
+            self._json += frame.body
+            if len(self._json) > MAX_EVENT:
+                raise ProtocolError(f"a value of more than {MAX_EVENT >> 20} MiB")
+            return None
+        if "data" in head:
+            return "data", head, frame.body
+        if "value" in head:
+            return head["event"], head["value"], b""
+        text, self._json = self._json, bytearray()
+        return head["event"], json.loads(text), b""
 
     def result(self, event: str | None = None) -> Any:
         """The answer, or the value of the one event of that name; other events are passed over."""
@@ -287,7 +321,7 @@ class Call:
             try:
                 self._window.take(len(part), timeout_s=DEAD_AFTER_S)
             except ProtocolError as error:
-                raise LostConnection(f"{self._link.host}: {error}") from None
+                raise self._refusal or LostConnection(f"{self._link.host}: {error}") from None
             self._link.send({**head, "id": self.id}, part)
 
     def end_data(self) -> None:
@@ -306,13 +340,15 @@ class Call:
         self._link.send({"id": self.id, "cancel": True})
 
 
-def error_of(data: dict[str, str]) -> FerryError:
+def error_of(data: Any) -> FerryError:
     """The host's error as one of ours, with its exit code."""
+    if not isinstance(data, dict):
+        return HostError(f"the host refused: {data}")
     kind = data.get("kind")
     cls: type[FerryError] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}.get(
         str(kind), HostError
     )
-    return cls(data.get("message", "the host gave no reason"), hint=data.get("hint", ""))
+    return cls(str(data.get("message", "the host gave no reason")), hint=str(data.get("hint", "")))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deployer.agent.layout import JOB_ID
-from deployer.errors import UnknownJob
+from deployer.errors import UnknownJob, UsageError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,13 @@ def state_dir() -> Path:
         from platformdirs import user_state_path
 
         path = user_state_path("torchferry", appauthor=False)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
+        ) from None
     return path
 
 

@@ -23,7 +23,7 @@ def clean(text: object) -> str:
 
 
 def notice(text: str) -> None:
-    click.echo(text, err=True)
+    click.echo(clean(text), err=True)
 
 
 def show_error(error: FerryError) -> None:

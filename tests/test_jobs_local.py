@@ -3,9 +3,15 @@
 import json
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from deployer.errors import UsageError
+from deployer.host import Host
+from deployer.launch import Watcher, launch_and_follow
+from deployer.prepare import Options, prepare, read_config
 from tests.ferry import REPO, Ferry, until
 
 
@@ -167,10 +173,6 @@ def test_exec_runs_in_the_code_folder_with_exact_arguments_and_input(ferry):
 
 
 def test_launch_of_the_same_plan_twice_is_one_job(ferry):
-    from deployer.host import Host
-    from deployer.launch import Watcher, launch_and_follow
-    from deployer.prepare import Options, prepare, read_config
-
     options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
@@ -187,6 +189,36 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
         )
     status = until(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
     assert status and (ferry.job() / "count").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text("B")], ids=["gone", "changed"])
+def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
+    for name, size in (("a", 1), ("b", 4 << 20)):
+        (ferry.project / name).write_bytes(b"a" * size)
+    options = Options(command=("true",), root=str(ferry.root))
+    config, command = read_config(options)
+    prepared = prepare(config, command, options=options, project=ferry.project)
+    change(ferry.project / "a")
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
+        launch_and_follow(
+            Host(None, str(ferry.root)).connect,
+            prepared.plan,
+            shipment=prepared.shipment,
+            payload=None,
+            git=None,
+            view=None,
+            watcher=Watcher(),
+        )
+    assert time.monotonic() - begun < 10
+    assert ferry.job_ids() == []
+
+
+def test_results_that_cannot_be_written_here_leave_the_jobs_own_code(ferry):
+    write(ferry, "results", "a file in the way")
+    done = ferry.run("run", *ferry.where(), "--", "sh", "-c", "exit 7")
+    assert done.returncode == 7
+    assert b"cannot write" in done.stderr and b"deploy.py pull" in done.stderr and b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The conversation with the real agent over pipes, and the frames that it is made of."""
 
 import io
-import json
+import shlex
 import threading
 
 import pytest
@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from deployer import link as link_module
 from deployer.agent import frames
 from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
-from deployer.errors import HostError, LostConnection, UnknownJob
+from deployer.errors import HostError, UnknownJob, UsageError
+from deployer.host import Host
+from deployer.jobs import pull
 from deployer.link import Link, agent_hash, build_command, build_word
 from deployer.transport.local import LocalTransport
 
@@ -128,20 +130,73 @@ def test_host_that_ends_before_its_answer_says_so(tmp_path):
     assert raised.value.where == "host: go away"
 
 
-def test_answer_that_is_no_frame_is_a_lost_connection(tmp_path):
-    class Garbage(LocalTransport):
-        def open(self, command):
-            # the nonce is in the word: a program that answers with it and then with rubbish
-            code = (
-                "import sys,zlib,base64,re; "
-                f"w = zlib.decompress(base64.b64decode({command.rsplit(' ', 1)[1]!r})).decode(); "
-                "sys.stdout.write(re.search('nonce.: .([0-9a-f]+)', w).group(1) + 'X' * 100)"
-            )
-            return super().open(f"python3 -c {json.dumps(code)}")
+class Lying(LocalTransport):
+    """A host that answers with the nonce and then does what `code` says; `frame(head, body)` sends one."""
 
-    with Link.open(Garbage(), root=str(tmp_path), request={"op": "ps"}) as link:
-        with pytest.raises(LostConnection, match="not understood"):
-            link.first.result()
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.code = code
+
+    def open(self, command):
+        program = (
+            "import json, re, struct, sys, zlib, base64\n"
+            "out = sys.stdout.buffer\n"
+            f"word = zlib.decompress(base64.b64decode({command.rsplit(' ', 1)[1]!r})).decode()\n"
+            "out.write(re.search('nonce.: .([0-9a-f]+)', word).group(1).encode())\n"
+            "def frame(head, body=b''):\n"
+            "    text = head if isinstance(head, bytes) else json.dumps(head).encode()\n"
+            "    out.write(struct.pack('>II', len(text), len(body)) + text + body)\n"
+            "    out.flush()\n"
+            f"{self.code}\nout.flush()\n"
+        )
+        return super().open(f"python3 -c {shlex.quote(program)}")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "out.write(b'X' * 100)",
+        "frame(b'[1]')",
+        "frame(b'[' * 30000)",
+        "frame({'id': 0, 'grant': 'much'}); sys.stdin.read()",
+        "frame({'id': 0}); sys.stdin.read()",
+        "frame({'id': 0, 'json': True}, b'{no'); frame({'id': 0, 'event': 'jobs'}); sys.stdin.read()",
+        "while True: frame({'id': 0, 'json': True}, b'[' * 48000)",
+    ],
+    ids=["no frame", "no object", "deep", "grant", "no event", "no json", "endless"],
+)
+def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
+    with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
+        with pytest.raises(HostError, match="not understood"):
+            link.first.result("jobs")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [["../x", 1, 1], ["/x", 1, 1], ["a\x1b[31m", 1, 1], ["a\x9bm", 1, 1], ["a", -1, 1], ["a", 1, 1e300], "ab", ["a"]],
+)
+def test_pull_of_a_file_that_is_none_writes_nothing(tmp_path, row):
+    code = f"frame({{'id': 0, 'event': 'files', 'value': [{row!r}]}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    host = Host(None, str(tmp_path), _transport=Lying(code))
+    with pytest.raises(HostError):
+        pull(host, "job", target=tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_pull_of_more_bytes_than_were_listed_is_refused(tmp_path):
+    code = (
+        "frame({'hello': {}}); frame({'id': 0, 'event': 'files', 'value': [['a', 5, 1]]}); frame({'id': 0, 'ok': {}})\n"
+        "sys.stdin.buffer.read(8)\nwhile True: frame({'id': 1, 'data': True}, b'x' * 48000)"
+    )
+    host = Host(None, str(tmp_path), _transport=Lying(code))
+    with pytest.raises(HostError, match="more of a than"):
+        pull(host, "job", target=tmp_path / "results")
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_request_that_fits_no_frame_is_refused_here(tmp_path):
+    with Link.open(LocalTransport(), root=str(tmp_path)) as link, pytest.raises(UsageError, match="exec request"):
+        link.call("exec", argv=["echo", "x" * MAX_FRAME], job=None)
 
 
 def test_root_that_cannot_be_made_says_where(tmp_path):

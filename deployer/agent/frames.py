@@ -26,6 +26,10 @@ class ProtocolError(Exception):
     """The other side does not speak this language (any more)."""
 
 
+class CutError(ProtocolError):
+    """The stream ended inside a frame: the connection broke."""
+
+
 class Frame(NamedTuple):
     head: Dict[str, Any]
     body: bytes
@@ -45,7 +49,7 @@ def read_frame(stream: BinaryIO) -> Optional[Frame]:
     if not lengths:
         return None
     if len(lengths) < _LENGTHS.size:
-        raise ProtocolError("the stream ended inside a frame")
+        raise CutError("the stream ended inside a frame")
     head_size, body_size = _LENGTHS.unpack(lengths)
     if head_size + body_size > MAX_FRAME:
         raise ProtocolError(
@@ -53,7 +57,7 @@ def read_frame(stream: BinaryIO) -> Optional[Frame]:
         )
     data = _read_exactly(stream, head_size + body_size)
     if len(data) < head_size + body_size:
-        raise ProtocolError("the stream ended inside a frame")
+        raise CutError("the stream ended inside a frame")
     try:
         head = json.loads(data[:head_size].decode("ascii"))
     except ValueError:

@@ -106,7 +106,7 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
     slots = shell_slots(plan, root=host.root, agent=agent_hash())
     if remote:
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
-            slots = dict(link.first.result()["slots"])
+            slots = {name: render.clean(value) for name, value in link.first.result()["slots"].items()}
     command, cwd = render_command(plan, slots), render_cwd(plan, slots)
     if as_json:
         click.echo(json.dumps(_dry_run_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
@@ -183,6 +183,7 @@ def _launch(
         return DETACHED
     except LostConnection as error:
         if not screen.acknowledged:
+            screen.remember()  # it may have been started: `ps` must know which host to ask
             raise
         render.show_error(error)
         render.notice("gave up following: the job runs on, as far as is known")

@@ -35,8 +35,15 @@ class Screen(Watcher):
         if self._update is not None:
             self._progress.__exit__(None, None, None)
         self.acknowledged = True
-        write_record(self.record)
+        self.remember()
         render.notice("already running" if ack.get("already") else "started")
+
+    def remember(self) -> None:
+        """Notes the job, so that its id finds it. A disk that takes no note must not end the launch."""
+        try:
+            write_record(self.record)
+        except OSError as error:
+            render.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
 
     def state(self, status: dict[str, Any]) -> None:
         if self._waiting:
