@@ -293,7 +293,7 @@ def _local_bytes(state: Any) -> int:
 
 def _no_space(folder: Path, needed: int, free: int) -> str:
     return (
-        f"no room for a checkpoint in {folder}: it needs {needed / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free. "
+        f"no room for a checkpoint in {folder}: it needs {needed / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free. "
         f"Free some space, or lower train.keep_last"
     )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from trainer import launch
-from trainer.config import ConfigError, config_to_yaml, load_config
+from trainer.config import ConfigError, load_config
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
@@ -59,7 +60,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     launch.check_target(config, launch.read_host_gpus(), os.environ)
     os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
-    write_config(config, run_dir)
+    launch.write_config(config, run_dir)
     forget_stop(run_dir)
     click.echo(f"run folder: {run_dir}")
     processes = len(config.target.gpu_ranks)
@@ -82,7 +83,8 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
 def forget_stop(run_dir: Path) -> None:
     """Drop a stop asked of an earlier start; in a deployed job the file is its supervisor's, and may be new."""
     if JOB_ID_ENV not in os.environ:
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        with suppress(OSError):  # nothing is there on a read-only disk, and what is written next says so
+            (run_dir / STOP_FILE).unlink()
 
 
 def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
@@ -90,15 +92,6 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     from trainer.rank import run_rank  # imports torch
 
     return run_rank(config, run_dir, debug=debug)
-
-
-def write_config(config: Config, run_dir: Path) -> None:
-    """Keep the resolved config in the run folder, created where needed."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(config_to_yaml(config))
-    except OSError as error:
-        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
 
 
 def _run_dir_of_env() -> Path | None:

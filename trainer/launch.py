@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from trainer.config import ConfigError, local_data_paths
-from trainer.schema import RUN_DIR_ENV, Config
+from trainer.config import ConfigError, config_to_yaml, local_data_paths
+from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -134,6 +134,17 @@ def new_run_dir(config: Config, started: time.struct_time) -> Path:
             ) from error
         return (parent / f"{name}{suffix}").absolute()
     raise ConfigError(f"{parent} already holds a thousand runs named {name}")
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Keep the resolved config in the run folder, created where needed; what stood there goes only when it is whole."""
+    aside = run_dir / f".tmp_{CONFIG_FILE}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        aside.write_text(config_to_yaml(config))
+        aside.replace(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
 
 
 def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:

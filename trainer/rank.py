@@ -13,11 +13,11 @@ from typing import NoReturn, TextIO
 import torch
 
 from trainer import diagnose, launch
-from trainer.config import ConfigError, config_to_yaml
+from trainer.config import ConfigError
 from trainer.data.errors import DataError
 from trainer.dist import on_rank0, start_dist, stop_dist
 from trainer.models.shapes import ModelError
-from trainer.schema import CONFIG_FILE, OUTCOME_FILE, Config
+from trainer.schema import OUTCOME_FILE, Config
 
 
 def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
@@ -55,10 +55,9 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     if run_dir is None:  # started with torchrun by hand
         run_dir = launch.new_run_dir(config, time.localtime())
         _write_line(sys.stdout, f"run folder: {run_dir}")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    launch.write_config(config, run_dir)
     for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
         (run_dir / stale).unlink(missing_ok=True)
-    (run_dir / CONFIG_FILE).write_text(config_to_yaml(config))
     return run_dir
 
 
