@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -304,6 +306,7 @@ def _place(
 
 def main() -> None:
     """Entry of `deploy.py` and of the console script."""
+    _open_standard_streams()
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in own
@@ -322,16 +325,19 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
-    except FerryError as error:
-        if debug:
-            raise
-        _show(error)
-        sys.exit(error.exit_code)
     except Exception as error:
         if debug:
-            raise
-        _show(_unforeseen(error))
-        sys.exit(FerryError.exit_code)
+            traceback.print_exc()
+        known = error if isinstance(error, FerryError) else _unforeseen(error)
+        _show(known)
+        sys.exit(known.exit_code)
+
+
+def _open_standard_streams() -> None:
+    """A stream that was closed before we came becomes /dev/null, so that no file or socket takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _unforeseen(error: Exception) -> FerryError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -78,12 +78,14 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
     """Reads the project's tree and decides the plan. UsageError when something that the job needs would not travel."""
     code = manifest.scan(project, hash_cache=_hash_cache())
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
-    entries, sources = list(code.entries), dict(code.sources)
+    includes = {path: _scan_include(project, path) for path in _include_paths((*config.files, *options.include))}
+    # an included folder comes whole, and an included link as its target: neither is also part of the code
+    entries = [entry for entry in code.entries if not _is_below(entry.path.removeprefix("code/"), includes)]
+    sources = dict(code.sources)
     if command is None and not own_trainer:
         lib_entries, lib_sources = _client_trainer()
         entries += lib_entries
         sources |= lib_sources
-    includes = {path: _scan_include(project, path) for path in dict.fromkeys((*config.files, *options.include))}
     if command is None:
         _check_data_paths(config, project, code=code, includes=list(includes), remote=config.target.ssh is not None)
     wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
@@ -106,8 +108,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
             wheels=root_hash(wheels.entries) if wheels else None,
         ),
         includes=[
-            Include(os.path.normpath(path), root_hash(scan.entries), (project / path).is_file())
-            for path, scan in includes.items()
+            Include(path, root_hash(scan.entries), (project / path).is_file()) for path, scan in includes.items()
         ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
@@ -229,6 +230,16 @@ def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
     return [*scan.entries, entry], {**scan.sources, digest: str(train)}
 
 
+def _include_paths(paths: Sequence[str]) -> list[str]:
+    """The paths in their plain form, each once, without those below another one."""
+    plain = list(dict.fromkeys(os.path.normpath(path) for path in paths))
+    return [path for path in plain if not _is_below(path, [other for other in plain if other != path])]
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(folder + "/") for folder in folders)
+
+
 def _scan_include(project: Path, path: str) -> Scan:
     clean = os.path.normpath(path)
     if os.path.isabs(path) or clean.startswith("..") or clean == ".":  # noqa: PTH117
@@ -249,7 +260,7 @@ def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Se
         clean = os.path.normpath(path)
         if not (project / clean).exists():
             raise UsageError(f"{path}: no such file or folder in {project}")
-        included = any(clean == i or clean.startswith(i.rstrip("/") + "/") for i in map(os.path.normpath, includes))
+        included = _is_below(clean, includes)
         in_tree = clean in travelling or any(name.startswith(clean + "/") for name in travelling)
         if not included and not in_tree:
             reason = code.why_ignored(clean)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -22,19 +23,23 @@ def clean(text: object) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", str(text))
 
 
+def _style(text: str, **style: Any) -> str:
+    return text if os.environ.get("NO_COLOR") else click.style(text, **style)
+
+
 def notice(text: str) -> None:
     click.echo(clean(text), err=True)
 
 
 def show_error(error: FerryError) -> None:
     """The message, where, and the hint, in the three-line form."""
-    click.echo(click.style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
+    click.echo(_style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
     for line in error.where.splitlines():
         # a place (`file:line`, `the command line`), or what somebody said (`host: …`)
         place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
         click.echo(f"  {place}{clean(line)}", err=True)
     if error.hint:
-        click.echo(click.style("hint: ", bold=True) + clean(error.hint), err=True)
+        click.echo(_style("hint: ", bold=True) + clean(error.hint), err=True)
 
 
 def size(number: float) -> str:
@@ -71,9 +76,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 def checks(items: Sequence[Mapping[str, Any]]) -> None:
     """A doctor's findings: a mark, the name, the detail, and what to do."""
     marks = {
-        "ok": click.style("✓", fg="green"),
-        "warn": click.style("!", fg="yellow"),
-        "fail": click.style("✗", fg="red"),
+        "ok": _style("✓", fg="green"),
+        "warn": _style("!", fg="yellow"),
+        "fail": _style("✗", fg="red"),
     }
     for item in items:
         click.echo(f"{marks.get(item['status'], '?')} {clean(item['name'])}: {clean(item['detail'])}")

@@ -1,7 +1,10 @@
 """The whole way on this machine: real agent, real supervisor, real torchrun, through the command line."""
 
 import json
+import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -146,6 +149,23 @@ def test_client_killed_job_goes_on_and_a_new_shell_finds_it(ferry):
     assert pulled.read_bytes() == (ferry.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
 
 
+def test_stop_goes_on_when_the_supervisor_is_killed_meanwhile(ferry):
+    write(
+        ferry,
+        "slow.py",
+        "import signal, time\nsignal.signal(15, lambda *_: print('asked', flush=True))\n"
+        "print('up', flush=True)\nwhile True: time.sleep(0.1)\n",
+    )
+    client = ferry.start("run", *ferry.where(), "--no-pull", "--", "python", "slow.py")
+    assert client.stdout.readline() == b"up\n"
+    stop = ferry.start("stop", ferry.job_ids()[0], "--grace", "3")
+    assert client.stdout.readline() == b"asked\n"
+    os.kill(json.loads((ferry.job() / "status.json").read_text())["supervisor"]["pid"], signal.SIGKILL)
+    assert stop.wait(30) == 0
+    client.communicate(timeout=30)
+    assert json.loads((ferry.job() / "status.json").read_text())["state"] == "stopped"
+
+
 def test_interrupt_detaches_and_says_how_to_come_back(ferry):
     write(ferry, "slow.py", "import time\nprint('up', flush=True)\ntime.sleep(60)\n")
     client = ferry.start("run", *ferry.where(), "--", "python", "slow.py")
@@ -155,6 +175,22 @@ def test_interrupt_detaches_and_says_how_to_come_back(ferry):
     assert client.returncode == 75 and b"deploy.py logs" in err and b"Traceback" not in err
     assert json.loads(ferry.run("status", ferry.job_ids()[0], "--json").stdout)["state"] == "running"
     ferry.run("stop", ferry.job_ids()[0], "--grace", "1")
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_closed_by_the_caller_change_nothing(ferry, closed):
+    words = ferry.argv("run", *ferry.where(), "--no-pull", "--", "sh", "-c", "exit 4")
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=ferry.project, env=ferry.environment())
+    assert done.returncode == 4
+
+
+def test_terminal_that_wants_no_colour_gets_no_escape(ferry):
+    words = shlex.join(ferry.argv("status", "nope"))
+    env = {**ferry.environment(), "NO_COLOR": "1"}
+    done = subprocess.run(
+        ["script", "-qec", words, "/dev/null"], env=env, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert b"no job nope" in done.stdout and b"\x1b" not in done.stdout
 
 
 def test_detach_returns_at_once_and_logs_follow_to_the_end_with_the_code(ferry):
@@ -170,6 +206,21 @@ def test_exec_runs_in_the_code_folder_with_exact_arguments_and_input(ferry):
     job_id = ferry.job_ids()[0]
     done = ferry.run("exec", job_id, "--", "sh", "-c", 'ls; echo "$1"; cat; exit 5', "sh", "a  b'", stdin=b"in\x00put")
     assert (done.stdout, done.returncode) == (b"here.txt\na  b'\nin\x00put", 5)
+
+
+def test_includes_named_twice_nested_linked_or_partly_tracked_all_arrive(ferry, tmp_path):
+    outside, data = tmp_path / "outside", ferry.project / "data"
+    for folder in (outside, data / "sub"):
+        folder.mkdir(parents=True)
+    write(ferry, ".gitignore", "data/*\n!data/tracked\n")
+    for path in (outside / "model", data / "tracked", data / "sub" / "ignored"):
+        path.write_text(path.name + "\n")
+    (ferry.project / "link").symlink_to(outside)
+    includes = [word for path in ("data", "./data/", "data/sub", "link") for word in ("--include", path)]
+    shown = ("sh", "-c", "cat data/tracked data/sub/ignored link/model")
+    subprocess.run(["git", "init", "-q"], cwd=ferry.project, check=True)
+    done = ferry.run("run", *ferry.where(), "--no-pull", *includes, "--", *shown)
+    assert done.stdout == b"tracked\nignored\nmodel\n", done.stderr.decode()
 
 
 def test_launch_of_the_same_plan_twice_is_one_job(ferry):
@@ -219,6 +270,30 @@ def test_results_that_cannot_be_written_here_leave_the_jobs_own_code(ferry):
     done = ferry.run("run", *ferry.where(), "--", "sh", "-c", "exit 7")
     assert done.returncode == 7
     assert b"cannot write" in done.stderr and b"deploy.py pull" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.fixture
+def small_disk(ferry):
+    """The remote root on a file system of 100 MB."""
+    ferry.root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "none", ferry.root], check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield ferry.root
+    subprocess.run(["umount", "-l", ferry.root], check=True)
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_disk_filled_by_the_jobs_own_output_leaves_its_exit_code(ferry):
+    done = ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", "yes | head -c 200000000; exit 9")
+    assert done.returncode == 9, done.stderr.decode()
+    assert json.loads((ferry.job() / "status.json").read_text())["state"] == "failed"
+
+
+def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
+    (ferry.project / "data").write_bytes(bytes(60_000_000))
+    done = ferry.run("run", *ferry.where(), "--", "true")  # it fits into the store, and not once more into the job
+    assert done.returncode == 125 and b"No space left" in done.stderr
+    assert list((small_disk / "jobs").iterdir()) == []
 
 
 @pytest.mark.parametrize(

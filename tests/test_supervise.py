@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -462,6 +463,16 @@ def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     state.request_stop(job, 5)
     status = end_of(job)
     assert (status["state"], status["code"], status["remaining"]) == ("stopped", 143, [])
+
+
+def test_program_of_a_supervisor_killed_before_it_noted_it_counts_as_running(tmp_path: Path) -> None:
+    job = start_and_kill_supervisor(tmp_path, "j", 0)
+    status = state.read_status(job) or {}
+    state.write_status(job, {**status, "state": "preparing", "main": None})
+    shutil.rmtree(job.ranks(1))
+    assert state.judge(job)["state"] == "running"
+    (Path(job.code) / "go").touch()
+    assert end_of(job)["state"] == "lost"
 
 
 def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ would report 0 for a child that was reaped elsewhere. Stdlib only, Python 3.8, L
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -26,6 +25,10 @@ SWEEP_S = 5.0
 """What a job left running gets so long after TERM; after a stop, what is left of the grace."""
 AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 """Blocked in the supervisor and taken by `_wait` alone."""
+
+
+RESERVE_BYTES = 16 << 10
+"""Held on the disk for the final status: the job's own output may have filled it."""
 
 
 class Children:
@@ -83,6 +86,7 @@ class JobRun:
         self._save(state=written, supervisor=identity, attempt=self.attempt, nproc=self.nproc)
         if self._unsaved:
             return
+        self._reserve()
         try:
             if self.adopted:
                 self.main = state.main_process(self.status)
@@ -97,7 +101,7 @@ class JobRun:
         except BaseException as e:
             import traceback
 
-            traceback.print_exc()
+            _say(traceback.format_exc())
             self._finish(Ending(FAILED, state.TOOL_FAILED, "the supervisor failed: %r" % e))
 
     def _save(self, **changes: Any) -> None:
@@ -107,10 +111,23 @@ class JobRun:
             state.write_status(self.job, self.status)
         except OSError as e:
             if not self._unsaved:
-                print("cannot write %s: %s" % (self.job.status, e.strerror), file=sys.stderr, flush=True)
+                _say("cannot write %s: %s" % (self.job.status, e.strerror))
             self._unsaved = True
         else:
             self._unsaved = False
+
+    def _reserve(self) -> None:
+        try:
+            with open(self.job.reserve, "wb") as f:
+                f.write(os.urandom(RESERVE_BYTES))
+        except OSError:
+            pass  # then the final status waits for room
+
+    def _release(self) -> None:
+        try:
+            os.unlink(self.job.reserve)
+        except OSError:
+            pass
 
     # --- start ---
 
@@ -254,6 +271,7 @@ class JobRun:
         }
         if ending.state == STOPPED:
             final["gpus_free"] = _gpus_free(self.plan, self.input.get("base_env") or dict(os.environ))
+        self._release()
         self._save(**final)
         for _ in range(60):
             if self._unsaved:
@@ -262,6 +280,14 @@ class JobRun:
 
     def _leftovers(self) -> List[Process]:
         return job_processes("%s=%s" % (JOB_ID_ENV, self.job.id), supervisor=os.getpid())
+
+
+def _say(text: str) -> None:
+    """Into the supervisor's log; a full disk must not end the supervisor."""
+    try:
+        os.write(2, (text + "\n").encode("utf-8", "replace"))
+    except OSError:
+        pass
 
 
 def _gpus_free(plan: Dict[str, Any], env: Dict[str, str]) -> Optional[bool]:

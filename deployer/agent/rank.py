@@ -136,7 +136,11 @@ def _write(path: str, value: Dict[str, Any]) -> None:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
-        sys.stderr.write("cannot write %s: %s\n" % (path, e.strerror))
+        try:
+            os.write(2, ("cannot write %s: %s\n" % (path, e.strerror)).encode("utf-8", "replace"))
+            os.unlink(temporary)
+        except OSError:  # the log may be on the same full disk
+            pass
 
 
 if __name__ == "__main__":

@@ -108,11 +108,11 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     before = state.judge(job)
     if before["state"] not in FINAL_STATES:
         state.request_stop(job, float(call.head.get("grace_s", 120.0)))
-        if before.get("unsupervised"):
-            supervise.adopt(job, os.path.dirname(os.path.abspath(__file__)))
         shown = ""
         while not call.cancelled.is_set():
             now = state.judge(job)
+            if now.get("unsupervised"):
+                _adopt(job)
             phase = str(now.get("phase") or now["state"])
             if phase != shown:
                 shown = phase
@@ -122,6 +122,14 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
             time.sleep(0.1)
     call.send_event("status", dict(state.judge(job), job_id=job.id, was=before["state"]))
     return {}
+
+
+def _adopt(job: Job) -> None:
+    try:
+        supervise.adopt(job, os.path.dirname(os.path.abspath(__file__)))
+    except AgentError:
+        if state.judge(job).get("unsupervised"):  # else another agent was first
+            raise
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -39,12 +39,16 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
         with _locked(job):
             already = _existing(job, plan)
             if not already:
-                _make_job(root, job, plan, request)
-                if call.cancelled.is_set():
-                    shutil.rmtree(job.path, ignore_errors=True)
-                    raise AgentError("host", "the launch was cancelled")
-                _start(root, job, plan, request, env)
-    if call.cancelled.is_set():
+                try:
+                    _make_job(root, job, plan, request)
+                    if call.cancelled.is_set():
+                        raise AgentError("host", "the launch was cancelled")
+                    _start(root, job, plan, request, env)
+                except BaseException:
+                    if not os.path.exists(job.status):
+                        shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
+                    raise
+    if call.revoked:  # a client that is only gone may be asking again by now
         state.request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path})

@@ -11,8 +11,8 @@ import time
 from typing import Any, Dict, List, NamedTuple, Optional
 
 from .ending import FAILED, STOPPED, SUCCEEDED, RankRecord, decide_ending, parse_rank_record, with_outcome
-from .layout import Job, Root
-from .procs import Process, is_running, process_of
+from .layout import JOB_ID_ENV, Job, Root
+from .procs import Process, is_running, job_processes, process_of
 
 PREPARING, RUNNING, LOST = "preparing", "running", "lost"
 FINAL = (SUCCEEDED, FAILED, STOPPED, LOST)
@@ -247,7 +247,7 @@ def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
     attempt = int(status.get("attempt", 1))
     rebooted = status["supervisor"]["boot_id"] != boot_id()
     ranks = read_ranks(job, attempt)
-    if not rebooted and _any_running(status, ranks):
+    if not rebooted and _any_running(job, status, ranks):
         return {**status, "state": RUNNING, "unsupervised": True}
     final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted)}
     try:
@@ -257,11 +257,14 @@ def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
     return final
 
 
-def _any_running(status: Dict[str, Any], ranks: List[RankRecord]) -> bool:
+def _any_running(job: Job, status: Dict[str, Any], ranks: List[RankRecord]) -> bool:
     main = main_process(status)
     processes = [Process(r.pid, r.start_time) for r in ranks if r.code is None]
     processes += [Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks]
-    return any(is_running(p) for p in processes + ([main] if main else []))
+    if any(is_running(p) for p in processes + ([main] if main else [])):
+        return True
+    # a supervisor that was killed early may not have noted what it had started
+    return main is None and bool(job_processes("%s=%s" % (JOB_ID_ENV, job.id)))
 
 
 def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:

@@ -57,7 +57,8 @@ class Call:
     def __init__(self, head: Dict[str, Any], sender: Sender) -> None:
         self.head = head
         self.id = head["id"]
-        self.cancelled = threading.Event()
+        self.cancelled = threading.Event()  # nobody waits for the answer any more
+        self.revoked = False  # the client itself said so; it is not just gone
         self._sender = sender
         self._inbox = queue.Queue()  # type: queue.Queue[Optional[Frame]]  # bounded by the window that we grant
         self._window = Window()
@@ -68,6 +69,7 @@ class Call:
         if "grant" in frame.head:
             self._window.grant(int(frame.head["grant"]))
         elif "cancel" in frame.head:
+            self.revoked = True
             self.close()
         else:
             self._inbox.put(frame)
@@ -199,7 +201,8 @@ class Conversation:
 
 
 def _error(kind: str, message: str, hint: str) -> Dict[str, str]:
-    return {"kind": kind, "message": message[:16000], "hint": hint[:4000]}
+    # a frame must hold it, at up to 12 bytes a character; of a long trace the end tells
+    return {"kind": kind, "message": message[-4000:], "hint": hint[:500]}
 
 
 def _os_error_text(error: OSError) -> str:

@@ -12,7 +12,7 @@ import click
 
 from deployer import jobs, render
 from deployer.commands.screen import DETACHED, FINAL, Screen, log_view, next_commands
-from deployer.errors import LostConnection
+from deployer.errors import LostConnection, UsageError
 from deployer.host import Host
 from deployer.launch import follow_to_end
 from deployer.registry import JobRecord, read_records
@@ -78,8 +78,11 @@ def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank
     """Shows a log; follows it while the job runs unless `follow` says otherwise. Returns the exit code."""
     found = jobs.read_status(host, job_id)
     live = follow if follow is not None else found["state"] not in FINAL
+    nproc = int(found.get("nproc") or 1)
+    if rank is not None and rank >= nproc:
+        raise UsageError(f"{found['job_id']} has no rank {rank}, only 0 to {nproc - 1}")
     ranks = None if rank is None else [rank]
-    one_rank = rank is not None or int(found.get("nproc") or 1) == 1
+    one_rank = rank is not None or nproc == 1
     view = log_view(raw=one_rank)
     request = {"tail": tail, "ranks": ranks, "live": live}
     screen = Screen(JobRecord(found["job_id"], "", host.ssh, host.root, "", "", host.ssh_key))
