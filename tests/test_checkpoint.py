@@ -124,6 +124,35 @@ def test_loaded_optimizer_keeps_the_settings_it_was_built_with(tmp_path):
     assert optimizer.state[model.embed.weight]["step"] == 2
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "random_0.pt", "state.json"])
+@pytest.mark.parametrize("kept", [0, 40])
+def test_damaged_file_of_a_checkpoint_is_one_error_naming_the_checkpoint(tmp_path, name, kept):
+    save_after_two_steps(ALONE, str(tmp_path))
+    file = tmp_path / "step_000002" / name
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002: \w+.* remove this folder"):
+        checkpoint.load(tmp_path / "step_000002", *start(ALONE), ALONE)
+
+
+def save_a_nan_of_the_last_rank(dist: Dist, folder: str) -> str:
+    model, optimizer = start(dist)
+    if dist.rank == dist.world_size - 1:
+        with torch.no_grad():
+            local = model.embed.weight.to_local() if dist.world_size > 1 else model.embed.weight
+            local[-1] = float("nan")
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.save(Path(folder), 2, model, optimizer, {}, dist)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, ranks):
+    assert (
+        "embed.weight: values that are not finite" in run_ranks(save_a_nan_of_the_last_rank, ranks, str(tmp_path))[-1]
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_newest_complete_ignores_folders_without_marker_or_metadata(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000004")
@@ -149,7 +178,7 @@ def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     model = Tied(vocab=9)
     optimizer = build_optimizer(model, OptimConfig())
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002.*model's shape"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002: Size mismatch"):
         checkpoint.load(tmp_path / "step_000002", model, optimizer, ALONE)
 
 

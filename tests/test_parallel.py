@@ -420,3 +420,5 @@ def test_ranks_from_an_incomplete_environment_are_refused():
     assert read_ranks({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}) == (3, 1, 4)
     with pytest.raises(DistError, match="LOCAL_RANK, WORLD_SIZE not set though RANK=0"):
         read_ranks({"RANK": "0"})
+    with pytest.raises(DistError, match="RANK=a, LOCAL_RANK=0, WORLD_SIZE=2 are not three numbers"):
+        read_ranks({"RANK": "a", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from trainer.dist import Dist, barrier, on_rank0, sum_over_ranks
-from trainer.parallel import fsdp_modules
+from trainer.parallel import fsdp_modules, local_tensor
 from trainer.schema import CHECKPOINT_MARKER
 
 STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by torch.distributed.checkpoint
 STEP_NAME = re.compile(r"step_(\d{6,})")
+DAMAGED = "If a file is damaged, remove this folder: an earlier checkpoint is taken then"
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
 
@@ -50,10 +51,12 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     """Write `folder/step_NNNNNN` and return it; every rank calls this at the same step border.
 
     `extra` is plain JSON, the same on all ranks (data position, config). Raises CheckpointError on every rank when any
-    rank could not write; what was there before is then as it was, and the partial folder is gone.
+    rank could not write or holds a weight that is not finite; what was there before is then as it was, and the partial
+    folder is gone.
     """
     aside, final = folder / f".tmp_{step_name(step)}", folder / step_name(step)
     state = _sharded_state(model, optimizer)
+    _on_all(lambda: _check_finite(model, f"{final} not written"), final, dist)
     _check_space(folder, state, dist)
     try:
         _on_rank0(lambda: _make_empty(aside), aside, dist)
@@ -76,8 +79,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dist: D
     """
     resumed = read_info(path)
     _read_shards(path, model, optimizer, dist)
+    _check_finite(model, f"cannot load {path}. {DAMAGED}")
     if resumed.world_size == dist.world_size:
-        _read_random_state(path / f"random_{dist.rank}.pt")
+        with _reading(path):
+            _read_random_state(path / f"random_{dist.rank}.pt")
     return resumed
 
 
@@ -85,8 +90,9 @@ def read_info(path: Path) -> Resumed:
     """What a checkpoint says beside weights and optimizer, to be judged before they are loaded."""
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {CHECKPOINT_MARKER} file")
-    info = json.loads((path / STATE_FILE).read_text())
-    return Resumed(info.pop("step"), info.pop("world_size"), info)
+    with _reading(path):
+        info = json.loads((path / STATE_FILE).read_text())
+        return Resumed(info.pop("step"), info.pop("world_size"), info)
 
 
 def newest_complete(folder: Path) -> Path | None:
@@ -166,7 +172,7 @@ def _read_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         with _no_group_warning():
             dcp.load(state, checkpoint_id=path, **_dcp_group(dist))
     except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"cannot load {path}: {_first_cause(error)}. Was the model's shape changed?") from error
+        raise CheckpointError(f"cannot load {path}: {_first_cause(error)}. {DAMAGED}") from error
     configured = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, settings in zip(optimizer.param_groups, configured, strict=True):
@@ -188,8 +194,25 @@ def _no_group_warning() -> Iterator[None]:
 
 def _first_cause(error: Exception) -> str:
     failures = getattr(error, "failures", {})
-    causes = [str(failure[0]) for failure in failures.values()] or [str(error)]
-    return causes[0].splitlines()[0]
+    cause = next((failure[0] for failure in failures.values()), error)
+    return next(iter(str(cause).splitlines()), type(cause).__name__)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever goes wrong with a file of a checkpoint is an error about that checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot load {path}: {type(error).__name__}: {_first_cause(error)}. {DAMAGED}"
+        ) from error
+
+
+def _check_finite(model: nn.Module, what: str) -> None:
+    bad = [name for name, parameter in model.named_parameters() if not local_tensor(parameter).isfinite().all()]
+    if bad:
+        raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; {what}")
 
 
 # --- random state ----------------------------------------------------------------------------------------------------

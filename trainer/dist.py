@@ -86,10 +86,13 @@ def read_ranks(env: os._Environ[str] | dict[str, str]) -> tuple[int, int, int]:
     missing = [name for name in names if name not in env]
     if len(missing) == len(names):
         return 0, 0, 1
+    given = ", ".join(f"{name}={env[name]}" for name in names if name in env)
     if missing:
-        given = ", ".join(f"{name}={env[name]}" for name in names if name in env)
         raise DistError(f"{', '.join(missing)} not set though {given}: start with torchrun, or unset all of them")
-    rank, local_rank, world_size = (int(env[name]) for name in names)
+    try:
+        rank, local_rank, world_size = (int(env[name]) for name in names)
+    except ValueError:
+        raise DistError(f"{given} are not three numbers: start with torchrun, or unset all of them") from None
     return rank, local_rank, world_size
 
 

@@ -285,7 +285,7 @@ class Reader:
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         run = self._run
         # a run shorter than the limit has failed too when nothing of it was learned
-        limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps - run.start_step)
+        limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps)
         if self._skipped_in_a_row >= limit:
             first = step - self._skipped_in_a_row + 1
             raise NonFiniteError(

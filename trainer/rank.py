@@ -63,7 +63,8 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
 
 def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> int:
     """Tell the reason if no other rank of this start has told one, and give the exit code."""
-    rank = int(os.environ.get("RANK", "0"))
+    number = os.environ.get("RANK", "0")
+    rank = int(number) if number.isdigit() else 0
     code = exit_code(error)
     message = diagnose.describe(error)
     if run_dir is not None and run_dir.is_dir():
