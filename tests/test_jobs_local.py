@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
+from deployer.agent.tree import dump_entries
 from deployer.errors import UsageError
 from deployer.host import Host
 from deployer.launch import Watcher, launch_and_follow
+from deployer.plan import plan_to_json
 from deployer.prepare import Options, prepare, read_config
 from tests.ferry import REPO, Ferry, until
 
@@ -262,6 +265,25 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
             watcher=Watcher(),
         )
     assert time.monotonic() - begun < 10
+    assert ferry.job_ids() == []
+
+
+def test_client_gone_in_the_midst_of_a_file_leaves_nothing_behind(ferry):
+    (ferry.project / "a").write_bytes(bytes(200_000))
+    options = Options(command=("true",), root=str(ferry.root))
+    config, command = read_config(options)
+    prepared = prepare(config, command, options=options, project=ferry.project)
+    request = {"op": "launch", "plan": plan_to_json(prepared.plan), "git": None, "follow": False}
+    with Host(None, str(ferry.root)).connect(request=request) as link:
+        for name, value, _ in link.first.events():
+            if name == "need_tree":
+                link.first.send_data(zlib.compress(dump_entries(prepared.shipment.trees[value])))
+                link.first.end_data()
+            elif name == "need_blobs":
+                link.first.send_data(b"some of it", blob=value[0])
+                until(lambda: list((ferry.root / "tmp").iterdir()))
+                break
+    until(lambda: not list((ferry.root / "tmp").iterdir()))
     assert ferry.job_ids() == []
 
 

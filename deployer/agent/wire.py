@@ -23,6 +23,8 @@ IDLE_S = 60.0
 """The agent ends this long after the last frame from the client (which pings every few seconds)."""
 SEND_TIMEOUT_S = 60.0
 MAX_CALLS = 32
+END_S = 5.0
+"""Once the client is gone, its requests get so long to take back what they had begun."""
 
 Handler = Callable[["Call"], Dict[str, Any]]
 
@@ -141,6 +143,9 @@ class Conversation:
             calls = list(self._calls.values())
         for call in calls:
             call.close()
+        deadline = time.monotonic() + END_S
+        while self._calls and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _read(self) -> None:
         try:
