@@ -88,6 +88,19 @@ def _sessions(server: SshServer) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def test_host_gone_during_the_launch_is_no_plain_refusal_and_stays_known(ferry, tmp_path):
+    (ferry.project / "data").write_bytes(bytes(90_000_000))
+    server = start_sshd(tmp_path)
+    ferry.ssh, ferry.env["TORCHFERRY_SSH_CONFIG"] = ALIAS, str(server.client_config_path)
+    client = ferry.start("run", *ferry.where(), "--", "true")
+    until(lambda: (ferry.root / "tmp").exists() and list((ferry.root / "tmp").iterdir()))
+    server.stop()
+    _, err = client.communicate(timeout=60)
+    assert client.returncode == 75 and b"if it was started" in err and b"goes on" not in err
+    rows = json.loads(ferry.run("ps", "--json").stdout)
+    assert [row["state"] for row in rows if row["where"] == ALIAS] == ["unreachable"]
+
+
 def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote):
     words = (
         "target.device=cpu",

@@ -86,6 +86,7 @@ def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank
     view = log_view(raw=one_rank)
     request = {"tail": tail, "ranks": ranks, "live": live}
     screen = Screen(JobRecord(found["job_id"], "", host.ssh, host.root, "", "", host.ssh_key))
+    screen.acknowledged = True
     try:
         final = follow_to_end(host.connect, found["job_id"], view=view, watcher=screen, request=request)
     except KeyboardInterrupt:

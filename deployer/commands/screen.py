@@ -52,7 +52,8 @@ class Screen(Watcher):
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:
-            render.notice(f"{render.clean(error.message)}; trying again (the job goes on)")
+            goes_on = " (the job goes on)" if self.acknowledged else ""
+            render.notice(f"{error.message}; trying again{goes_on}")
         self._waiting = True
 
 
