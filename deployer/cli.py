@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,15 @@ ACCEPT = click.option(
     "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
 )
 ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
+
+
+def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which host is meant and how to get in; they reach the command as `**place`."""
+    for option in (ROOT, ACCEPT, SSH_KEY, SSH):
+        command = option(command)
+    return command
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 
 
@@ -117,7 +127,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
     pull_limit = parse_size(options.pop("pull_max"))
-    host = _host(options["ssh"], options["root"], options.pop("ssh_key"), options.pop("accept_new_host_key"))
+    access = {name: options.pop(name) for name in ("ssh_key", "accept_new_host_key")}
+    host = _host(options["ssh"], options["root"], **access)
     if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
     from deployer.commands import run as command
@@ -126,133 +137,104 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
 
 
 @cli.command(context_settings=CONTEXT)
-@SSH
-@SSH_KEY
-@ACCEPT
-@ROOT
+@at_a_place
 @click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
 @JSON
-def ps(
-    ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None, show_all: bool, as_json: bool
-) -> None:
+def ps(show_all: bool, as_json: bool, **place: Any) -> None:
     """List the jobs of every host that was used from here, or of one host."""
     from deployer.commands import look
 
-    look.ps(_hosts(ssh, ssh_key, accept_new_host_key, root), show_all=show_all, as_json=as_json)
+    look.ps(_hosts(**place), show_all=show_all, as_json=as_json)
 
 
 @cli.command(context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
-@SSH
-@ROOT
+@at_a_place
 @JSON
-def status(job_id: str, ssh: str | None, root: str | None, as_json: bool) -> None:
+def status(job_id: str, as_json: bool, **place: Any) -> None:
     """Show one job: its true state, its last metrics, and what to do next."""
     from deployer.commands import look
 
-    host, record = _find(job_id, ssh, root)
+    host, record = _find(job_id, **place)
     look.status(host, record.job_id if record else job_id, as_json=as_json)
 
 
 @cli.command(context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
-@SSH
-@ROOT
+@at_a_place
 @click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
-def logs(
-    job_id: str, ssh: str | None, root: str | None, follow: bool | None, tail: int | None, rank: int | None
-) -> None:
+def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, **place: Any) -> None:
     """Show a job's log, and follow it while it runs."""
     from deployer.commands import look
 
-    host, record = _find(job_id, ssh, root)
+    host, record = _find(job_id, **place)
     sys.exit(look.logs(host, record.job_id if record else job_id, follow=follow, tail=tail, rank=rank))
 
 
 @cli.command(context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
-@SSH
-@ROOT
+@at_a_place
 @click.option("--grace", type=click.FloatRange(min=0), default=120.0, metavar="S", help="Seconds to save in [120].")
-def stop(job_id: str, ssh: str | None, root: str | None, grace: float) -> None:
+def stop(job_id: str, grace: float, **place: Any) -> None:
     """Stop a job: ask it to save, wait, then end every process of it and look that the GPUs are free."""
     from deployer.commands import end
 
-    host, record = _find(job_id, ssh, root)
+    host, record = _find(job_id, **place)
     sys.exit(end.stop(host, record.job_id if record else job_id, grace_s=grace))
 
 
 @cli.command(context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
-@SSH
-@ROOT
+@at_a_place
 @click.option("--checkpoints", is_flag=True, help="Checkpoints too.")
 @click.option("--pull-max", default="2GB", metavar="SIZE", help="Limit of the whole; 0: none [2GB].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
-def pull(job_id: str, ssh: str | None, root: str | None, checkpoints: bool, pull_max: str, target: str | None) -> None:
+def pull(job_id: str, checkpoints: bool, pull_max: str, target: str | None, **place: Any) -> None:
     """Bring a job's metrics, logs and exported model home."""
     from deployer.commands import end
 
-    host, record = _find(job_id, ssh, root)
-    place = Path(target or (record.results if record else f"results/{job_id}"))
+    host, record = _find(job_id, **place)
+    folder = Path(target or (record.results if record else f"results/{job_id}"))
     end.pull(
-        host, record.job_id if record else job_id, target=place, checkpoints=checkpoints, limit=parse_size(pull_max)
+        host, record.job_id if record else job_id, target=folder, checkpoints=checkpoints, limit=parse_size(pull_max)
     )
 
 
 @cli.command("exec", cls=WithProgram, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
-@SSH
-@SSH_KEY
-@ACCEPT
-@ROOT
-@click.pass_context
-def execute(
-    ctx: click.Context,
-    job_id: str | None,
-    ssh: str | None,
-    ssh_key: str | None,
-    accept_new_host_key: bool,
-    root: str | None,
-) -> None:
+@at_a_place
+def execute(job_id: str | None, **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…"""
     from deployer.commands import beside
 
-    if not ctx.meta["program"]:
+    program = click.get_current_context().meta["program"]
+    if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
-    host, record = _place(job_id, ssh, ssh_key, accept_new_host_key, root)
-    sys.exit(beside.execute(host, record.job_id if record else job_id, ctx.meta["program"]))
+    host, record = _find(job_id, **place)
+    sys.exit(beside.execute(host, record.job_id if record else job_id, program))
 
 
 @cli.command(context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
-@SSH
-@SSH_KEY
-@ACCEPT
-@ROOT
-def shell(
-    job_id: str | None, ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None
-) -> None:
+@at_a_place
+def shell(job_id: str | None, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder."""
     from deployer.commands import beside
 
-    host, record = _place(job_id, ssh, ssh_key, accept_new_host_key, root)
+    host, record = _find(job_id, **place)
     sys.exit(beside.shell(host, record.job_id if record else job_id))
 
 
 @cli.command(context_settings=CONTEXT)
-@SSH
-@SSH_KEY
-@ACCEPT
-@ROOT
+@at_a_place
 @JSON
-def doctor(ssh: str | None, ssh_key: str | None, accept_new_host_key: bool, root: str | None, as_json: bool) -> None:
+def doctor(as_json: bool, **place: Any) -> None:
     """Check a host, or this machine: Python, torch, GPUs, disk, limits, environment; each with what to do."""
     from deployer.commands import look
 
-    sys.exit(look.doctor(_host(ssh, root, ssh_key, accept_new_host_key), as_json=as_json))
+    sys.exit(look.doctor(_host(**place), as_json=as_json))
 
 
 # --- from words to values ---------------------------------------------------------------------------------------------
@@ -269,39 +251,35 @@ def parse_size(text: str) -> int | None:
     return int(float(match.group(1)) * factor) or None
 
 
-def _host(ssh: str | None, root: str | None, ssh_key: str | None = None, accept: bool = False) -> Host:
+def _host(ssh: str | None, root: str | None, *, ssh_key: str | None, accept_new_host_key: bool) -> Host:
     from deployer.host import Host
 
-    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept)
+    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key)
 
 
-def _hosts(ssh: str | None, ssh_key: str | None, accept: bool, root: str | None) -> list[Host]:
+def _hosts(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
     """The named host, or every host that the records name and this machine."""
     from deployer.registry import read_records
 
     if ssh is not None or root is not None:
-        return [_host(ssh, root, ssh_key, accept)]
-    places = {(r.ssh, r.root): r.ssh_key for r in read_records()}
-    places.setdefault((None, DEFAULT_ROOT), None)
-    return [_host(where, folder, key) for (where, folder), key in places.items()]
+        return [_host(ssh, root, **access)]
+    places = {(r.ssh, r.root): r for r in read_records()}
+    hosts = [_host(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
+    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, _host(None, DEFAULT_ROOT, **access)]
 
 
-def _find(job_id: str, ssh: str | None, root: str | None) -> tuple[Host, JobRecord | None]:
-    """The host of a job by this client's records; with --ssh or --remote-root the host is asked itself."""
+def _find(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
+    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
     from deployer.registry import find_record
 
-    if ssh is not None or root is not None:
-        return _host(ssh, root), None
+    if job_id is None or ssh is not None or root is not None:
+        return _host(ssh, root, **access), None
     record = find_record(job_id)
-    return _host(record.ssh, record.root, record.ssh_key), record
+    return _host(record.ssh, record.root, **_access(record, **access)), record
 
 
-def _place(
-    job_id: str | None, ssh: str | None, ssh_key: str | None, accept: bool, root: str | None
-) -> tuple[Host, JobRecord | None]:
-    if job_id is None:
-        return _host(ssh, root, ssh_key, accept), None
-    return _find(job_id, ssh, root)
+def _access(record: JobRecord, *, ssh_key: str | None, accept_new_host_key: bool) -> dict[str, Any]:
+    return {"ssh_key": ssh_key or record.ssh_key, "accept_new_host_key": accept_new_host_key}
 
 
 def main() -> None:

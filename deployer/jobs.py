@@ -18,7 +18,16 @@ from deployer.host import Host
 from deployer.link import Call, Link
 from deployer.registry import JobRecord
 
-RESULT_PARTS = ("metrics.jsonl", "config.yaml", "job.json", "status.json", "outcome.json", "logs", "export")
+RESULT_PARTS = (
+    "metrics.jsonl",
+    "config.yaml",
+    "job.json",
+    "git.patch",
+    "status.json",
+    "outcome.json",
+    "logs",
+    "export",
+)
 CHECKPOINT_PARTS = ("checkpoints",)
 PULL_MAX_BYTES = 2 * 10**9
 FETCH_BYTES = 256 << 20

@@ -65,7 +65,7 @@ def launch_and_follow(
     plan: LaunchPlan,
     *,
     shipment: Shipment,
-    payload: dict[str, Any] | None,
+    payload: dict[str, Any],
     git: dict[str, Any] | None,
     view: LogView | None,
     watcher: Watcher,
@@ -74,14 +74,21 @@ def launch_and_follow(
 
     A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
     afterwards the log goes on at the byte where it stopped. KeyboardInterrupt before the acknowledgement cancels.
+    The uncommitted patch in `git` is sent last: it would show in the exec's argument, and no job waits for it.
     """
-    request: dict[str, Any] = {"op": "launch", "plan": plan_to_json(plan), "git": git, "follow": view is not None}
+    git = dict(git or {})
+    patch = str(git.pop("patch", ""))
+    request: dict[str, Any] = {"op": "launch", "plan": plan_to_json(plan), "follow": view is not None}
+    request.update(git=git, patch=bool(patch))
 
     def attempt() -> Link:
-        return connect(request=request, payload=payload)
+        return connect(request=request, payload=payload or None)
 
     link, call = _until_acknowledged(attempt, shipment, watcher)
+    if patch:
+        _send_patch(call, patch)
     if view is None:
+        call.result()
         link.close()
         return None
     return follow_to_end(connect, plan.job_id, view=view, watcher=watcher, opened=(link, call))
@@ -125,6 +132,14 @@ def _converse(call: Call, shipment: Shipment, watcher: Watcher) -> dict[str, Any
         elif name == "ack":
             return dict(value)
     raise LostConnection("the host ended the launch without an acknowledgement")
+
+
+def _send_patch(call: Call, patch: str) -> None:
+    try:
+        call.send_data(patch.encode("utf-8", "surrogateescape"))
+        call.end_data()
+    except FerryError:
+        pass  # the job runs; a broken connection shows where the log is followed
 
 
 def _send_blobs(

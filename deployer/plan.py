@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from trainer.schema import Config
 
 PLAN_VERSION = 1
+PYTHON_VARIABLE = "$PYTHON"
 TRAINER_REQUIRES = (
     "torch>=2.11",
     "transformers>=4.56",
     "safetensors>=0.4.3",
     "click>=8.1",
     "pyyaml>=6.0",
-    "rich>=13.0",
 )
 
 
@@ -274,7 +274,7 @@ def fill(text: Text, slots: dict[str, str]) -> str:
 def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
     """Slots as shell text for a reader who will paste the command on the host."""
     return {
-        "python": "$PYTHON",
+        "python": PYTHON_VARIABLE,
         "root": root,
         "job": f"{root}/jobs/{plan.job_id}",
         "agent": f"{root}/agent/{agent}/agent",
@@ -308,4 +308,4 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./-]*\Z")
 
 def _quote_slot(value: str) -> str:
     head, tail = ("~/", value[2:]) if value.startswith("~/") else ("", value)
-    return value if value.startswith("$") else head + (shlex.quote(tail) if tail else "")
+    return value if value == PYTHON_VARIABLE else head + (shlex.quote(tail) if tail else "")

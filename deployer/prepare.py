@@ -50,13 +50,11 @@ class Options:
 class Prepared:
     """All that a launch needs, decided."""
 
-    config: Config
     plan: LaunchPlan
     shipment: Shipment
     code: Scan
-    own_trainer: bool
-    payload: dict[str, Any] | None
-    """Values of the job's environment and secrets; they travel beside the plan and are never printed."""
+    payload: dict[str, Any]
+    """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
     git: dict[str, Any] | None
 
 
@@ -114,8 +112,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
         config_yaml=None if command else config_to_yaml(_without_client_keys(config)),
     )
-    git = manifest.git_state(project)
-    return Prepared(config, plan, Shipment(trees, sources), code, own_trainer, payload, git)
+    return Prepared(plan, Shipment(trees, sources), code, payload, manifest.git_state(project))
 
 
 def large_files(code: Scan) -> str | None:
@@ -194,16 +191,15 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _payload(config: Config) -> dict[str, Any] | None:
+def _payload(config: Config) -> dict[str, Any]:
     missing = [name for name in config.target.secrets if name not in os.environ]
     if missing:
         raise UsageError(
             f"the secret {missing[0]} is not set in this shell",
             hint=f"export {missing[0]}=… first; its value goes to the job's environment only",
         )
-    if not config.target.env and not config.target.secrets:
-        return None
-    return {"env": dict(config.target.env), "secrets": {name: os.environ[name] for name in config.target.secrets}}
+    secrets = {name: os.environ[name] for name in config.target.secrets}
+    return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
 
 
 def _without_client_keys(config: Config) -> Config:

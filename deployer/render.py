@@ -67,7 +67,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        grid.add_column(column, no_wrap=number == 0, overflow="fold")
+        grid.add_column(Text(clean(column)), no_wrap=number == 0, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(clean(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else 200).print(grid)

@@ -144,7 +144,7 @@ def test_client_killed_job_goes_on_and_a_new_shell_finds_it(ferry):
     assert follower.stdout.readline().startswith(b"tick")
     stopped = ferry.run("stop", job_id, "--grace", "5")
     assert stopped.returncode == 0 and b"stopped" in stopped.stderr
-    assert follower.wait(20) == 0
+    assert follower.wait(20) == 143
     again = ferry.run("stop", job_id)
     assert again.returncode == 0 and b"had ended already: stopped" in again.stderr
     assert ferry.run("pull", job_id).returncode == 0
@@ -236,7 +236,7 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
             host.connect,
             prepared.plan,
             shipment=prepared.shipment,
-            payload=None,
+            payload={},
             git=None,
             view=None,
             watcher=Watcher(),
@@ -259,7 +259,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
             Host(None, str(ferry.root)).connect,
             prepared.plan,
             shipment=prepared.shipment,
-            payload=None,
+            payload={},
             git=None,
             view=None,
             watcher=Watcher(),

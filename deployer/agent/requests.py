@@ -13,7 +13,6 @@ from .errors import AgentError
 from .layout import Job, Root
 from .wire import Call
 
-FINAL_STATES = ("succeeded", "failed", "stopped", "lost")
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 
 
@@ -83,7 +82,7 @@ def follow_job(job: Job, call: Call, reader: logs.LogReader, *, once: bool = Fal
         if now["state"] != shown and not once:
             shown = now["state"]
             call.send_event("state", now)
-        if not chunks and (once or now["state"] in FINAL_STATES):
+        if not chunks and (once or now["state"] in state.FINAL):
             call.send_event("status", dict(now, job_id=job.id))
             return {}
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
@@ -106,7 +105,7 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     """Asks the supervisor to stop the job and reports how it goes until the job has ended. Idempotent."""
     job = find_job(root, call.head["job"])
     before = state.judge(job)
-    if before["state"] not in FINAL_STATES:
+    if before["state"] not in state.FINAL:
         state.request_stop(job, float(call.head.get("grace_s", 120.0)))
         shown = ""
         while not call.cancelled.is_set():
@@ -117,7 +116,7 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
             if phase != shown:
                 shown = phase
                 call.send_event("state", now)
-            if now["state"] in FINAL_STATES:
+            if now["state"] in state.FINAL:
                 break
             time.sleep(0.1)
     call.send_event("status", dict(state.judge(job), job_id=job.id, was=before["state"]))

@@ -21,6 +21,7 @@ from .requests import follow_job
 from .store import Store
 from .wire import Call
 
+MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
 AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
 
@@ -54,6 +55,8 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path})
     if not already:
         spare.make_later(root, plan["tree"])
+    if request.get("patch"):
+        _keep_patch(job, call)
     if request.get("follow"):
         return follow_job(job, call, logs.LogReader(job))
     return {}
@@ -198,6 +201,13 @@ def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any
         "agent_python": sys.version.split()[0],
     }
     _write_private(job.record, json.dumps(record, indent=1).encode())
+
+
+def _keep_patch(job: Job, call: Call) -> None:
+    """Keeps what the project had beyond its commit, for whoever takes the job over; at most MAX_PATCH bytes."""
+    patch = b"".join(frame.body for frame in call.receive())
+    if len(patch) <= MAX_PATCH:
+        _write_private(os.path.join(job.path, "git.patch"), patch)
 
 
 def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:

@@ -105,10 +105,9 @@ class Call:
         """Sends bytes of any number, in frames that the window allows."""
         for start in range(0, len(data), frames.MAX_BODY):
             part = data[start : start + frames.MAX_BODY]
-            if "offset" in head:
-                head["offset"] += len(part) if start else 0
+            at = {"offset": head["offset"] + start} if "offset" in head else {}
             self._window.take(len(part), timeout_s=SEND_TIMEOUT_S)
-            self._sender.send(dict(head, id=self.id, data=True), part)
+            self._sender.send({**head, **at, "id": self.id, "data": True}, part)
 
     def send_event(self, name: str, payload: Any = None) -> None:
         """An event with a JSON value of any size: its bytes as data frames tagged `json`, then the name."""

@@ -29,7 +29,9 @@ def shell(host: Host, job_id: str | None) -> int:
         return subprocess.call([os.environ.get("SHELL", "/bin/sh")], cwd=folder)
     from deployer.transport.fabric_ssh import open_shell
 
-    command = f'cd {shlex.quote(folder)} && exec "${{SHELL:-/bin/sh}}" -l' if folder else None
+    # the login shell may be fish or tcsh: it only hands on one constant text and one quoted word
+    enter = 'exec /bin/sh -c \'cd "$0" && exec "${SHELL:-/bin/sh}" -l\''
+    command = f"{enter} {shlex.quote(folder)}" if folder else None
     return open_shell(
         parse_target(host.ssh), command, ssh_key=host.ssh_key, accept_new_host_key=host.accept_new_host_key
     )

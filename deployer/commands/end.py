@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer import jobs, render
-from deployer.commands.screen import FINAL
+from deployer.agent.state import FINAL
 from deployer.host import Host
 
 

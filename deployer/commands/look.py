@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.commands.screen import DETACHED, FINAL, Screen, log_view, next_commands
+from deployer.agent.state import FINAL
+from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import LostConnection, UsageError
 from deployer.host import Host
 from deployer.launch import follow_to_end
@@ -99,7 +100,7 @@ def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank
     if not live:
         return 0
     render.notice(f"{found['job_id']} {_state_line(final)}")
-    return int(final.get("code") or 0) if final["state"] == "failed" else 0
+    return exit_code_of(final)
 
 
 def doctor(host: Host, *, as_json: bool) -> int:

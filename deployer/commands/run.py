@@ -13,7 +13,7 @@ import click
 
 from deployer import jobs, render
 from deployer.commands.end import pull
-from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
+from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.host import Host
 from deployer.launch import launch_and_follow
@@ -146,13 +146,9 @@ def _dry_run_json(prepared: Prepared, host: Host, slots: dict[str, str], *, comm
             "count": len(code.entries),
             "bytes": code.total_bytes,
             "ignored": code.ignored.count,
-            "reasons": [[*asdict_reason(reason), count] for reason, count in code.ignored.reasons],
+            "reasons": [[*reason, count] for reason, count in code.ignored.reasons],
         },
     }
-
-
-def asdict_reason(reason: Any) -> list[str]:
-    return [reason.pattern, reason.source]
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -189,12 +185,15 @@ def _launch(
         render.notice("gave up following: the job runs on, as far as is known")
         next_commands(plan.job_id)
         return DETACHED
+    finally:
+        screen.close()
     if final is None:
         next_commands(plan.job_id)
         return 0
     if pulls:
         _bring_home(host, record, pull_limit)
-    return tell_end(host, plan.job_id, final)
+    tell_end(host, plan.job_id, final)
+    return exit_code_of(final)
 
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
@@ -206,24 +205,18 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
         render.notice(f"the results stay on the host: deploy.py pull {record.job_id}")
 
 
-def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> int:
-    """Says how the job ended and returns the exit code: its own, 143 for one that was stopped, 125 for a lost one."""
-    state = final["state"]
-    if state == "succeeded":
-        render.notice(f"{job_id} succeeded")
-        return 0
-    if state == "stopped":
-        render.notice(f"{job_id} was stopped")
-        return int(final.get("code") or 143)
-    if state == "lost":
-        render.notice(f"{job_id} is lost: {render.clean(final.get('reason') or 'its processes are gone')}")
-        return 125
+def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
+    """Says how the job ended; of a failed one also the last words and where to look."""
+    state, reason = final["state"], render.clean(final.get("reason") or "")
+    if state != "failed":
+        ends = {"succeeded": "succeeded", "stopped": "was stopped", "lost": f"is lost: {reason}"}
+        render.notice(f"{job_id} {ends.get(state, state)}")
+        return
     rank = final.get("first_failing_rank")
     _show_last_lines(host, job_id, rank)
-    render.notice(f"{job_id} failed: {render.clean(final.get('reason') or 'unknown')} (exit code {final.get('code')})")
+    render.notice(f"{job_id} failed: {reason} (exit code {final.get('code')})")
     render.notice(f"  deploy.py logs {job_id}" + (f" --rank {rank}" if rank is not None else ""))
     render.notice(f"  deploy.py exec {job_id} -- ls -l")
-    return int(final.get("code") or 1)
 
 
 def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from deployer import render
@@ -13,7 +15,6 @@ from deployer.registry import JobRecord, write_record
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""
-FINAL = ("succeeded", "failed", "stopped", "lost")
 
 
 class Screen(Watcher):
@@ -22,21 +23,24 @@ class Screen(Watcher):
     def __init__(self, record: JobRecord) -> None:
         self.record = record
         self.acknowledged = False
-        self._progress = render.progress("sent")
-        self._update: Any = None
+        self._bars = ExitStack()
+        self._update: Callable[[int, int], None] | None = None
         self._waiting = False
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
-            self._update = self._progress.__enter__()
+            self._update = self._bars.enter_context(render.progress("sent"))
         self._update(sent, total)
 
     def started(self, ack: dict[str, Any]) -> None:
-        if self._update is not None:
-            self._progress.__exit__(None, None, None)
+        self.close()
         self.acknowledged = True
         self.remember()
         render.notice("already running" if ack.get("already") else "started")
+
+    def close(self) -> None:
+        """Ends the upload's bar."""
+        self._bars.close()
 
     def remember(self) -> None:
         """Notes the job, so that its id finds it. A disk that takes no note must not end the launch."""
@@ -55,6 +59,12 @@ class Screen(Watcher):
             goes_on = " (the job goes on)" if self.acknowledged else ""
             render.notice(f"{error.message}; trying again{goes_on}")
         self._waiting = True
+
+
+def exit_code_of(final: dict[str, Any]) -> int:
+    """What a command that followed a job to its end returns: the job's own code, 143 when stopped, 125 when lost."""
+    fixed = {"succeeded": 0, "stopped": 143, "lost": 125}
+    return fixed[final["state"]] if final["state"] in fixed else int(final.get("code") or 1)
 
 
 def log_view(*, raw: bool) -> LogView:

@@ -15,7 +15,7 @@ from paramiko.common import cMSG_SERVICE_REQUEST
 from deployer.errors import ConnectError
 from deployer.target import SshOptions
 from deployer.transport.ask import ask_secret, has_terminal
-from deployer.transport.explain import explain_auth, explain_handshake, explain_silence
+from deployer.transport.explain import explain_auth, explain_handshake, explain_silence, printable
 from deployer.transport.host_keys import HostKeys
 from deployer.transport.keys import Candidate, Keyring, UnusableKey, find_keys
 
@@ -226,7 +226,7 @@ def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool
     session.auth_timeout = PERSON_TIMEOUT_S
 
     def reply(title: str, instructions: str, prompts: list[tuple[str, bool]]) -> list[str]:
-        return [ask(lambda text=text: ask_secret(f"{options.description}: {text}")) for text, _ in prompts]  # type: ignore[misc]
+        return [ask(lambda text=text: ask_secret(f"{options.description}: {printable(text)}")) for text, _ in prompts]  # type: ignore[misc]
 
     def with_password(handler: EagerAuth, done: threading.Event) -> None:
         handler.auth_password(options.user, ask(lambda: ask_secret(f"Password of {options.description}: ")), done)
