@@ -1,8 +1,14 @@
 """The conversation with the real agent over pipes, and the frames that it is made of."""
 
+import ast
+import base64
 import io
 import shlex
+import subprocess
+import sys
 import threading
+import zlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,11 +17,15 @@ from hypothesis import strategies as st
 from deployer import link as link_module
 from deployer.agent import frames
 from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
+from deployer.agent.wire import Call, Sender
 from deployer.errors import HostError, UnknownJob, UsageError
 from deployer.host import Host
 from deployer.jobs import pull
+from deployer.launch import Watcher, launch_and_follow
 from deployer.link import Link, agent_hash, build_command, build_word
+from deployer.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
+from tests.ferry import REPO
 
 HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=200), max_size=5)
 
@@ -206,7 +216,57 @@ def test_root_that_cannot_be_made_says_where(tmp_path):
             link.first.result()
 
 
-def test_agent_package_is_stdlib_only_and_never_names_the_client():
+def test_agent_package_is_python_3_8_and_imports_the_standard_library_only():
     for name, source in link_module.agent_sources().items():
-        assert "import deployer" not in source and "from deployer" not in source, name
-    assert frames.MAX_BODY < MAX_FRAME
+        tree = ast.parse(source, name, feature_version=(3, 8))
+        names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+        names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0]
+        assert {n.split(".")[0] for n in names} <= sys.stdlib_module_names, name
+
+
+def test_no_value_secret_or_patch_shows_in_the_command_line(tmp_path, monkeypatch):
+    commands = []
+
+    class Recording(LocalTransport):
+        def open(self, command):
+            commands.append(command)
+            return super().open(command)
+
+    monkeypatch.setenv("TOKEN", "canary-secret")
+    options = Options(command=("true",), root=str(tmp_path / "root"), env=("A=canary-value",), secrets=("TOKEN",))
+    prepared = prepare(*read_config(options), options=options, project=Path(__file__).parent)
+    launch_and_follow(
+        lambda **request: Link.open(Recording(), root=str(tmp_path / "root"), **request),
+        prepared.plan,
+        shipment=prepared.shipment,
+        payload=prepared.payload,
+        git={"commit": "abc", "patch": "canary-patch"},
+        view=None,
+        watcher=Watcher(),
+    )
+    (word,) = (zlib.decompress(base64.b64decode(command.rsplit(" ", 1)[1])).decode() for command in commands)
+    assert "TOKEN" in word and "abc" in word and "canary" not in word
+    assert (tmp_path / "root" / "jobs" / prepared.plan.job_id / "git.patch").read_text() == "canary-patch"
+
+
+def test_large_value_split_into_frames_keeps_its_offsets():
+    sent = []
+
+    class Collecting(Sender):
+        def __init__(self):
+            pass
+
+        def send(self, head, body=b""):
+            sent.append((head["offset"], len(body)))
+
+    Call({"id": 1}, Collecting()).send_data(bytes(2 * frames.MAX_BODY + 10), file="rank_0.log", offset=100)
+    assert sent == [(100, frames.MAX_BODY), (100 + frames.MAX_BODY, frames.MAX_BODY), (100 + 2 * frames.MAX_BODY, 10)]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--dry-run", "--", "true"]], ids=["help", "dry-run"])
+def test_command_line_loads_no_heavy_package_where_it_needs_none(tmp_path, words):
+    script = str(REPO / "deploy.py")
+    done = subprocess.run([sys.executable, "-X", "importtime", script, *words], capture_output=True, cwd=tmp_path)
+    loaded = {line.rsplit(b"|", 1)[-1].strip().split(b".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and b"click" in loaded
+    assert not loaded & {b"torch", b"fabric", b"paramiko", b"transformers", b"invoke"}

@@ -7,7 +7,18 @@ from datetime import datetime, timezone
 import pytest
 
 from deployer.errors import UsageError
-from deployer.plan import Command, LaunchPlan, build_plan, fill, new_job_id, plan_to_json, render_command, shell_slots
+from deployer.plan import (
+    TRAINER_REQUIRES,
+    Command,
+    LaunchPlan,
+    build_plan,
+    fill,
+    new_job_id,
+    plan_to_json,
+    render_command,
+    shell_slots,
+)
+from tests.ferry import REPO
 from trainer.schema import Config, TargetConfig
 
 SLOTS = {"python": "/py", "root": "/r", "job": "/r/jobs/j1", "agent": "/r/agent/h/agent"}
@@ -100,3 +111,9 @@ def test_job_ids_carry_name_and_time_and_differ():
     now = datetime(2026, 3, 4, 5, 6, tzinfo=timezone.utc)
     first, second = (new_job_id("My Run/ü", now=now) for _ in range(2))
     assert first.startswith("my-run-0304-0506-") and first != second
+
+
+def test_what_a_trainer_job_requires_is_what_the_project_declares():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert set(TRAINER_REQUIRES) <= {*project["dependencies"], *project["optional-dependencies"]["train"]}

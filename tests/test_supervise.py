@@ -301,7 +301,6 @@ def test_stop_before_the_ranks_have_started_does_not_wait_for_the_grace(tmp_path
     assert (end_of(job, timeout_s=60)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
 
 
-@pytest.mark.soak
 def test_stop_lets_a_rank_save_for_45_s_under_a_grace_of_60(tmp_path: Path) -> None:
     job, status = stop_while_saving(tmp_path, saving_s=45, grace_s=60)
     assert (Path(job.code) / "saved").read_text() == "all of it"

@@ -40,7 +40,7 @@ __all__ = [
     "resolved_backend",
 ]
 
-LOCAL_SUFFIXES = (".jsonl", ".json", ".parquet", ".jinja")
+LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
 

@@ -102,7 +102,7 @@ class DataConfig:
     """Conversations read at most; None: all."""
     shuffle: bool = True
     workers: int = 0
-    """Processes that tokenize ahead; 0: in a thread of the training process."""
+    """Processes that tokenize the data at the start; 0: the training process does it."""
 
 
 @dataclass(frozen=True)

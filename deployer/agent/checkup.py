@@ -137,10 +137,10 @@ def check_shm() -> Check:
     try:
         status = os.statvfs("/dev/shm")
     except OSError:
-        return check("/dev/shm", WARN, "not there", "data loader workers and NCCL need it")
+        return check("/dev/shm", WARN, "not there", "NCCL needs it")
     size = status.f_blocks * status.f_frsize
     detail = "%.1f GB" % (size / _GB)
-    hint = "data loader workers and NCCL need it: docker run --shm-size=8g, or data.num_workers=0"
+    hint = "NCCL needs it: docker run --shm-size=8g"
     return check("/dev/shm", OK, detail) if size >= LOW_SHM_BYTES else check("/dev/shm", WARN, detail, hint)
 
 

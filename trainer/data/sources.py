@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from trainer.config import LOCAL_STARTS, LOCAL_SUFFIXES
 from trainer.data.errors import DataError
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
 
@@ -181,8 +182,7 @@ def _short(value: Any) -> str:
 
 def is_local(spec: str) -> bool:
     """Whether `spec` can only mean a file or folder of this machine, never the name of a data set."""
-    suffixes = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-    return spec.startswith(("/", "./", "../", "~")) or spec.endswith(suffixes) or Path(spec).exists()
+    return spec.startswith(LOCAL_STARTS) or spec.endswith(LOCAL_SUFFIXES) or Path(spec).exists()
 
 
 def _shown(spec: str) -> str:
