@@ -15,6 +15,8 @@ install: $(VENV)/installed  ## .venv with the deployer, the trainer and the test
 
 # torch comes first and by its pin, so that no later requirement picks another build
 $(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+	  || { echo "Torchferry needs Python 3.10 to 3.13, this is $$($(PYTHON) -V); name another: make PYTHON=python3.12"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[train,test]'
