@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
+import yaml
 
-from trainer import cli, diagnose, launch
+from trainer import cli, diagnose, launch, torchrun
 from trainer.config import ConfigError, config_from_dict, load_config
 from trainer.launch import HostGpus
 from trainer.metrics import Screen, drop_records_after, peak_flops, render_bar, render_duration, render_train
@@ -40,7 +43,7 @@ def run_train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
     argv = launch.build_torchrun_argv("/py", "train.py", Path("/r/config.yaml"), processes=3, debug=False)
     assert argv == [
-        *["/py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"],
+        *["/py", str(PROJECT / "trainer/torchrun.py"), "--standalone", "--nproc-per-node=3", "--max-restarts=0"],
         *["train.py", "/r/config.yaml"],
     ]
 
@@ -71,7 +74,7 @@ def test_gpu_beyond_those_of_the_host_is_refused():
 
 
 def test_gpus_are_known_by_index_and_by_uuid():
-    launch.check_gpus(["GPU-22222222", "1"], launch.parse_gpus(TWO_GPUS))
+    launch.check_gpus(["GPU-22222222", "1", "MIG-33333333"], launch.parse_gpus(TWO_GPUS))
     launch.check_gpus([7], HostGpus(present=True))  # no nvidia-smi: the ranks will see
 
 
@@ -107,6 +110,26 @@ def test_run_folder_that_cannot_be_made_is_one_error(tmp_path, rows, option):
 def test_deciding_imports_no_torch():
     code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+
+
+def test_missing_torch_is_one_error_and_no_run_folder(tmp_path):
+    for package in (click, yaml):  # all that a base install and this need; -S leaves out the rest of this environment
+        folder = Path(package.__file__).parent
+        (tmp_path / folder.name).symlink_to(folder)
+    code = (
+        "import runpy, sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[:3]; runpy.run_path(sys.argv[0], {}, '__main__')"
+    )
+    paths = [str(PROJECT), str(tmp_path), str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py")]
+    command = [sys.executable, "-S", "-c", code, *paths, "target.device=cpu", f"run.dir={tmp_path}/runs"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [
+            f"Error: torch is not installed for this Python ({sys.executable})",
+            "hint: pip install -e '.[train]'",
+        ],
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_help_shows_an_example():
@@ -181,6 +204,7 @@ def test_console_line_reads_well():
     assert line == (
         "step 12/200  loss 3.1235  lr 9.80e-04  grad 1.23  12.3k tok/s/gpu  mfu 41.2%  mem 3.2 GiB  eta 1:23"
     )
+    assert render_train({**record, "mem_gib": None}, 200, None).endswith("grad 1.23  12.3k tok/s/rank")
 
 
 def test_bar_and_durations():
@@ -249,10 +273,36 @@ def torch_tensor(values):
     return torch.tensor(values)
 
 
+def test_ctrl_c_on_two_ranks_saves_and_exits_with_0(tmp_path, rows):
+    config = small_config(tmp_path, gpus="0, 1", rows=rows)
+    command = [sys.executable, str(PROJECT / "train.py"), str(config), "--run-dir", str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "train.steps=100000"], start_new_session=True, **pipes) as process:
+        next(line for line in process.stdout if line.startswith("step 1/"))
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (0, "")
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["state"] == "stopped"
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE"))
+
+
+def test_rank_ended_by_a_signal_gives_the_exit_code_though_another_rank_told_its_loss_of_it(capsys, tmp_path):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    diagnose.claim_failure(tmp_path, 0, "Error: another rank ended without a word")
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate((1, -9, 1))}
+    assert torchrun.report(ChildFailedError("train.py", failures), tmp_path) == 137
+    assert capsys.readouterr().err.startswith("Error: rank 1 was ended by SIGKILL\n")
+    del failures[1]
+    failures[2].exitcode = 2
+    assert torchrun.report(ChildFailedError("train.py", failures), tmp_path) == 1  # rank 0 told first
+
+
 def test_one_process_uses_the_given_run_folder_and_resumes_there(tmp_path, rows):
     config, run = small_config(tmp_path, gpus="0", rows=rows), tmp_path / "job"
     first = run_train(str(config), "train.stop_after_steps=2", TORCHFERRY_RUN_DIR=str(run))
     assert json.loads((run / "outcome.json").read_text())["state"] == "stopped", first.stderr
+    assert first.stdout.splitlines()[-1] == "stopped after 2 of 6 steps"  # without a comparison of step 0 with itself
     second = run_train(str(config), "run.export=false", "--run-dir", str(run))
     assert "resuming after step 2" in second.stdout, second.stderr
     assert json.loads((run / "outcome.json").read_text())["state"] == "succeeded"
@@ -300,8 +350,9 @@ def test_mistake_that_all_ranks_find_is_told_once(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"colour": "red"}\n')
     config = small_config(tmp_path, gpus="0, 1", rows=tmp_path / "rows.jsonl")
     done = run_train(str(config), "--run-dir", str(tmp_path / "run"))
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count("Error: ") == 1 + done.stderr.count("ChildFailedError: ")
+    assert done.returncode == 2, done.stderr
+    assert (done.stdout + done.stderr).count("Error") == 1  # no ChildFailedError of torchrun's
+    assert "Traceback" not in done.stderr
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert outcome["state"] == "failed"
     assert "colour" in outcome["error"]

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +41,7 @@ Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config
 @click.option("--debug", is_flag=True, help="Show stack traces.")
 def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, debug: bool) -> None:
     try:
+        check_torch()
         config = load_config(config_path, overrides)
         if launch.is_under_torchrun(os.environ):
             prepare_rank(config, run_dir)
@@ -51,6 +53,14 @@ def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, deb
         if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
             click.echo(error.render(), err=True)
         sys.exit(2)
+
+
+def check_torch() -> None:
+    """Raise ConfigError where the trainer's requirements are not installed: the deployer alone needs no torch."""
+    if find_spec("torch") is None:
+        project = Path(__file__).parent.parent
+        extra = "-e '.[train]'" if (project / "pyproject.toml").exists() else "'torchferry[train]'"
+        raise ConfigError(f"torch is not installed for this Python ({sys.executable})", hint=f"pip install {extra}")
 
 
 def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:

@@ -27,7 +27,7 @@ HINTS = (
 
 LOST_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LOST_PEER = "another rank ended without a word, and this one lost its connection to it"
-LOST_PEER_HINT = "torchrun names its signal below; -9 is mostly the system's out-of-memory killer (see dmesg)"
+LOST_PEER_HINT = "its signal is named below; -9 or SIGKILL is mostly the system's out-of-memory killer (see dmesg)"
 
 
 def hint_for(message: str) -> str:

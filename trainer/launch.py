@@ -20,6 +20,8 @@ from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
 
 DeviceKind = Literal["cuda", "cpu"]
 
+TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
+
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """One of these exists wherever torch can find a GPU: NVIDIA's driver, WSL, ROCm."""
 QUERY_GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
@@ -45,7 +47,7 @@ def is_under_torchrun(environ: Mapping[str, str]) -> bool:
 
 def build_torchrun_argv(python: str, script: str, config_path: Path, *, processes: int, debug: bool) -> list[str]:
     """The command that starts one rank for each process of this node; `--standalone` needs no port."""
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    torchrun = [python, TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "--max-restarts=0"]
     return [*torchrun, script, str(config_path), *(["--debug"] if debug else [])]
 
 
@@ -87,7 +89,8 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
         raise ConfigError("this host has no GPU", hint="train on the CPU with target.device=cpu")
     if gpus.names is None:
         return
-    lacking = [str(gpu) for gpu in gpu_ranks if str(gpu) not in gpus.names]
+    named = [str(gpu) for gpu in gpu_ranks if not str(gpu).startswith("MIG-")]  # slices are not in this list
+    lacking = [gpu for gpu in named if gpu not in gpus.names]
     if lacking:
         has = f"indices 0 to {gpus.count - 1}" if gpus.count else "no GPU"
         raise ConfigError(

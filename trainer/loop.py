@@ -59,7 +59,9 @@ class Result:
     step: int
     stopped: bool
     eval_loss_first: float | None
+    """From before the first step."""
     eval_loss_last: float | None
+    """None before there was a later evaluation."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,10 @@ class Borders:
         if outcome is None:
             return
         loss, tokens = outcome
-        self.last_loss = loss
-        self.first_loss = loss if step == 0 else self.first_loss
+        if step == 0:
+            self.first_loss = loss
+        else:
+            self.last_loss = loss
         self._run.extra.update(eval_loss_first=self.first_loss, eval_loss_last=self.last_loss)
         seconds = time.perf_counter() - began
         self._run.log.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_s": round(seconds, 3)})

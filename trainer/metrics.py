@@ -144,16 +144,17 @@ def _is_nonfinite(value: object) -> bool:
 
 
 def render_train(record: Record, total_steps: int, seconds_left: float | None) -> str:
-    """`step 12/200  loss 3.1234  lr 9.80e-04  grad 1.23  12.3k tok/s  mem 3.2 GiB  eta 1:23`."""
+    """`step 12/200  loss 3.1234  lr 9.80e-04  grad 1.23  12.3k tok/s/gpu  mem 3.2 GiB  eta 1:23`."""
+    on_gpu = record.get("mem_gib") is not None
     parts = [
         f"step {record['step']}/{total_steps}",
         f"loss {record['loss']:.4f}",
         f"lr {record['lr']:.2e}",
         f"grad {record['grad_norm']:.2f}",
-        f"{render_count(record['tokens_per_s_per_gpu'])} tok/s/gpu",
+        f"{render_count(record['tokens_per_s_per_gpu'])} tok/s/{'gpu' if on_gpu else 'rank'}",
     ]
     parts += [f"mfu {record['mfu']:.1%}"] if record.get("mfu") is not None else []
-    parts += [f"mem {record['mem_gib']:.1f} GiB"] if record.get("mem_gib") is not None else []
+    parts += [f"mem {record['mem_gib']:.1f} GiB"] if on_gpu else []
     parts += [f"eta {render_duration(seconds_left)}"] if seconds_left is not None else []
     parts += ["skipped: gradient not finite"] if record.get("skipped") else []
     return "  ".join(parts)

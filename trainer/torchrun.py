@@ -1,0 +1,84 @@
+"""torchrun for `train.py` on several ranks, with exit codes that tell what happened and without its stack traces.
+
+Run as a file, with torchrun's own arguments. torchrun itself leaves with 1 and thirty lines of its own whatever a rank
+returned, also after a stop that the ranks obeyed; the ranks have told the reason already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).absolute().parent.parent)  # not this folder: its names would hide other packages
+
+from trainer.diagnose import FAILURE_FILE
+from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+STOP_GRACE_S = 120
+"""How long the ranks may save after a stop; torch before 2.12 gives them 30 s whatever is asked."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun to its end. Gives the first failing rank's exit code, 0 after an obeyed stop, 128+N for signal N."""
+    run_dir = Path(os.environ[RUN_DIR_ENV])
+    try:
+        from torch.distributed import run as torchrun
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    logging.disable(logging.ERROR)  # what torchrun says about failing ranks, which have spoken for themselves
+    with suppress(OSError):
+        (run_dir / OUTCOME_FILE).unlink()  # an earlier start's
+    args = torchrun.parse_args(list(argv))
+    args.shutdown_timeout = STOP_GRACE_S
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        return report(error, run_dir)
+    except SignalException as error:
+        return 0 if _read(run_dir / OUTCOME_FILE).get("state") in ("stopped", "succeeded") else 128 + error.sigval
+    except KeyboardInterrupt:  # before torchrun listens for it
+        return 128 + signal.SIGINT
+    return 0
+
+
+def report(error: ChildFailedError, run_dir: Path) -> int:
+    """The exit code for failed ranks; one that a signal ended could not say so itself."""
+    rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).get("rank"))
+    if failure.exitcode >= 0:
+        return failure.exitcode
+    print(f"Error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+    if failure.exitcode == -signal.SIGKILL:
+        print("hint: mostly the system's out-of-memory killer; dmesg tells", file=sys.stderr)
+    return 128 - failure.exitcode
+
+
+def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -> tuple[int, ProcessFailure]:
+    """The rank that the others' failures follow from: one ended by a signal, else the one that told its reason.
+
+    torchrun knows the second of a failure only, and looks at the ranks ten times a second.
+    """
+    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[0] != told_by, item[1].timestamp))
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
