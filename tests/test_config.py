@@ -151,6 +151,27 @@ def test_file_that_is_no_config_gives_one_error(load: Any, name: str, text: str,
     assert load(name, text) == error
 
 
+def test_python_file_that_binds_no_config_is_not_run(load: Any) -> None:
+    program = "open('ran', 'w')\ndef main():\n    config = 1\nnames = [config for config in 'ab']\n"
+    assert load("a.py", program).endswith("for a program of your own: deploy.py run -- python FILE")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "if True:\n  try:\n    config: Config = made\n  finally: pass",
+        "from helper import made as config",
+        "from helper import *",
+        "for config in [made]: pass",
+        "_, config = 0, made",
+    ],
+)
+def test_python_config_may_bind_its_name_in_any_way(load: Any, binding: str) -> None:
+    Path("helper.py").write_text(IMPORT + "config = made = Config()\n")
+    assert load("a.py", f"{IMPORT}made = Config()\n{binding}\n") == Config()
+
+
 PYTHON_ERRORS = {
     "syntax": ("x = (1,\n", "Error: syntax error: '(' was never closed\n  in a.py:1\nhint: x = (1,"),
     "no config": ("cfg = 3\n", "Error: a.py does not define config\n  in a.py\nhint: it must end with: config = "),
@@ -162,10 +183,13 @@ PYTHON_ERRORS = {
         "config = {}\n",
         "Error: config is a dict, expected a Config\n  in a.py\nhint: from trainer.schema",
     ),
-    "raises": ("x = 1\ny = x / 0\n", "Error: the config raised ZeroDivisionError: division by zero\n  in a.py:2"),
-    "exits": ("raise SystemExit(3)\n", "Error: the config raised SystemExit: 3\n  in a.py:1"),
+    "raises": (
+        "config = 1\ny = config / 0\n",
+        "Error: the config raised ZeroDivisionError: division by zero\n  in a.py:2",
+    ),
+    "exits": ("config = exit(3)\n", "Error: the config raised SystemExit: 3\n  in a.py:1"),
     "import": (
-        "import no_such_module\n",
+        "import no_such_module as config\n",
         "Error: the config raised ModuleNotFoundError: No module named 'no_such_module'\n  in a.py:1\nhint: a ",
     ),
     "assignment": (
@@ -217,7 +241,7 @@ def test_python_config_imports_from_its_own_folder_and_leaves_no_trace(load: Any
 
 def test_syntax_error_in_an_imported_module_names_that_file(load: Any, tmp_path: Path) -> None:
     Path("broken_helper.py").write_text("ok = 1\nx = = 2\n")
-    message = load("a.py", "import broken_helper\n")
+    message = load("a.py", "import broken_helper as config\n")
     assert message.splitlines()[1] == f"  in {tmp_path / 'broken_helper.py'}:2"
 
 
@@ -266,9 +290,9 @@ YAML_ERRORS = {
     ),
     "endless alias": ("data:\n  train: &a [*a]\n", "is nested too deeply\n  in a.yaml:2"),
     "section is a scalar": ("train: 5\n", "Error: train is 5, expected a TrainConfig (a section with keys of its own)"),
-    "one word for a list": (
-        "data:\n  train: my.jsonl\n",
-        "Error: data.train is my.jsonl, expected a list, each text\n  in a.yaml:2\nhint: write it as a list: [my",
+    "words for a list": (
+        "args: --lr 3\n",
+        "Error: args is --lr 3, expected a list, each text\n  in a.yaml:1\nhint: write it as a list: [--lr, 3]",
     ),
     "list element": (
         "data:\n  train:\n  - a.jsonl\n  - null\n",
@@ -294,7 +318,7 @@ def test_yaml_words_mean_what_the_fields_type_says(load: Any) -> None:
     optim: {learning_rate: 1e-4, eps: .5}
     train: {deterministic: yes, seed: 010}
     run: {name: 2024-01-01}
-    data: {system_prompt: no, eval: [1e-4]}
+    data: {system_prompt: no, train: my.jsonl, eval: [1e-4]}
     target: {env: {A: 1, B: yes, C: 1:30}, gpu_ranks: ["2", 3]}
     model:
     """
@@ -302,6 +326,7 @@ def test_yaml_words_mean_what_the_fields_type_says(load: Any) -> None:
     assert (config.optim.learning_rate, config.optim.eps) == (0.0001, 0.5)
     assert (config.train.deterministic, config.train.seed) == (True, 10)
     assert (config.run.name, config.data.system_prompt, config.data.eval) == ("2024-01-01", "no", ["1e-4"])
+    assert config.data.train == ["my.jsonl"]
     assert config.target.env == {"A": "1", "B": "yes", "C": "1:30"}
     assert (config.target.gpu_ranks, config.model) == ([2, 3], ModelConfig())
 
@@ -352,9 +377,9 @@ def test_later_override_of_a_key_wins_and_variables_add_up() -> None:
 
 
 def test_gpu_ranks_take_commas_and_uuids() -> None:
-    config = override("target.gpu_ranks=GPU-8932f937-d72c,GPU-11112222")
+    config = override("target.gpu_ranks=GPU-8932f937-d72c,MIG-11112222")
     assert isinstance(config, Config)
-    assert config.target.gpu_ranks == ["GPU-8932f937-d72c", "GPU-11112222"]
+    assert config.target.gpu_ranks == ["GPU-8932f937-d72c", "MIG-11112222"]
 
 
 UNKNOWN = "is not a key\n  on the command line\nhint: did you mean"

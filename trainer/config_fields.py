@@ -55,6 +55,8 @@ def fit(value: object, kind: Any, key: str, *, places: Places) -> Any:
     if is_section(kind):
         return _build(kind, _section_tree(value, kind, key, places), f"{key}.", places=places)
     origin = get_origin(kind)
+    if kind == list[str] and isinstance(value, Word | str) and _is_one_word(value):
+        value = [value]
     if origin is list and isinstance(value, (list, tuple, range)):
         (item,) = get_args(kind)
         return [fit(v, item, f"{key}[{i}]", places=places) for i, v in enumerate(value)]
@@ -65,6 +67,12 @@ def fit(value: object, kind: Any, key: str, *, places: Places) -> Any:
     except Misfit as misfit:
         message = f"{key} is {show(value)}, expected {describe(kind)}{misfit}"
         raise ConfigError(message, where=places.of(key), hint=_misfit_hint(value, kind)) from None
+
+
+def _is_one_word(value: Word | str) -> bool:
+    """Whether a text in place of a list can only mean its one element; `args: --lr 3` would be two."""
+    text = value.text if isinstance(value, Word) else value
+    return text not in NULL_WORDS and not re.search(r"[\s,]", text)
 
 
 def _section_tree(value: object, kind: Any, key: str, places: Places) -> Mapping[str, object]:
@@ -197,8 +205,8 @@ def _misfit_hint(value: object, kind: Any) -> str:
 
         near = get_close_matches(text.lower(), get_args(kind), n=1)
         return f"did you mean {near[0]}?" if near else ""
-    if get_origin(kind) is list and isinstance(value, (Word, str, int)):
-        return f"write it as a list: [{show(value)}]"
+    if get_origin(kind) is list and isinstance(text, (str, int)):
+        return f"write it as a list: [{', '.join(re.split('[ ,]+', str(text)))}]"
     if kind is str and isinstance(value, Word):
         return f'put it in quotes if you mean the text: "{value.text}"'
     return ""

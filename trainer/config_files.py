@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
 MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 UNKNOWN_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 RAISED_HINTS = {
     "FrozenInstanceError": "configs do not change; give the value to Config(...) or use dataclasses.replace",
@@ -65,6 +67,7 @@ def _nearest_file(path: Path) -> str:
 def read_python(path: Path) -> tuple[Config, Places]:
     """Run a `.py` config and return its `config`, not yet checked, with the line of every keyword it gives.
 
+    A file that cannot define `config` is not run: it may be somebody's program, given by mistake.
     Its folder is importable meanwhile, and what it prints goes to stderr: stdout is for data.
     """
     source = read_source(path)
@@ -72,7 +75,10 @@ def read_python(path: Path) -> tuple[Config, Places]:
         code = compile(source, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise _syntax_error(error, path) from None
-    places = Places(str(path), {key: f"{path}:{line}" for key, line in keyword_lines(ast.parse(source)).items()})
+    tree = ast.parse(source)
+    if "config" not in (names := bound_names(tree)) and "*" not in names:
+        raise _no_config(path, tree)
+    places = Places(str(path), {key: f"{path}:{line}" for key, line in keyword_lines(tree).items()})
     module = ModuleType(MODULE_NAME)
     module.__file__ = str(path)
     try:
@@ -80,19 +86,43 @@ def read_python(path: Path) -> tuple[Config, Places]:
             exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
         raise _raised(error, path, places) from None
-    return _defined_config(vars(module), path), places
+    return _defined_config(vars(module), path, tree), places
 
 
-def _defined_config(names: dict[str, object], path: Path) -> Config:
+def _defined_config(names: dict[str, object], path: Path, tree: ast.Module) -> Config:
     if "config" not in names:
-        other = [name for name, value in names.items() if isinstance(value, Config)]
-        hint = f"rename {other[0]} to config" if other else "it must end with: config = Config(...)"
-        raise ConfigError(f"{path} does not define config", where=str(path), hint=hint)
+        raise _no_config(path, tree)
     config = names["config"]
     if not isinstance(config, Config):
         message = f"config is a {type(config).__name__}, expected a Config"
         raise ConfigError(message, where=str(path), hint="from trainer.schema import Config; config = Config(...)")
     return config
+
+
+def _no_config(path: Path, tree: ast.Module) -> ConfigError:
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    other = [ast.unparse(node.targets[0]) for node in assigned if _called_name(node.value) == "Config"]
+    hint = "it must end with: config = Config(...); for a program of your own: deploy.py run -- python FILE"
+    if other:
+        hint = f"rename {other[0]} to config"
+    return ConfigError(f"{path} does not define config", where=str(path), hint=hint)
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """The names that running the module may define at its top level; "*" for those of a star import."""
+    names = set()
+    nodes: list[ast.AST] = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if not isinstance(node, OWN_SCOPES):
+            nodes += ast.iter_child_nodes(node)
+    return names
 
 
 @contextlib.contextmanager
@@ -116,12 +146,18 @@ def keyword_lines(tree: ast.Module) -> dict[str, int]:
     """Line of every keyword of a call of a schema class, by dotted key; without those that are given twice."""
     prefixes = section_of_class()
     found: list[tuple[str, int]] = []
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if name in prefixes:
-            found += [(f"{prefixes[name]}{k.arg}", k.value.lineno) for k in call.keywords if k.arg]
+    for node in ast.walk(tree):
+        name = _called_name(node)
+        if isinstance(node, ast.Call) and name in prefixes:
+            found += [(f"{prefixes[name]}{k.arg}", k.value.lineno) for k in node.keywords if k.arg]
     times = Counter(key for key, _ in found)
     return {key: line for key, line in found if times[key] == 1}
+
+
+def _called_name(node: ast.AST) -> str:
+    """The last name of what a call calls; empty for any other node."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
 
 def _syntax_error(error: SyntaxError | ValueError, path: Path) -> ConfigError:

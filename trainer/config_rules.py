@@ -13,7 +13,7 @@ from trainer.schema import Config, ModelConfig
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-GPU_UUID = re.compile(r"GPU-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
+GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
 
 # Set by the launcher for every process; a second source would silently win or lose.
 LAUNCHER_NAMES = {
