@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.render import as_invoked, invoked_as, notice, show_error
 
 if TYPE_CHECKING:
     from deployer.host import Host
@@ -21,18 +24,36 @@ DEFAULT_ROOT = "~/.torchferry"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-class Commands(click.Group):
+PULL_MAX = "2GB"
+
+
+class Command(click.Command):
+    """A command whose help names this program as it was called."""
+
+    def __init__(self, name: str | None, help: str | None = None, **options: Any) -> None:
+        super().__init__(name, help=as_invoked(help or ""), **options)
+
+
+class Commands(Command, click.Group):
     """A first word that is no command is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         first = next((i for i, a in enumerate(args) if a not in own), None)
         if first is not None and args[first] not in self.commands:
+            _check_no_slip(args[first], list(self.commands))
             args = [*args[:first], "run", *args[first:]]
         return super().parse_args(ctx, args)
 
 
-class WithProgram(click.Command):
+def _check_no_slip(word: str, commands: list[str]) -> None:
+    """UsageError for a mistyped command; a config's name has a point or is there."""
+    close = difflib.get_close_matches(word, commands, n=1)
+    if close and word.isalpha() and not Path(word).exists():
+        raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean {close[0]}?")
+
+
+class WithProgram(Command):
     """A command whose words after `--` are a program of the user's, kept apart and untouched."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -109,9 +130,11 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable ou
 @click.option("--detach", is_flag=True, help="Return once the job has started.")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
 @click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
-@click.option("--pull-max", default="2GB", metavar="SIZE", help="Bring an export home up to this size [2GB].")
+@click.option(
+    "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
+)
 @click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
-@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree without asking.")
+@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
 @JSON
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     """Run a config, or any program after --.
@@ -136,7 +159,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @at_a_place
 @click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
 @JSON
@@ -147,7 +170,7 @@ def ps(show_all: bool, as_json: bool, **place: Any) -> None:
     look.ps(_hosts(**place), show_all=show_all, as_json=as_json)
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @at_a_place
 @JSON
@@ -159,21 +182,23 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
     look.status(host, record.job_id if record else job_id, as_json=as_json)
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @at_a_place
 @click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
-def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, **place: Any) -> None:
+@click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
+def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, launcher: bool, **place: Any) -> None:
     """Show a job's log, and follow it while it runs."""
     from deployer.commands import look
 
     host, record = _find(job_id, **place)
-    sys.exit(look.logs(host, record.job_id if record else job_id, follow=follow, tail=tail, rank=rank))
+    job_id = record.job_id if record else job_id
+    sys.exit(look.logs(host, job_id, follow=follow, tail=tail, rank=rank, launcher=launcher))
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @at_a_place
 @click.option("--grace", type=click.FloatRange(min=0), default=120.0, metavar="S", help="Seconds to save in [120].")
@@ -185,38 +210,48 @@ def stop(job_id: str, grace: float, **place: Any) -> None:
     sys.exit(end.stop(host, record.job_id if record else job_id, grace_s=grace))
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @at_a_place
 @click.option("--checkpoints", is_flag=True, help="Checkpoints too.")
-@click.option("--pull-max", default="2GB", metavar="SIZE", help="Limit of the whole; 0: none [2GB].")
+@click.option("--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 def pull(job_id: str, checkpoints: bool, pull_max: str, target: str | None, **place: Any) -> None:
     """Bring a job's metrics, logs and exported model home."""
     from deployer.commands import end
 
     host, record = _find(job_id, **place)
-    folder = Path(target or (record.results if record else f"results/{job_id}"))
+    folder = target or (record.results if record else None)
     end.pull(
-        host, record.job_id if record else job_id, target=folder, checkpoints=checkpoints, limit=parse_size(pull_max)
+        host,
+        record.job_id if record else job_id,
+        target=Path(folder) if folder else None,
+        checkpoints=checkpoints,
+        limit=parse_size(pull_max),
     )
 
 
-@cli.command("exec", cls=WithProgram, context_settings=CONTEXT)
+@cli.command("exec", cls=WithProgram, context_settings={**CONTEXT, "ignore_unknown_options": True})
 @click.argument("job_id", metavar="[ID]", required=False)
+@click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
-def execute(job_id: str | None, **place: Any) -> None:
-    """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…"""
+def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
+    """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
+
+    Without an ID and a host it runs on this machine, in the home folder.
+    """
     from deployer.commands import beside
 
     program = click.get_current_context().meta["program"]
+    if words:
+        raise UsageError("the command comes after --", hint=f"deploy.py exec {job_id} -- {shlex.join(words)}")
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, record = _find(job_id, **place)
     sys.exit(beside.execute(host, record.job_id if record else job_id, program))
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
 def shell(job_id: str | None, **place: Any) -> None:
@@ -227,7 +262,7 @@ def shell(job_id: str | None, **place: Any) -> None:
     sys.exit(beside.shell(host, record.job_id if record else job_id))
 
 
-@cli.command(context_settings=CONTEXT)
+@cli.command(cls=Command, context_settings=CONTEXT)
 @at_a_place
 @JSON
 def doctor(as_json: bool, **place: Any) -> None:
@@ -246,7 +281,7 @@ def parse_size(text: str) -> int | None:
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is not a size", hint="for example 500MB or 2GB")
+        raise UsageError(f"{text!r} is not a size", hint=f"for example 500MB or {PULL_MAX}")
     factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
     return int(float(match.group(1)) * factor) or None
 
@@ -291,7 +326,7 @@ def main() -> None:
     if debug:
         words.remove("--debug")
     try:
-        cli(words, standalone_mode=False)
+        cli(words, prog_name=invoked_as(), standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
@@ -327,8 +362,6 @@ def _unforeseen(error: Exception) -> FerryError:
 
 
 def _show(error: FerryError) -> None:
-    from deployer.render import notice, show_error
-
     show_error(error)
     if isinstance(error, LostConnection):
-        notice("The job, if it was started, runs on: deploy.py ps shows it.")
+        notice(f"The job, if it was started, runs on: {invoked_as()} ps shows it.")

@@ -13,6 +13,8 @@ MAX_LINE = 64 * 1024
 BAR_EVERY_S = 1.0
 """Off a terminal, a progress bar that rewrites its line is shown this often at most."""
 
+LAUNCHER_FILE = "launcher.log"
+"""torchrun's own words: of a failure it says at length what the summary says in a line."""
 _RANK_FILE = re.compile(r"rank_(\d+)\.log\Z")
 _CLEAR = b"\r\x1b[K"
 
@@ -28,7 +30,7 @@ class _File:
 
 @dataclass
 class LogView:
-    """Writes log chunks to `out` (a rank's output) and `err` (torchrun's and the set-up's own words).
+    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
 
     raw: one rank's bytes unchanged. Otherwise whole lines, each with `[rank] ` before it. On a terminal a bar (text
     that ends in a carriage return) is drawn in place; elsewhere it becomes at most one line a second.
@@ -39,6 +41,7 @@ class LogView:
     err: BinaryIO
     terminal: bool
     raw: bool
+    launcher: bool = False
     clock: Callable[[], float] = time.monotonic
     offsets: dict[str, int] = field(default_factory=dict)
     _files: dict[str, _File] = field(default_factory=dict)
@@ -52,6 +55,8 @@ class LogView:
             offset = seen
         self.offsets[file] = offset + len(data)
         rank = _RANK_FILE.search(file)
+        if file == LAUNCHER_FILE and not self.launcher:
+            return
         if rank is None:
             self._lines(file, data, self.err, prefix=b"")
         elif self.raw and self.terminal:

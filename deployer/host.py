@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployer.errors import UsageError
 from deployer.link import Link
 from deployer.transport import Transport, make_transport
 
@@ -20,6 +20,12 @@ class Host:
     accept_new_host_key: bool = False
     _transport: Transport | None = field(default=None, repr=False)
     _link: Link | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.root.startswith(("/", "~")):
+            raise UsageError(
+                f"the remote root {self.root!r} is a relative path", hint="begin it with / or ~ (the home on the host)"
+            )
 
     @property
     def name(self) -> str:
@@ -41,9 +47,4 @@ class Host:
         return self._link
 
     def _make_transport(self) -> Transport:
-        return make_transport(
-            self.ssh,
-            ssh_key=self.ssh_key,
-            accept_new_host_key=self.accept_new_host_key,
-            config_file=os.environ.get("TORCHFERRY_SSH_CONFIG"),
-        )
+        return make_transport(self.ssh, ssh_key=self.ssh_key, accept_new_host_key=self.accept_new_host_key)

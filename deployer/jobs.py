@@ -29,7 +29,6 @@ RESULT_PARTS = (
     "export",
 )
 CHECKPOINT_PARTS = ("checkpoints",)
-PULL_MAX_BYTES = 2 * 10**9
 FETCH_BYTES = 256 << 20
 """One request brings this much at most, so that a broken connection costs little."""
 
@@ -52,9 +51,15 @@ def _ask_jobs(host: Host) -> list[dict[str, Any]] | FerryError:
     try:
         with host.connect(request={"op": "ps"}) as link:
             jobs = link.first.result("jobs")
+        return [_job_row(job, host) for job in jobs]
     except FerryError as error:
         return error
-    return [{**job, "where": host.name} for job in jobs]
+    except (TypeError, ValueError, LookupError) as error:
+        return HostError(f"{host.name} sent a list of jobs that is not understood: {error!r}")
+
+
+def _job_row(job: dict[str, Any], host: Host) -> dict[str, Any]:
+    return {**job, "id": str(job["id"]), "state": str(job["state"]), "where": host.name}
 
 
 def _unreachable(record: JobRecord, error: FerryError) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def pull(
     *,
     target: Path,
     parts: Sequence[str] = RESULT_PARTS,
-    max_bytes: int | None = PULL_MAX_BYTES,
+    max_bytes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Pulled:
     """Copies parts of a job's folder into `target`, each file complete or absent; what is there unchanged is kept.

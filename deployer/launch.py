@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent import frames
-from deployer.agent.tree import Entry, dump_entries, root_hash
+from deployer.agent.tree import Entry, dump_entries
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UsageError
 from deployer.follow import LogView
 from deployer.link import Call, Link
@@ -35,13 +35,6 @@ class Shipment:
 
     trees: Mapping[str, tuple[Entry, ...]]
     sources: Mapping[str, str]
-
-    @staticmethod
-    def of(*scans: Any) -> Shipment:
-        """One shipment of several scans, each a tree."""
-        trees = {root_hash(scan.entries): tuple(scan.entries) for scan in scans}
-        sources = {key: value for scan in scans for key, value in scan.sources.items()}
-        return Shipment(trees, sources)
 
 
 class Watcher:

@@ -154,8 +154,10 @@ class Link:
 
     def _read(self, nonce: str) -> None:
         try:
-            self._greet(nonce)
-            reader = io.BufferedReader(_Raw(self._stream), 1 << 16)
+            first = _find_nonce(self._stream, nonce.encode("ascii"))
+            self._greeted.set()
+            self._heard = time.monotonic()
+            reader = io.BufferedReader(_Raw(self._stream, first), 1 << 16)
             while (frame := frames.read_frame(reader)) is not None:
                 self._heard = time.monotonic()
                 self._dispatch(frame)
@@ -171,12 +173,6 @@ class Link:
         """The error for what no agent of ours would send; trying again would not help."""
         words = error if isinstance(error, ProtocolError) else repr(error)
         return HostError(f"{self.host} sent what is not understood: {words}")
-
-    def _greet(self, nonce: str) -> None:
-        """Passes over login noise up to the nonce."""
-        self._stream = _find_nonce(self._stream, nonce.encode("ascii"))
-        self._greeted.set()
-        self._heard = time.monotonic()
 
     def _dispatch(self, frame: Frame) -> None:
         head = frame.head
@@ -196,12 +192,15 @@ class Link:
 
     def _send_agent(self) -> None:
         data = zlib.compress(json.dumps(agent_sources()).encode("ascii"), 9)
-        for start in range(0, len(data), frames.MAX_BODY):
-            self.send({"agent": "part"}, data[start : start + frames.MAX_BODY])
-        self.send({"agent": "end"})
-        # what was sent before went to a host without an agent, which passed over it
-        if self._payload:
-            self._write(self._payload)
+        try:
+            for start in range(0, len(data), frames.MAX_BODY):
+                self.send({"agent": "part"}, data[start : start + frames.MAX_BODY])
+            self.send({"agent": "end"})
+            # what was sent before went to a host without an agent, which passed over it
+            if self._payload:
+                self._write(self._payload)
+        except FerryError as error:
+            self._fail(error)
 
     def _keep_alive(self) -> None:
         if not self._greeted.wait(ANSWER_TIMEOUT_S):
@@ -327,10 +326,6 @@ class Call:
     def end_data(self) -> None:
         self._link.send({"id": self.id, "end": True})
 
-    def send_json(self, value: Any) -> None:
-        self.send_data(json.dumps(value).encode("ascii"))
-        self.end_data()
-
     def pending(self) -> bool:
         """Whether a frame has come that `events` has not given out yet."""
         return not self._inbox.empty()
@@ -399,52 +394,25 @@ def _agent_folder() -> Path:
 
 
 class _Raw(io.RawIOBase):
-    """A transport's stream as a raw file, so that io.BufferedReader can read it."""
+    """A transport's stream as a raw file, so that io.BufferedReader can read it; `first` was read from it already."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, first: bytes) -> None:
         self._stream = stream
+        self._first = first
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
+        data = self._first[: len(buffer)] or self._stream.read(len(buffer))
+        self._first = self._first[len(buffer) :]
         buffer[: len(data)] = data
         return len(data)
 
 
-class _Pushed:
-    """A stream whose first bytes were read already."""
-
-    def __init__(self, stream: Stream, data: bytes) -> None:
-        self._stream = stream
-        self._data = data
-
-    def read(self, size: int) -> bytes:
-        if self._data:
-            data, self._data = self._data[:size], self._data[size:]
-            return data
-        return self._stream.read(size)
-
-    def write(self, data: bytes) -> None:
-        self._stream.write(data)
-
-    def close_write(self) -> None:
-        self._stream.close_write()
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def stderr_text(self) -> str:
-        return self._stream.stderr_text()
-
-    def exit_status(self, timeout_s: float) -> int | None:
-        return self._stream.exit_status(timeout_s)
-
-
-def _find_nonce(stream: Stream, nonce: bytes) -> Stream:
-    """The stream from behind the nonce on. What came before it is noise, at most MAX_NOISE bytes of it."""
-    from deployer.transport import explain_no_answer
+def _find_nonce(stream: Stream, nonce: bytes) -> bytes:
+    """Reads up to the nonce; what was read beyond it. What came before it is noise, at most MAX_NOISE bytes."""
+    from deployer.transport.explain import explain_no_answer
 
     seen = b""
     while nonce not in seen:
@@ -457,4 +425,4 @@ def _find_nonce(stream: Stream, nonce: bytes) -> Stream:
                 f"the host's login prints more than {frames.MAX_NOISE >> 10} KiB before it runs a command",
                 hint="make its shell start-up files silent for sessions without a terminal",
             )
-    return _Pushed(stream, seen.split(nonce, 1)[1])
+    return seen.split(nonce, 1)[1]

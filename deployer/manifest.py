@@ -88,7 +88,7 @@ def _finish(
     entries, sources, sizes = [], {}, []
     for file in sorted(found):
         path = os.fsdecode(file.path)
-        entry = _entry_of(file, prefix + path, cache, notes, root=root)
+        entry = _entry_of(file, prefix + path, cache, notes)
         if entry is not None:
             entries.append(entry)
         if entry is not None and not stat.S_ISLNK(file.stat.st_mode):
@@ -101,7 +101,7 @@ def _finish(
     return Scan(tuple(sorted(entries)), sources, total_bytes, notes.ignored(), largest, tuple(notes.warnings))
 
 
-def _entry_of(file: Found, path: str, cache: HashCache | None, notes: Notes, *, root: Path) -> Entry | None:
+def _entry_of(file: Found, path: str, cache: HashCache | None, notes: Notes) -> Entry | None:
     try:
         if stat.S_ISLNK(file.stat.st_mode):
             target = os.fsdecode(os.readlink(file.absolute))

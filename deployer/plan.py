@@ -32,7 +32,7 @@ TRAINER_REQUIRES = (
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that only the host knows, by name: python, job, root or agent."""
+    """A value that only the host knows, by name: python, job or agent."""
 
     name: str
 
@@ -40,12 +40,7 @@ class Slot:
 Text = str | tuple[str | Slot, ...]
 """A string, or parts with slots that are joined on the host."""
 
-SLOT_RULES = {
-    "python": "the host's interpreter that has what the job needs: --python, else found, else built from requirements",
-    "root": "the remote root",
-    "job": "the job's own folder",
-    "agent": "the agent's folder, named by its hash",
-}
+PYTHON_RULE = "the host's interpreter that has what the job needs: --python, else found, else built from requirements"
 
 
 @dataclass(frozen=True)
@@ -191,6 +186,21 @@ def _with_python_slot(argv: tuple[str, ...]) -> tuple[Text, ...]:
     return argv
 
 
+def script_of(command: Command) -> str | None:
+    """The Python file that a command runs; None for `-m`, `-c`, and what is not Python's."""
+    if command.torchrun:
+        return _program_of(command.argv)[0]
+    words = iter(command.argv[1:] if _PYTHON.match(command.argv[0]) else ())
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif not word.startswith("-"):
+            return word
+        elif not re.fullmatch(r"-[bBdEiIOPqRsSuvx]+", word):
+            return None
+    return None
+
+
 def _program_of(argv: tuple[str, ...]) -> tuple[str, ...]:
     """The Python program and its arguments: `python -u x.py a` and `x.py a` are the same under torchrun."""
     rest = list(argv)
@@ -275,7 +285,6 @@ def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
     """Slots as shell text for a reader who will paste the command on the host."""
     return {
         "python": PYTHON_VARIABLE,
-        "root": root,
         "job": f"{root}/jobs/{plan.job_id}",
         "agent": f"{root}/agent/{agent}/agent",
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -11,11 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from deployer import manifest
-from deployer.agent.tree import EXECUTABLE, FILE, Entry, file_hash, root_hash
+from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
+from deployer.hashing import hash_file
 from deployer.launch import Shipment
 from deployer.manifest import Scan
-from deployer.plan import TRAINER_REQUIRES, Command, Include, LaunchPlan, PythonSpec, build_plan, new_job_id
+from deployer.plan import (
+    TRAINER_REQUIRES,
+    Command,
+    Include,
+    LaunchPlan,
+    PythonSpec,
+    build_plan,
+    new_job_id,
+    script_of,
+)
 from trainer.config import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig
 
@@ -86,6 +98,10 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         sources |= lib_sources
     if command is None:
         _check_data_paths(config, project, code=code, includes=list(includes), remote=config.target.ssh is not None)
+    else:
+        _check_program(command, code=code, includes=list(includes))
+    if options.wheels and not Path(options.wheels).is_dir():
+        raise UsageError(f"--wheels {options.wheels} is no folder of this machine")
     wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
     trees = {root_hash(entries): tuple(sorted(entries))}
     for scan in (*includes.values(), *([wheels] if wheels else [])):
@@ -115,6 +131,13 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
     return Prepared(plan, Shipment(trees, sources), code, payload, manifest.git_state(project))
 
 
+def unusual_project(project: Path) -> str | None:
+    """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
+    if project in (Path.home(), Path("/")):
+        return f"the project is the folder you are in, {project}: everything in it would be sent"
+    return None
+
+
 def large_files(code: Scan) -> str | None:
     """What to ask before sending a tree that is surprisingly large; None for a usual one."""
     big = [f"{path} ({size / 1e6:,.0f} MB)" for path, size in code.largest if size > ASK_FILE_BYTES]
@@ -134,7 +157,8 @@ def requirements(config: Config, command: Command | None, *, project: Path) -> t
         parquet = any(d.endswith(".parquet") for d in data)
         return (*TRAINER_REQUIRES, *(["datasets>=3.0"] if hub else []), *(["pyarrow"] if parquet else []))
     listed = _requirement_lines(project / "requirements.txt")
-    return (*(["torch>=2.0"] if command.torchrun else []), *listed)
+    named = any(re.match(r"(?i)torch\s*([^\w\s.-]|$)", line) for line in listed)
+    return (*(["torch>=2.0"] if command.torchrun and not named else []), *listed)
 
 
 def _requirement_lines(path: Path) -> list[str]:
@@ -163,7 +187,7 @@ def _with_options(config: Config, options: Options) -> Config:
     if options.ssh is not None:
         target = replace(target, ssh=options.ssh)
     if options.gpus is not None:
-        target = replace(target, gpu_ranks=[_gpu(text) for text in options.gpus.split(",")])
+        target = replace(target, gpu_ranks=[_gpu(text.strip()) for text in options.gpus.split(",")])
     if options.device is not None:
         target = replace(target, device=options.device)  # type: ignore[arg-type]  # click checks the choice
     if options.root is not None:
@@ -178,7 +202,9 @@ def _with_options(config: Config, options: Options) -> Config:
 
 
 def _gpu(text: str) -> int | str:
-    text = text.strip()
+    if span := re.fullmatch(r"(\d{1,2})-(\d{1,2})", text):
+        each = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
+        raise UsageError(f"--gpus takes no range, as {text} is", hint=f"--gpus {each}")
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return text
@@ -220,9 +246,9 @@ def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
     """The trainer that came with this client, below `lib/`."""
     scan = manifest.scan(CLIENT_ROOT / "trainer", prefix="lib/trainer/", hash_cache=None)
     train = CLIENT_ROOT / "train.py"
-    digest = file_hash(str(train))
+    digest, size = hash_file(os.fsencode(train))
     mode = EXECUTABLE if os.access(train, os.X_OK) else FILE
-    entry = Entry("lib/train.py", mode, train.stat().st_size, digest)
+    entry = Entry("lib/train.py", mode, size, digest)
     return [*scan.entries, entry], {**scan.sources, digest: str(train)}
 
 
@@ -237,17 +263,15 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _scan_include(project: Path, path: str) -> Scan:
-    clean = os.path.normpath(path)
-    if os.path.isabs(path) or clean.startswith("..") or clean == ".":  # noqa: PTH117
+    if os.path.isabs(path) or path.startswith("..") or path == ".":  # noqa: PTH117
         raise UsageError(
             f"--include {path} is not below the project {project}",
             hint="link it into the project (ln -s) and include the link: its target travels",
         )
-    return manifest.scan_include(project / clean, hash_cache=_hash_cache())
+    return manifest.scan_include(project / path, hash_cache=_hash_cache())
 
 
 def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
-    travelling = {entry.path.removeprefix("code/") for entry in code.entries}
     for path in local_data_paths(config, root=project):
         if os.path.isabs(path) or path.startswith("~"):  # noqa: PTH117
             if not remote and not Path(path).expanduser().exists():
@@ -256,11 +280,51 @@ def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Se
         clean = os.path.normpath(path)
         if not (project / clean).exists():
             raise UsageError(f"{path}: no such file or folder in {project}")
-        included = _is_below(clean, includes)
-        in_tree = clean in travelling or any(name.startswith(clean + "/") for name in travelling)
-        if not included and not in_tree:
-            reason = code.why_ignored(clean)
-            raise UsageError(
-                f"{path} is left out of the code tree" + (f" ({reason.pattern} in {reason.source})" if reason else ""),
-                hint=f"ship it once, by hash, with --include {path} (or files=[{path!r}] in the config)",
-            )
+        if not _travels(clean, code, includes):
+            raise _left_out(path, code, hint=f" (or files=[{path!r}] in the config)")
+
+
+def _travels(clean: str, code: Scan, includes: Sequence[str]) -> bool:
+    """Whether a file or folder of the project (its plain relative path) is part of what is sent."""
+    return _is_below(clean, includes) or any(_is_below(e.path.removeprefix("code/"), [clean]) for e in code.entries)
+
+
+def _left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
+    reason = code.why_ignored(os.path.normpath(path))
+    why = f" ({reason.pattern} in {reason.source})" if reason else ""
+    return UsageError(
+        f"{path} is left out of the code tree{why}", hint=f"ship it once, by hash, with --include {path}{hint}"
+    )
+
+
+def _check_program(command: Command, *, code: Scan, includes: Sequence[str]) -> None:
+    """UsageError for a program that cannot start on the host: that must show here, not there, minutes later."""
+    _check_first_word(command)
+    script = script_of(command)
+    if script is None or os.path.isabs(script):  # noqa: PTH117
+        return
+    clean = os.path.normpath(script)
+    if clean == "." or _travels(clean, code, includes):
+        return
+    if code.why_ignored(clean):
+        raise _left_out(script, code)
+    names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
+    near = difflib.get_close_matches(clean, names, n=1)
+    raise UsageError(
+        f"{script} is not in the code tree, which is the folder you are in",
+        hint=f"did you mean {near[0]}?" if near else "run this in the project's folder",
+    )
+
+
+def _check_first_word(command: Command) -> None:
+    first = command.argv[0]
+    if command.torchrun and first in ("torchrun", "accelerate"):
+        own = next((n for n, word in enumerate(command.argv) if word.endswith(".py")), None)
+        program = shlex.join(command.argv[own:]) if own else "train.py ARGS"
+        raise UsageError(
+            f"--torchrun starts torchrun itself, so {first} cannot be the program",
+            hint=f"--torchrun --gpus 0,1 -- {program}, one process for each GPU",
+        )
+    if not command.torchrun and first.endswith(".py") and "/" not in first:
+        words = shlex.join(command.argv)
+        raise UsageError(f"{first} is no program", hint=f"-- python {words}, or --torchrun --gpus 0,1 -- {words}")

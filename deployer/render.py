@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +30,29 @@ def _style(text: str, **style: Any) -> str:
     return text if os.environ.get("NO_COLOR") else click.style(text, **style)
 
 
+def invoked_as() -> str:
+    """How this program was called, to be typed again: `python deploy.py` in a checkout, else `torchferry`."""
+    script = sys.argv[0]
+    if Path(script).name != "deploy.py":
+        return "torchferry"
+    python = Path(sys.executable)
+    if shutil.which(python.name) == sys.executable:
+        return f"{python.name} {shlex.quote(script)}"
+    near = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    return f"{shlex.quote(str(near))} {shlex.quote(script)}"
+
+
+def as_invoked(text: str) -> str:
+    """A text of ours with the program's name as it was called here."""
+    return _OWN_NAME.sub(lambda _: invoked_as(), text)
+
+
+# not a file of that name which somebody ships
+_OWN_NAME = re.compile(
+    r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|ps|status|logs|stop|pull|exec|shell|doctor)\b)"
+)
+
+
 def notice(text: str) -> None:
     click.echo(clean(text), err=True)
 
@@ -39,7 +65,7 @@ def show_error(error: FerryError) -> None:
         place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
         click.echo(f"  {place}{clean(line)}", err=True)
     if error.hint:
-        click.echo(_style("hint: ", bold=True) + clean(error.hint), err=True)
+        click.echo(_style("hint: ", bold=True) + clean(as_invoked(error.hint)), err=True)
 
 
 def size(number: float) -> str:
@@ -49,6 +75,13 @@ def size(number: float) -> str:
             return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
         number /= 1000
     raise AssertionError("unreachable")
+
+
+def number(value: object) -> str:
+    """A figure for the eye: four significant digits of a float, none behind the point of a large one."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def age(seconds: float) -> str:

@@ -21,10 +21,15 @@ from deployer.errors import UsageError
 from deployer.git import Repo, read_repo
 from deployer.ignore import RuleFile, decide, parse_rules
 
-JUNK = ("__pycache__/", "*.pyc", ".venv/", ".*_cache/", ".DS_Store", "/results/", "/runs/")
+SECRETS = (".ssh/", ".aws/", ".gnupg/", ".netrc", ".env", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
+JUNK = (
+    *("__pycache__/", "*.pyc", ".venv/", ".*_cache/", ".DS_Store", "node_modules/"),
+    *("/results/", "/runs/", ".torchferry/"),
+    *SECRETS,
+)
 """Left out without any ignore file, and re-included by any `!rule`; also every folder that holds a `pyvenv.cfg`."""
 _COUNT_LIMIT = 2000
-"""Files that are counted in ignored folders, for the report only, before it says "at least"."""
+"""Files that are counted in ignored folders, for the report only, before it says "2,000+"."""
 
 
 class Reason(NamedTuple):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,13 +62,3 @@ class Ferry:
         if job_id is None:
             (job_id,) = self.job_ids()
         return self.root / "jobs" / job_id
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30) -> object:
-    """Waits for a condition to become true and returns its value; fails after timeout_s."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not true within {timeout_s} s")

@@ -45,7 +45,10 @@ def test_every_config_key_that_a_page_names_exists(page):
         assert key in known_keys() or key.endswith((".py", ".sh")), key
 
 
-def test_first_screen_commands_are_understood_as_they_stand():
+def test_first_screen_commands_are_understood_as_they_stand(tmp_path, monkeypatch):
+    (tmp_path / "configs").symlink_to(REPO / "configs")
+    (tmp_path / "my_train.py").touch()  # the reader's own
+    monkeypatch.chdir(tmp_path)
     runner = CliRunner()
     tried = 0
     for command in commands_in(REPO / "README.md"):

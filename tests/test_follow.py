@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from deployer.follow import LogView
 
 
@@ -83,9 +85,12 @@ def test_line_longer_than_the_limit_written_in_parts_with_one_prefix():
     assert out.getvalue() == b"[0] " + b"x" * 200000 + b"\n"
 
 
-def test_launcher_and_setup_logs_go_to_stderr():
+@pytest.mark.parametrize("launcher", [False, True])
+def test_set_up_goes_to_stderr_and_torchruns_words_only_when_asked_for(launcher):
     view, out, err = make_view()
+    view.launcher = launcher
     view.feed("launcher.log", 0, b"W torchrun says\n")
     view.feed("prepare.log", 0, b"installing\n")
     assert out.getvalue() == b""
-    assert err.getvalue() == b"W torchrun says\ninstalling\n"
+    assert err.getvalue() == launcher * b"W torchrun says\n" + b"installing\n"
+    assert view.offsets == {"launcher.log": 16, "prepare.log": 11}

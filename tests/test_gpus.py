@@ -10,6 +10,8 @@ import pytest
 
 from deployer.agent.errors import AgentError
 from deployer.agent.gpus import Gpu, check_gpus, holders, list_gpus, query_driver
+from deployer.agent.procs import is_running, process_of
+from tests.jobs import wait_for
 
 GPUS = """\
 0, GPU-aaaa1111-0000, NVIDIA H100 80GB HBM3, 81559, 4
@@ -87,7 +89,7 @@ def test_gpus_are_found_by_index_uuid_or_its_beginning(
     [
         (["0", "4"], r"no GPU 4; it has 0 \(NVIDIA H100 80GB HBM3\), 1 "),
         (["GPU-dddd"], "no GPU GPU-dddd"),
-        (["GPU-aa"], "several GPUs begin with GPU-aa"),
+        (["GPU-aa"], "several GPUs that begin with GPU-aa"),
         (["-1"], "no GPU -1"),
         (["0", "GPU-aaaa"], "GPU 0 is named twice: 0, GPU-aaaa"),
         (["MIG-0000"], "no GPU slice MIG-0000"),
@@ -123,14 +125,23 @@ def test_a_free_gpu_beside_busy_ones_is_given(env: dict[str, str]) -> None:
 
 def test_asking_for_a_gpu_without_nvidia_smi_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"no nvidia-smi, so no GPU 0, 1") as caught:
-        check_gpus(["0", "1"], {"PATH": str(tmp_path)}, False)
-    assert "target.device=cpu" in caught.value.hint
+        check_gpus(["0", "1"], {"PATH": str(tmp_path)}, False, on_cpu="--device cpu")
+    assert caught.value.hint == "run on its CPUs with --device cpu, or choose another machine"
 
 
 def test_a_failing_nvidia_smi_is_quoted(tmp_path: Path) -> None:
     env = fake_smi(tmp_path, then="echo Failed to initialize NVML: Driver/library version mismatch; exit 18")
     with pytest.raises(AgentError, match="ended with 18: Failed to initialize NVML: Driver/library version mismatch"):
         list_gpus(env)
+
+
+def test_a_query_that_hangs_ends_with_the_one_that_failed(tmp_path: Path) -> None:
+    waits = f"until [ -s {tmp_path}/pid ]; do sleep 0.01; done; exit 9"
+    then = f'case "$1" in --query-gpu=*) {waits};; esac; echo $$ > {tmp_path}/pid; exec sleep 60'
+    with pytest.raises(AgentError, match="ended with 9"):
+        check_gpus(["0"], fake_smi(tmp_path, then=then), False)
+    hung = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not is_running(process_of(hung)))
 
 
 def test_a_hanging_nvidia_smi_ends_in_an_error(tmp_path: Path) -> None:

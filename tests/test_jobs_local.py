@@ -18,7 +18,10 @@ from deployer.host import Host
 from deployer.launch import Watcher, launch_and_follow
 from deployer.plan import plan_to_json
 from deployer.prepare import Options, prepare, read_config
-from tests.ferry import REPO, Ferry, until
+from tests.ferry import REPO, Ferry
+from tests.jobs import wait_for
+from tests.test_gpus import fake_smi
+from tests.test_runtime import make_wheel
 
 
 def write(ferry: Ferry, name: str, text: str) -> None:
@@ -69,11 +72,7 @@ def test_deleted_file_is_gone_in_the_next_deploy_and_kept_in_the_former_job(ferr
 
 def test_same_dry_run_command_is_what_real_ranks_run(ferry, tmp_path):
     write(ferry, "ranks.py", RANKS)
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(FAKE_SMI)
-    smi.chmod(0o755)
-    ferry.env["PATH"] = f"{smi.parent}:{sys.exec_prefix}/bin:/usr/bin:/bin"
+    ferry.env.update(fake_smi(tmp_path, gpus="".join(f"{n}, GPU-{n}, Fake H100, 81559, 4\n" for n in range(4))))
     words = ["run", *ferry.where(), "--python", sys.executable, "--torchrun", "--gpus", "3,1", "--name", "same"]
     shown = json.loads(ferry.run(*words, "--dry-run=remote", "--json", "--", "ranks.py", "--a", "b c").stdout)
     done = ferry.run(*words, "--", "ranks.py", "--a", "b c")
@@ -107,13 +106,6 @@ print(json.dumps({"rank": os.environ["RANK"], "cmdline": cmdline(os.getpid()), "
                   "launcher": cmdline(parent(wrapper))}))
 """
 
-FAKE_SMI = """#!/bin/sh
-case "$*" in
-  *query-gpu*) for i in 0 1 2 3; do echo "$i, GPU-0000000$i-0000-0000-0000-000000000000, Fake H100, 81559, 4"; done ;;
-  *) : ;;
-esac
-"""
-
 
 @pytest.mark.parametrize(
     ("ending", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("os._exit(3)", 3)], ids=["7", "9", "3"]
@@ -129,6 +121,10 @@ def test_failing_rank_of_a_torchrun_program_gives_its_code_and_last_lines(ferry,
     done = ferry.run("run", *ferry.where(), *words, "--", "fail.py")
     assert done.returncode == code, done.stderr.decode()
     assert b"rank one is dying" in done.stderr.split(b"--- last lines of rank 1")[1]
+    assert b"ChildFailedError" not in done.stderr and b"--rank 1" in done.stderr
+    logs = ("logs", ferry.job_ids()[0], "--tail", "1")
+    assert ferry.run(*logs).stderr == b""
+    assert b"====" in ferry.run(*logs, "--launcher").stderr
 
 
 def test_client_killed_job_goes_on_and_a_new_shell_finds_it(ferry):
@@ -197,9 +193,10 @@ def test_terminal_that_wants_no_colour_gets_no_escape(ferry):
 
 
 def test_detach_returns_at_once_and_logs_follow_to_the_end_with_the_code(ferry):
-    done = ferry.run("run", *ferry.where(), "--detach", "--", "sh", "-c", "sleep 1; echo late; exit 4")
-    assert done.returncode == 0 and done.stdout == b""
-    followed = ferry.run("logs", ferry.job_ids()[0], "-f")
+    done = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "sleep 1; echo late; exit 4")
+    started = json.loads(done.stdout)
+    assert started == {"id": ferry.job_ids()[0], "where": "this machine", "folder": str(ferry.job())}
+    followed = ferry.run("logs", started["id"], "-f")
     assert (followed.stdout, followed.returncode) == (b"late\n", 4)
 
 
@@ -241,7 +238,7 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
             view=None,
             watcher=Watcher(),
         )
-    status = until(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
+    status = wait_for(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
     assert status and (ferry.job() / "count").read_text() == "once\n"
 
 
@@ -281,9 +278,9 @@ def test_client_gone_in_the_midst_of_a_file_leaves_nothing_behind(ferry):
                 link.first.end_data()
             elif name == "need_blobs":
                 link.first.send_data(b"some of it", blob=value[0])
-                until(lambda: list((ferry.root / "tmp").iterdir()))
+                wait_for(lambda: list((ferry.root / "tmp").iterdir()))
                 break
-    until(lambda: not list((ferry.root / "tmp").iterdir()))
+    wait_for(lambda: not list((ferry.root / "tmp").iterdir()))
     assert ferry.job_ids() == []
 
 
@@ -332,9 +329,20 @@ def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
         (("run", "--gpus", "0,0", "--", "true"), 2, "gpu_ranks"),
         (("run", "--remote-root", "/proc/nowhere", "--", "true"), 125, "remote root"),
         (("run", "--include", "../x", "--", "true"), 2, "not below the project"),
+        (("run", "--wheels", "/nope", "--", "true"), 2, "--wheels /nope is no folder"),
+        (("run", "--remote-root", "tf", "--", "true"), 2, "relative path"),
+        (("run", "--json", "--", "true"), 2, "--json goes with"),
+        (("run", "--gpus", "0-3", "--", "true"), 2, "--gpus 0,1,2,3"),
+        (("run", "--", "python", "-u", "trian.py"), 2, "did you mean train.py?"),
+        (("run", "--", "train.py", "--lr", "1"), 2, "-- python train.py --lr 1"),
+        (("run", "--torchrun", "--gpus", "0", "--", "torchrun", "train.py"), 2, "--torchrun --gpus 0,1 -- train.py"),
+        (("run", "--torchrun", "--gpus", "0", "--", "gone.py"), 2, "gone.py is not in the code tree"),
+        (("stats", "nope"), 2, "did you mean status?"),
+        (("exec", "nope", "ls", "-l"), 2, "deploy.py exec nope -- ls -l"),
     ],
 )
 def test_bad_input_one_clear_error_and_nothing_started(ferry, words, code, says):
+    write(ferry, "train.py", "")
     done = ferry.run(*words)
     assert done.returncode == code
     assert says in done.stderr.decode() and b"Traceback" not in done.stderr
@@ -352,3 +360,35 @@ def test_missing_gpu_refused_with_what_to_do(ferry):
     done = ferry.run(str(REPO / "configs" / "01_debug_sft.py"), *ferry.where())
     assert done.returncode == 125
     assert b"target.device=cpu" in done.stderr
+
+
+def test_hints_name_the_program_as_it_was_called(ferry):
+    checkout = ferry.run("logs", "nope")
+    assert f"hint: {sys.executable} {REPO / 'deploy.py'} ps lists".encode() in checkout.stderr
+    words = [sys.executable, "-c", "from deployer.cli import main; main()", "logs", "nope"]
+    installed = subprocess.run(words, env=ferry.environment(), capture_output=True)
+    assert b"hint: torchferry ps lists" in installed.stderr
+
+
+def test_surprising_trees_are_not_sent_without_a_yes(ferry):
+    home = {**ferry.environment(), "HOME": str(ferry.project)}
+    words = ferry.argv("run", *ferry.where(), "--no-pull", "--", "true")
+    asked = subprocess.run(words, cwd=ferry.project, env=home, stdin=subprocess.DEVNULL, capture_output=True)
+    assert asked.returncode == 2 and b"everything in it would be sent" in asked.stderr
+    with (ferry.project / "big").open("wb") as f:
+        f.truncate(101_000_000)
+    asked = ferry.run("run", *ferry.where(), "--no-pull", "--", "true")
+    assert asked.returncode == 2 and b"big (101 MB)" in asked.stderr and b"--yes" in asked.stderr
+    assert ferry.job_ids() == []
+
+
+def test_wheels_sent_along_become_the_environment_of_a_host_that_lacks_them(ferry, tmp_path):
+    make_wheel(tmp_path / "wheels", "ferry_lone", "1.0")
+    write(ferry, "requirements.txt", "ferry-lone==1.0\n")
+    words = ("run", *ferry.where(), "--no-pull", "--wheels", str(tmp_path / "wheels"))
+    program = ("--", "python", "-c", "import ferry_lone; print(ferry_lone.version)")
+    shown = ferry.run(*words, "--dry-run=remote", *program).stdout.decode()
+    assert "# $PYTHON  to be built there: " in shown and "lacks ferry-lone==1.0 (not installed)" in shown
+    assert shown.splitlines()[-1].split(" -c ")[0].endswith(" $PYTHON")
+    done = ferry.run(*words, *program)
+    assert done.stdout == b"1.0\n", done.stderr.decode()

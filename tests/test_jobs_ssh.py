@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO, Ferry, until
+from tests.ferry import REPO, Ferry
+from tests.jobs import wait_for
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
 
 
@@ -79,7 +80,7 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
         cut = set(_sessions(server))
         for pid in cut:
             os.kill(pid, signal.SIGKILL)
-        until(lambda cut=cut: set(_sessions(server)) - cut)  # the client is back
+        wait_for(lambda cut=cut: set(_sessions(server)) - cut)  # the client is back
     out, err = client.communicate(timeout=60)
     assert client.returncode == 0, err.decode()
     assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(3000))
@@ -96,7 +97,7 @@ def test_host_gone_during_the_launch_is_no_plain_refusal_and_stays_known(ferry, 
     server = start_sshd(tmp_path)
     ferry.ssh, ferry.env["TORCHFERRY_SSH_CONFIG"] = ALIAS, str(server.client_config_path)
     client = ferry.start("run", *ferry.where(), "--", "true")
-    until(lambda: (ferry.root / "tmp").exists() and list((ferry.root / "tmp").iterdir()))
+    wait_for(lambda: (ferry.root / "tmp").exists() and list((ferry.root / "tmp").iterdir()))
     server.stop()
     _, err = client.communicate(timeout=60)
     assert client.returncode == 75 and b"if it was started" in err and b"goes on" not in err
@@ -113,7 +114,7 @@ def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote
     )
     config = str(REPO / "configs" / "02_debug_sft_fsdp.py")
     client = remote.start(config, *words, *remote.where(), "--python", sys.executable, "--name", "two")
-    until(lambda: b"step 3/400" in client.stdout.readline(), 90)
+    wait_for(lambda: b"step 3/400" in client.stdout.readline(), timeout_s=90)
     client.send_signal(signal.SIGKILL)
     client.communicate()
     job_id = remote.job_ids()[0]
@@ -176,7 +177,7 @@ def test_connection_cut_twenty_times_during_50_mb_of_mixed_log_byte_equal(remote
         cut = set(_sessions(server))
         for pid in cut:
             os.kill(pid, signal.SIGKILL)
-        until(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)
+        wait_for(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)
         time.sleep(random.uniform(0, 0.5))
     reader.join(120)
     assert client.wait(30) == 0

@@ -151,6 +151,14 @@ def test_without_git_the_ignore_files_and_the_built_in_list_hold(tmp_path: Path)
     assert scanned(tmp_path) == {".gitignore", "a.py", "src/results/table.py"}
 
 
+def test_keys_and_tokens_stay_behind_unless_a_rule_asks_for_them(tmp_path: Path) -> None:
+    write_all(tmp_path, {".ssh/id_x": "", "sub/.env": "", "id_ed25519": "", ".netrc": "", "id_ed25519.py": ""})
+    write_all(tmp_path, {"node_modules/a.js": "", ".torchferry/jobs/a": ""})
+    assert scanned(tmp_path) == {"id_ed25519.py"}
+    write_all(tmp_path, {".deployignore": "!.env\n"})
+    assert scanned(tmp_path) == {"id_ed25519.py", ".deployignore", "sub/.env"}
+
+
 def test_a_git_that_cannot_be_run_costs_only_the_tracked_list(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all(repo, {".gitignore": "*.log\n", "a.log": "", "a.py": ""})
     monkeypatch.setenv("PATH", "")

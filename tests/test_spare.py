@@ -85,8 +85,8 @@ def test_spare_serves_one_launch_and_a_damaged_record_none(tmp_path):
 
 
 def test_process_that_makes_it_later_leaves_a_whole_spare(tmp_path):
-    from tests.ferry import until
+    from tests.jobs import wait_for
 
     root = Root(str(tmp_path / "root"))
     spare.make_later(root, keep(root, OLD))
-    assert until(lambda: (tmp_path / "root" / "store" / "spare" / "record.json").exists())
+    assert wait_for(lambda: (tmp_path / "root" / "store" / "spare" / "record.json").exists())

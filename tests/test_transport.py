@@ -21,7 +21,8 @@ import pytest
 
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.link import build_command
-from deployer.transport import Stream, Transport, explain_no_answer, make_transport
+from deployer.transport import Stream, Transport, make_transport
+from deployer.transport.explain import explain_no_answer
 from deployer.transport.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
 from deployer.transport.local import LocalTransport
 from tests.sshd import ALIAS, SshServer, free_port, login_user, make_key, start_sshd

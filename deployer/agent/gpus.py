@@ -17,7 +17,6 @@ BUSY_MIB = 1024
 _GPU_FIELDS = "--query-gpu=index,uuid,name,memory.total,memory.used"
 _APP_FIELDS = "--query-compute-apps=gpu_uuid,pid,used_memory"
 _CSV = "--format=csv,noheader,nounits"
-_CPU_HINT = "train on CPUs there with target.device=cpu, or choose another host"
 
 
 class Gpu(NamedTuple):
@@ -50,18 +49,27 @@ def holders(env: Dict[str, str]) -> List[Holder]:
     return _parse_holders(_finish(query)) if query else []
 
 
-def check_gpus(requested: Sequence[str], env: Dict[str, str], allow_busy: bool) -> List[Gpu]:
+def check_gpus(
+    requested: Sequence[str], env: Dict[str, str], allow_busy: bool, *, on_cpu: str = "target.device=cpu"
+) -> List[Gpu]:
     """The GPUs asked for by index, UUID or the beginning of one, in that order.
 
     AgentError when the host lacks one, when one is asked for twice, or when one is busy and not `allow_busy`.
+    `on_cpu` is the option of the job that does without.
     """
     if not requested:
         return []
     # both at once: without persistence mode each takes about a second
-    queries = [_start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)]
-    if queries[0] is None or queries[1] is None:
-        raise AgentError("host", "this host has no nvidia-smi, so no GPU %s" % ", ".join(requested), _CPU_HINT)
-    gpus, using = _parse_gpus(_finish(queries[0])), _parse_holders(_finish(queries[1]))
+    of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
+    hint = "run on its CPUs with %s, or choose another machine" % on_cpu
+    if of_gpus is None or of_apps is None:
+        raise AgentError("host", "%s has no nvidia-smi, so no GPU %s" % (_machine(), ", ".join(requested)), hint)
+    try:
+        gpus, using = _parse_gpus(_finish(of_gpus)), _parse_holders(_finish(of_apps))
+    finally:
+        of_apps.kill()  # it may hang as the first one did
+    if not gpus:
+        raise AgentError("host", "%s has no GPU, so no GPU %s" % (_machine(), ", ".join(requested)), hint)
     chosen = [_find(text, gpus, env) for text in requested]
     for n, gpu in enumerate(chosen):
         if gpu.uuid in [other.uuid for other in chosen[:n]]:
@@ -77,11 +85,11 @@ def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
     found = [g for g in gpus if text == str(g.index) or (text.startswith("GPU-") and g.uuid.startswith(text))]
     if len(found) == 1:
         return found[0]
-    if not gpus:
-        raise AgentError("host", "this host has no GPU, so no GPU %s" % text, _CPU_HINT)
     has = ", ".join("%d (%s)" % (g.index, g.name) for g in gpus)
-    what = "several GPUs begin with %s" if found else "this host has no GPU %s"
-    raise AgentError("host", (what + "; it has %s") % (text, has), "name others with --gpus or target.gpu_ranks")
+    what = "has several GPUs that begin with %s" if found else "has no GPU %s"
+    raise AgentError(
+        "host", ("%s " + what + "; it has %s") % (_machine(), text, has), "name others with --gpus or target.gpu_ranks"
+    )
 
 
 def _find_slice(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
@@ -93,7 +101,7 @@ def _find_slice(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
         of_slice = re.search(r"UUID: (MIG-[^)\s]+)", line)
         if of_slice and of_slice.group(1) == text:
             return next(g for g in gpus if g.index == index)._replace(uuid=text, memory_used_mib=0)
-    raise AgentError("host", "this host has no GPU slice %s" % text, "nvidia-smi -L lists them")
+    raise AgentError("host", "%s has no GPU slice %s" % (_machine(), text), "nvidia-smi -L lists them")
 
 
 def _refuse_busy(chosen: Sequence[Gpu], gpus: Sequence[Gpu], using: Sequence[Holder]) -> None:
@@ -106,6 +114,10 @@ def _refuse_busy(chosen: Sequence[Gpu], gpus: Sequence[Gpu], using: Sequence[Hol
     offer = "free: --gpus %s; or " % ",".join(free) if free else ""
     message = "; ".join("GPU %d is busy: %s" % (gpu.index, busy[gpu.uuid]) for gpu in refused)
     raise AgentError("host", message, offer + "run beside them with --allow-busy")
+
+
+def _machine() -> str:
+    return "host " + os.uname().nodename
 
 
 def users_of(gpu: Gpu, using: Sequence[Holder]) -> str:

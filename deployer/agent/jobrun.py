@@ -137,7 +137,7 @@ class JobRun:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         root = Root(os.path.dirname(os.path.dirname(self.job.path)))
         python = self._resolve_python(root, os.path.join(logs, "prepare.log"))
-        slots = {"python": python, "job": self.job.path, "root": root.path, "agent": self.agent_dir}
+        slots = {"python": python, "job": self.job.path, "agent": self.agent_dir}
         command = job_command(self.job, self.input, slots)
         self.status.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
         self.main = self._start(command, os.path.join(logs, "launcher.log"))

@@ -49,8 +49,6 @@ class Job:
         self.status = os.path.join(path, "status.json")
         self.outcome = os.path.join(path, "outcome.json")
         self.metrics = os.path.join(path, "metrics.jsonl")
-        self.checkpoints = os.path.join(path, "checkpoints")
-        self.export = os.path.join(path, "export")
         self.control = os.path.join(path, "control")
         self.stop = os.path.join(path, "control", "stop.json")
         self.lock = os.path.join(path, "control", "launch.lock")

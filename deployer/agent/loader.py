@@ -62,12 +62,25 @@ def receive(stdin: BinaryIO) -> Dict[str, str]:
                 return dict(json.loads(zlib.decompress(b"".join(parts))))
 
 
+def sync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:  # some network file systems sync no folders
+        pass
+    os.close(fd)
+
+
 def install(home: str, files: Dict[str, str]) -> None:
     tmp = "%s.%d" % (home, os.getpid())
     os.makedirs(os.path.join(tmp, "agent"), exist_ok=True)
     for name, source in files.items():
         with open(os.path.join(tmp, "agent", os.path.basename(name)), "w", encoding="utf-8") as f:
             f.write(source)
+            f.flush()
+            os.fsync(f.fileno())  # a power cut must not leave an agent of empty files
+    sync(os.path.join(tmp, "agent"))
+    sync(tmp)
     try:
         os.rename(tmp, home)
     except OSError:

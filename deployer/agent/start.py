@@ -63,16 +63,18 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
 
 
 def slots(root: Root, call: Call) -> Dict[str, Any]:
-    """What the slots of a plan would be filled with here, without starting or writing anything."""
+    """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
+    an environment would be built, whose interpreter is not known yet."""
     plan = call.request()["plan"]
     env = _base_env()
     _check_gpus(dict(plan, allow_busy=True), env)
-    found = {"job": os.path.join(root.jobs, plan["job_id"]), "root": root.path, "agent": AGENT_DIR}
-    spec = dict(plan["python"], lock=None, wheels=None)
+    found = {"job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
     try:
-        found["python"] = runtime.find_python(spec, env=env, root=root)
+        found["python"] = runtime.find_python(plan["python"], env=env, root=root)
     except AgentError as error:
-        found["python"] = "(to be built: %s)" % error.message
+        if plan["python"]["explicit"]:
+            raise
+        return {"slots": found, "no_python": "to be built there: " + error.message}
     return {"slots": found}
 
 
@@ -110,7 +112,8 @@ def _check_root(root: Root) -> None:
 
 def _check_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> None:
     if plan["device"] == "cuda" and plan["gpus"]:
-        gpus.check_gpus(plan["gpus"], env, plan["allow_busy"])
+        on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
+        gpus.check_gpus(plan["gpus"], env, plan["allow_busy"], on_cpu=on_cpu)
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------

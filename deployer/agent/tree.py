@@ -24,14 +24,6 @@ def content_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
-def file_hash(path: str) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    with open(path, "rb") as f:
-        for chunk in iter(lambda: f.read(1 << 20), b""):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def root_hash(entries: Sequence[Entry]) -> str:
     """Name of a tree: a hash over its sorted entries."""
     return content_hash(dump_entries(sorted(entries)))

@@ -12,9 +12,13 @@ from deployer.host import Host
 
 def stop(host: Host, job_id: str, *, grace_s: float) -> int:
     """Stops a job; 0 when nothing of it remains, 1 when something does."""
-    render.notice(f"stopping {job_id}: up to {grace_s:g} s to save (--grace)")
+    told = False
 
     def tell(status: dict[str, Any]) -> None:
+        nonlocal told
+        if not told:  # a job that has ended tells nothing
+            render.notice(f"stopping {job_id}: up to {grace_s:g} s to save (--grace)")
+            told = True
         phase = status.get("phase")
         if phase:
             render.notice(f"  {render.clean(phase)}")
@@ -32,8 +36,12 @@ def stop(host: Host, job_id: str, *, grace_s: float) -> int:
     return 1 if remaining or final.get("gpus_free") is False else 0
 
 
-def pull(host: Host, job_id: str, *, target: Path, checkpoints: bool, limit: int | None) -> None:
-    """Brings results home and says what came and what stayed."""
+def pull(host: Host, job_id: str, *, target: Path | None, checkpoints: bool, limit: int | None) -> None:
+    """Brings results home, to results/ID unless a target is given, and says what came and what stayed."""
+    if target is None:  # the id may be the beginning of one
+        job_id = jobs.read_status(host, job_id)["job_id"]
+        jobs.check_name(job_id)
+        target = Path("results") / job_id
     parts = (*jobs.RESULT_PARTS, *(jobs.CHECKPOINT_PARTS if checkpoints else ()))
     with render.progress("pulled") as update:
         pulled = jobs.pull(host, job_id, target=target, parts=parts, max_bytes=limit, progress=update)
@@ -42,5 +50,5 @@ def pull(host: Host, job_id: str, *, target: Path, checkpoints: bool, limit: int
         total = sum(file.size for file in pulled.left_out)
         render.notice(
             f"left on the host: {len(pulled.left_out)} files, {render.size(total)}; "
-            f"bring them home with: deploy.py pull {job_id} --pull-max {total / 1e9 + 1:.0f}GB"
+            f"bring them home with: {render.invoked_as()} pull {job_id} --pull-max {total / 1e9 + 1:.0f}GB"
         )

@@ -36,7 +36,8 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    state = row["state"] + (f"({row['code']})" if row["state"] == "failed" else "")
+    more = {"failed": row.get("code"), "unreachable": row.get("reason")}.get(row["state"])
+    state = row["state"] if more is None else f"{row['state']}({more})"
     gpus = ",".join(row.get("gpus") or []) or "-"
     return row["id"], state, gpus, _age(row.get("created")), row["where"]
 
@@ -58,8 +59,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
-    if found["state"] not in FINAL:
-        next_commands(found["job_id"])
+    next_commands(found["job_id"], found if found["state"] in FINAL else None)
 
 
 def _state_line(found: dict[str, Any]) -> str:
@@ -67,16 +67,18 @@ def _state_line(found: dict[str, Any]) -> str:
     return f"{found['state']} (exit code {code})" if found["state"] == "failed" else str(found["state"])
 
 
-def _metrics_rows(latest: str | None) -> list[tuple[str, object]]:
+def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
     try:
         metrics = json.loads(latest or "{}")
     except ValueError:
         return []
-    return [(f"last {key}", value) for key, value in metrics.items() if value is not None][:10]
+    return [(f"last {key}", render.number(value)) for key, value in metrics.items() if value is not None][:10]
 
 
-def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank: int | None) -> int:
+def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank: int | None, launcher: bool) -> int:
     """Shows a log; follows it while the job runs unless `follow` says otherwise. Returns the exit code."""
+    if launcher and rank is not None:
+        raise UsageError("give --launcher or --rank, not both")
     found = jobs.read_status(host, job_id)
     live = follow if follow is not None else found["state"] not in FINAL
     nproc = int(found.get("nproc") or 1)
@@ -84,10 +86,10 @@ def logs(host: Host, job_id: str, *, follow: bool | None, tail: int | None, rank
         raise UsageError(f"{found['job_id']} has no rank {rank}, only 0 to {nproc - 1}")
     ranks = None if rank is None else [rank]
     one_rank = rank is not None or nproc == 1
-    view = log_view(raw=one_rank)
+    view = log_view(raw=one_rank, launcher=launcher)
     request = {"tail": tail, "ranks": ranks, "live": live}
     screen = Screen(JobRecord(found["job_id"], "", host.ssh, host.root, "", "", host.ssh_key))
-    screen.acknowledged = True
+    screen.folder = found["path"]
     try:
         final = follow_to_end(host.connect, found["job_id"], view=view, watcher=screen, request=request)
     except KeyboardInterrupt:

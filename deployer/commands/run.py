@@ -17,8 +17,8 @@ from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, n
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.host import Host
 from deployer.launch import launch_and_follow
-from deployer.plan import SLOT_RULES, plan_to_json, render_command, render_cwd, shell_slots
-from deployer.prepare import Options, Prepared, large_files, prepare, read_config
+from deployer.plan import PYTHON_RULE, plan_to_json, render_command, render_cwd, shell_slots
+from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
 
 
@@ -36,6 +36,8 @@ def run(
     **options: Any,
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `host`: as the command line names it."""
+    if as_json and dry_run is None and not detach:
+        raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     read, command = read_config(chosen)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
@@ -43,14 +45,15 @@ def run(
     if dry_run is None:
         _check_platform(host)
         host.prefetch()
+        _ask(unusual_project(Path.cwd()), yes=chosen.yes)
     prepared = prepare(read, command, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _dry_run(prepared, host, remote=dry_run == "remote", as_json=as_json)
         return 0
-    _ask_about_size(prepared, yes=chosen.yes)
+    _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
     record = _record(prepared, host)
-    return _launch(prepared, host, record, detach=detach, pull_limit=pull_limit, pulls=not no_pull)
+    return _launch(prepared, host, record, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=not no_pull)
 
 
 def _check_platform(host: Host) -> None:
@@ -61,8 +64,8 @@ def _check_platform(host: Host) -> None:
         )
 
 
-def _ask_about_size(prepared: Prepared, *, yes: bool) -> None:
-    question = large_files(prepared.code)
+def _ask(question: str | None, *, yes: bool) -> None:
+    """Has a person confirm what is surprising. UsageError without a terminal, Abort for a no."""
     if question is None or yes:
         return
     hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
@@ -84,9 +87,9 @@ def _files_line(prepared: Prepared) -> str:
     line = f"{len(code.entries):,} files, {render.size(code.total_bytes)}"
     ignored = code.ignored
     if ignored.count:
-        reasons = ", ".join(f"{reason.pattern} ({count:,})" for reason, count in ignored.reasons[:3])
-        more = "at least " if ignored.at_least else ""
-        line += f"; left out {more}{ignored.count:,} by {render.clean(reasons)}"
+        patterns = ", ".join(reason.pattern for reason, _ in ignored.reasons[:3])
+        count = f"{ignored.count // 1000 * 1000:,}+" if ignored.at_least else f"{ignored.count:,}"
+        line += f"; left out {render.clean(patterns)} ({count} file{'' if count == '1' else 's'})"
     return line
 
 
@@ -104,9 +107,12 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
 
     plan = prepared.plan
     slots = shell_slots(plan, root=host.root, agent=agent_hash())
+    why = PYTHON_RULE
     if remote:
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
-            slots = {name: render.clean(value) for name, value in link.first.result()["slots"].items()}
+            answer = link.first.result()
+        why = answer.get("no_python", "")
+        slots = {**slots, **{name: render.clean(value) for name, value in answer["slots"].items()}}
     command, cwd = render_command(plan, slots), render_cwd(plan, slots)
     if as_json:
         click.echo(json.dumps(_dry_run_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
@@ -117,8 +123,9 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
         click.echo(f"# include  {include.path}")
     if plan.secret_names:
         click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
+    if why:
+        click.echo(f"# $PYTHON  {render.clean(why)}")
     if not remote:
-        click.echo(f"# $PYTHON  {SLOT_RULES['python']}")
         click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
     click.echo(cwd)
     click.echo(command)
@@ -155,7 +162,14 @@ def _dry_run_json(prepared: Prepared, host: Host, slots: dict[str, str], *, comm
 
 
 def _launch(
-    prepared: Prepared, host: Host, record: JobRecord, *, detach: bool, pull_limit: int | None, pulls: bool
+    prepared: Prepared,
+    host: Host,
+    record: JobRecord,
+    *,
+    detach: bool,
+    as_json: bool,
+    pull_limit: int | None,
+    pulls: bool,
 ) -> int:
     plan = prepared.plan
     screen = Screen(record)
@@ -188,7 +202,10 @@ def _launch(
     finally:
         screen.close()
     if final is None:
-        next_commands(plan.job_id)
+        if as_json:
+            click.echo(json.dumps({"id": plan.job_id, "where": host.name, "folder": screen.folder}))
+        else:
+            next_commands(plan.job_id)
         return 0
     if pulls:
         _bring_home(host, record, pull_limit)
@@ -202,7 +219,7 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         render.show_error(error)
-        render.notice(f"the results stay on the host: deploy.py pull {record.job_id}")
+        render.notice(f"the results stay on the host: {render.invoked_as()} pull {record.job_id}")
 
 
 def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
@@ -214,9 +231,9 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
         return
     rank = final.get("first_failing_rank")
     _show_last_lines(host, job_id, rank)
-    render.notice(f"{job_id} failed: {reason} (exit code {final.get('code')})")
-    render.notice(f"  deploy.py logs {job_id}" + (f" --rank {rank}" if rank is not None else ""))
-    render.notice(f"  deploy.py exec {job_id} -- ls -l")
+    code = f"code {final.get('code')}"
+    render.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
+    next_commands(job_id, final)
 
 
 def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,8 @@ class Screen(Watcher):
 
     def __init__(self, record: JobRecord) -> None:
         self.record = record
-        self.acknowledged = False
+        self.folder: str | None = None
+        """The job's folder on the host, once the host has acknowledged the job."""
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
         self._waiting = False
@@ -34,9 +35,13 @@ class Screen(Watcher):
 
     def started(self, ack: dict[str, Any]) -> None:
         self.close()
-        self.acknowledged = True
+        self.folder = str(ack["path"])
         self.remember()
         render.notice("already running" if ack.get("already") else "started")
+
+    @property
+    def acknowledged(self) -> bool:
+        return self.folder is not None
 
     def close(self) -> None:
         """Ends the upload's bar."""
@@ -67,12 +72,21 @@ def exit_code_of(final: dict[str, Any]) -> int:
     return fixed[final["state"]] if final["state"] in fixed else int(final.get("code") or 1)
 
 
-def log_view(*, raw: bool) -> LogView:
+def log_view(*, raw: bool, launcher: bool = False) -> LogView:
     """A view on this process's own stdout and stderr."""
     sys.stdout.flush()
-    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=sys.stdout.isatty(), raw=raw)
+    terminal = sys.stdout.isatty()
+    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=terminal, raw=raw, launcher=launcher)
 
 
-def next_commands(job_id: str) -> None:
-    for line in ("logs {} -f", "status {}", "stop {}", "pull {}"):
-        render.notice(f"  deploy.py {line.format(job_id)}")
+def next_commands(job_id: str, final: Mapping[str, Any] | None = None) -> None:
+    """What can be done next with a job that runs, or that has ended with the status `final`."""
+    if final is None:
+        lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
+    elif final["state"] == "failed":
+        rank = final.get("first_failing_rank")
+        lines = ["logs {} " + ("--launcher" if rank is None else f"--rank {rank}"), "exec {} -- ls -l", "pull {}"]
+    else:
+        lines = ["logs {}", "pull {}"]
+    for line in lines:
+        render.notice(f"  {render.invoked_as()} {line.format(job_id)}")

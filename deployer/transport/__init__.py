@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from deployer.errors import FerryError
+from typing import Protocol
 
 STDERR_KEPT = 64 * 1024
 WRITE_TIMEOUT_S = 60.0
@@ -67,10 +64,3 @@ def make_transport(
     )
     transport.start_connect()
     return transport
-
-
-def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
-    """The error for a command that ended before our agent answered; `noise` is what came on its stdout."""
-    from deployer.transport.explain import explain_no_answer
-
-    return explain_no_answer(stderr_text, noise, exit_status)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.target import SshOptions, Target, resolve
-from deployer.transport import WRITE_TIMEOUT_S, explain_no_answer
+from deployer.transport import WRITE_TIMEOUT_S
 from deployer.transport.ask import Questions, has_terminal
 from deployer.transport.drain import Drain
+from deployer.transport.explain import explain_no_answer
 from deployer.transport.sockets import SshSocket, connect_tcp
 
 if TYPE_CHECKING:
