@@ -70,7 +70,7 @@ def _rank_main(
     try:
         dist = start_dist("cpu", init_method=store)
         writer.send((True, _pack(fn(dist, *_unpack(packed)))))
-        stop_dist(dist)
+        stop_dist()
     except BaseException:
         writer.send((False, traceback.format_exc()))
 

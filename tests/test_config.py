@@ -24,7 +24,6 @@ from trainer.config import (
     load_config,
     local_data_paths,
     num_processes,
-    resolved_backend,
 )
 from trainer.config_keys import ALIASES, known_keys
 from trainer.config_rules import LIMITS
@@ -102,14 +101,13 @@ def test_import_loads_neither_torch_nor_yaml_nor_deployer() -> None:
 
 def test_debug_config_is_one_process_on_a_device_chosen_by_the_host() -> None:
     config = load_config(ROOT / "configs/01_debug_sft.py")
-    assert (num_processes(config), resolved_backend(config), config.target.device) == (1, "pytorch", "auto")
+    assert (num_processes(config), config.target.device) == (1, "auto")
     assert local_data_paths(config, root=ROOT) == []
 
 
 def test_fsdp_config_names_four_gpus() -> None:
     config = load_config(ROOT / "configs/02_debug_sft_fsdp.py")
     assert config.target.gpu_ranks == [0, 1, 2, 3]
-    assert (num_processes(config), resolved_backend(config)) == (4, "fsdp")
 
 
 @pytest.mark.parametrize("name", ["01_debug_sft.py", "02_debug_sft_fsdp.py"])
@@ -119,7 +117,7 @@ def test_shipped_config_takes_the_overrides_its_docstring_names(name: str) -> No
     assert all(word in path.read_text() for word in words)
     config = load_config(path, words)
     assert (config.model.name, config.data.train) == ("Qwen/Qwen2.5-0.5B-Instruct", ["my.jsonl"])
-    assert config_notes(config) == []
+    assert config_notes(config, backend="fsdp", deployed=True) == []
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -636,18 +634,16 @@ def test_rule_names_the_line_of_its_key(load: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "processes", "backend"),
+    ("config", "processes"),
     [
-        (Config(), 1, "pytorch"),
-        (target(gpu_ranks=[4, 5]), 2, "fsdp"),
-        (target(gpu_ranks=[4, 5], train_backend="ddp"), 2, "ddp"),
-        (target(gpu_ranks=[4], train_backend="fsdp"), 1, "fsdp"),
-        (Config(script="a.py", target=TargetConfig(gpu_ranks=[0, 1])), 2, "fsdp"),
-        (Config(script="a.py", torchrun=False, target=TargetConfig(gpu_ranks=[0, 1])), 1, "pytorch"),
+        (Config(), 1),
+        (target(gpu_ranks=[4, 5]), 2),
+        (Config(script="a.py", target=TargetConfig(gpu_ranks=[0, 1])), 2),
+        (Config(script="a.py", torchrun=False, target=TargetConfig(gpu_ranks=[0, 1])), 1),
     ],
 )
-def test_processes_and_backend_follow_from_gpu_ranks(config: Config, processes: int, backend: str) -> None:
-    assert (num_processes(config), resolved_backend(config)) == (processes, backend)
+def test_number_of_processes_follows_from_gpu_ranks(config: Config, processes: int) -> None:
+    assert num_processes(config) == processes
 
 
 def test_local_paths_are_told_from_hub_names(tmp_path: Path) -> None:
@@ -662,12 +658,21 @@ def test_local_paths_are_told_from_hub_names(tmp_path: Path) -> None:
 
 
 def test_keys_without_effect_are_noted() -> None:
-    config = Config(model=ModelConfig(name="gpt", num_layers=9), parallel=ParallelConfig(reshard_after_forward=False))
-    assert config_notes(config) == [
+    config = Config(
+        target=TargetConfig(ssh="gpu", root="/data"),
+        model=ModelConfig(name="gpt", num_layers=9),
+        data=DataConfig(train=["a.jsonl", "some/rows"], train_split="validation", eval_split="dev", eval=["b.parquet"]),
+        parallel=ParallelConfig(reshard_after_forward=False, reduce_dtype="bf16"),
+    )
+    assert config_notes(config, backend="pytorch", deployed=False) == [
         "model.num_layers: no effect, gpt brings its own shape",
+        "data.eval_split: no effect, data.eval names no Hugging Face data set",
         "parallel.reshard_after_forward: no effect with pytorch",
+        "parallel.reduce_dtype: no effect with pytorch",
+        "target.ssh, target.root: no effect, train.py runs here and under this Python",
     ]
-    assert config_notes(Config()) == []
+    assert len(config_notes(config, backend="ddp", deployed=True)) == 3
+    assert config_notes(Config(), backend="pytorch", deployed=False) == []
 
 
 # --- dumps ------------------------------------------------------------------------------------------------------------

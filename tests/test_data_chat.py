@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken
 
 from trainer.data.chat import Encoded, encode
-from trainer.data.errors import DataError
 from trainer.data.sources import Row
 from trainer.data.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
+from trainer.errors import DataError
 
 CHATML = """\
 {%- for m in messages -%}

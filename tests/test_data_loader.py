@@ -13,9 +13,10 @@ import torch
 from tests.test_models import from_folder, save_hf
 from tests.tiny import tiny_shape
 from trainer.batch import Batch
-from trainer.data.errors import DataError
+from trainer.data.documents import read_rows
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
+from trainer.errors import DataError
 from trainer.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
 
@@ -59,6 +60,25 @@ def real_rows(batches: list[Batch]) -> Counter:
 
 def num_targets(batches: list[Batch]) -> int:
     return sum(int(batch.num_targets) for batch in batches)
+
+
+def test_rows_of_a_step_are_micro_batch_size_times_grad_accum_steps_on_every_rank(rows_file):
+    config = make_config(rows_file, data={"packing": False}, micro_batch_size=2, grad_accum_steps=3)
+    data = [load(config, Rank(rank, 2)).train for rank in (0, 1)]
+    assert [train.global_batch_size for train in data] == [12, 12]
+    assert [sum(real_rows(train.step_batches(0)).values()) for train in data] == [6, 6]
+    assert len(data[0].step_batches(0)) == 3
+
+
+def test_data_sets_are_read_from_the_configured_splits(tmp_path):
+    for split, answer in (("dev", "b"), ("validation", "c"), ("train", "d"), ("test", "e")):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "a", "answer": answer}) + "\n")
+    folder = str(tmp_path)
+    data = DataConfig(train=[folder], eval=[folder], train_split="train", eval_split="validation")
+    train, held_out = read_rows(Config(data=data))
+    assert [rows[0].messages[-1]["content"] for rows in (train, held_out)] == ["d", "c"]
+    train, held_out = read_rows(Config(data=replace(data, train_split="test", eval_split="train")))
+    assert [rows[0].messages[-1]["content"] for rows in (train, held_out)] == ["e", "d"]
 
 
 @pytest.mark.parametrize("packing", [True, False])

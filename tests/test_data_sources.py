@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.data.errors import DataError
 from trainer.data.sources import read_conversations
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
+from trainer.errors import DataError
 
 # rows in the form of GSM8K, written for this test
 GSM8K_LIKE = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.data.errors import DataError
 from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, vocab_size
+from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, ModelConfig
 
 TEXT = "héllo\n\tworld  日本 \U0001f600 e\u0301 don't\r\n 12 345"

@@ -19,9 +19,10 @@ from tests.ranks import run_ranks
 from tests.tiny import tiny_shape
 from trainer import loop
 from trainer.batch import LossSum
-from trainer.config import ConfigError, config_from_dict
+from trainer.config import config_from_dict
 from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer
 from trainer.dist import Dist
+from trainer.errors import ConfigError, ModelError
 from trainer.models import hf
 from trainer.models.decoder import logits_head
 from trainer.recipes import sft
@@ -110,6 +111,18 @@ def test_rows_longer_than_a_named_models_positions_are_refused():
     config = config_of("rows.jsonl")
     with pytest.raises(ConfigError, match="seq_len is 96, more than max_position_embeddings of None, 64"):
         sft.check_length(config, tiny_shape(max_position_embeddings=64))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
+def test_step_is_as_long_as_the_clipped_gradient(rows, tmp_path, max_grad_norm):
+    run = build(rows, tmp_path)
+    run.config = replace(run.config, optim=replace(run.config.optim, max_grad_norm=max_grad_norm))
+    run.optimizer = torch.optim.SGD(run.module.parameters(), fused=True)
+    before = torch.nn.utils.parameters_to_vector(run.module.parameters()).clone()
+    norm = loop.train_step(run, 0, lr=1.0).read()[3]
+    moved = (torch.nn.utils.parameters_to_vector(run.module.parameters()) - before).norm().item()
+    assert moved == pytest.approx(max_grad_norm or norm, rel=1e-3)
+    assert norm > 0.1
 
 
 def test_weights_after_five_steps_equal_a_plain_torch_loop(rows, tmp_path):
@@ -267,7 +280,7 @@ def test_resume_with_another_model_is_refused_by_field(rows, tmp_path, model, na
     train(1, rows, tmp_path / "run", stop_after_steps=1)
     config = config_of(rows)
     config = replace(config, model=replace(config.model, **model))
-    with pytest.raises(hf.ModelError, match=re.escape(named)):
+    with pytest.raises(ModelError, match=re.escape(named)):
         sft.run(config, tmp_path / "run", ALONE)
 
 

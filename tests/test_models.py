@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
+from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling, logits_head
 from trainer.models.generate import greedy, sequence_logits
 from trainer.models.hf import (
-    ModelError,
     export_model,
     gather_full,
     load_pretrained,
@@ -63,7 +63,7 @@ def save_hf(shape: DecoderShape, folder: Path, **options: object) -> torch.nn.Mo
 
 def from_folder(folder: Path, shape: DecoderShape) -> Decoder:
     decoder = Decoder(shape)
-    load_pretrained(decoder, folder, ALONE)
+    load_pretrained(decoder, folder)
     return decoder
 
 
@@ -87,6 +87,17 @@ def test_logits_of_every_family_equal_transformers(shape, tmp_path):
 def test_parameter_names_are_those_of_transformers(shape):
     theirs = {name: tuple(x.shape) for name, x in hf_model(shape).named_parameters()}
     assert {name: tuple(x.shape) for name, x in Decoder(shape).named_parameters()} == theirs
+
+
+@pytest.mark.parametrize("changed", [{"rope_theta": 50.0}, {"rms_norm_eps": 0.1}])
+def test_fields_of_a_fresh_model_decide_its_logits_as_in_transformers(changed, tmp_path):
+    plain, shape = (shape_from_config(ModelConfig(num_layers=1, **fields), 101) for fields in ({}, changed))
+    theirs = save_hf(shape, tmp_path)
+    ids = list(range(20))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(sequence_logits(from_folder(tmp_path, shape), ids), expected, atol=1e-4, rtol=0)
+    assert (sequence_logits(from_folder(tmp_path, plain), ids) - expected).abs().max() > 1e-2
 
 
 def test_packed_documents_give_the_logits_of_each_alone():
@@ -125,7 +136,7 @@ def test_bf16_error_is_that_of_transformers_in_bf16(tmp_path):
     shape = tiny_shape()
     theirs = save_hf(shape, tmp_path)
     ours = Decoder(shape, compute_dtype=torch.bfloat16)
-    load_pretrained(ours, tmp_path, ALONE)
+    load_pretrained(ours, tmp_path)
     ids = torch.tensor([list(range(40))])
     with torch.no_grad():
         exact = theirs(ids).logits[0]
@@ -236,10 +247,10 @@ def test_a_tied_model_with_another_head_is_refused_as_transformers_unties_it(tmp
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
         if theirs.lm_head.weight is theirs.model.embed_tokens.weight:
-            load_pretrained(tiny_decoder(seed=1), tmp_path, ALONE)
+            load_pretrained(tiny_decoder(seed=1), tmp_path)
         else:
             with pytest.raises(ModelError, match=r"lm_head\.weight differs"):
-                load_pretrained(tiny_decoder(seed=1), tmp_path, ALONE)
+                load_pretrained(tiny_decoder(seed=1), tmp_path)
 
 
 def test_a_stored_value_that_is_not_finite_is_refused(tmp_path):
@@ -249,7 +260,7 @@ def test_a_stored_value_that_is_not_finite_is_refused(tmp_path):
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.norm\.weight has values that are not finite"):
-        load_pretrained(tiny_decoder(), tmp_path, ALONE)
+        load_pretrained(tiny_decoder(), tmp_path)
 
 
 def test_a_truncated_weights_file_is_refused(tmp_path):

@@ -76,6 +76,19 @@ def test_vectors_do_not_decay():
     assert (plain["weight_decay"], [tuple(p.shape) for p in plain["params"]]) == (0.0, [(2,), (2,), (2,)])
 
 
+def test_adamw_takes_learning_rate_betas_and_eps():
+    config = OptimConfig(learning_rate=0.5, beta1=0.6, beta2=0.7, eps=0.25, weight_decay=0.0)
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    expected = torch.optim.AdamW(theirs.parameters(), lr=0.5, betas=(0.6, 0.7), eps=0.25, weight_decay=0.0)
+    for model, optimizer in ((ours, build_optimizer(ours, config)), (theirs, expected)):
+        for factor in (1.0, -3.0):
+            optimizer.zero_grad()
+            (factor * model(torch.ones(1, 3)).sum()).backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-6, rtol=0)
+
+
 def test_found_inf_leaves_weights_and_moments_as_they_were():
     model = nn.Linear(3, 2)
     optimizer = build_optimizer(model, OptimConfig())

@@ -286,16 +286,22 @@ def test_ctrl_c_on_two_ranks_saves_and_exits_with_0(tmp_path, rows):
     assert list((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE"))
 
 
-def test_rank_ended_by_a_signal_gives_the_exit_code_though_another_rank_told_its_loss_of_it(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("codes", "late", "code"),
+    [
+        ((1, -9, 1), (), 137),  # rank 0 only told that it lost rank 1
+        ((2, 1, 1), (), 2),
+        ((2, -15, -9), (2,), 2),  # torchrun itself ended the others
+    ],
+)
+def test_exit_code_is_that_of_the_rank_from_which_the_others_failures_follow(codes, late, code, tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    diagnose.claim_failure(tmp_path, 0, "Error: another rank ended without a word")
-    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate((1, -9, 1))}
-    assert torchrun.report(ChildFailedError("train.py", failures), tmp_path) == 137
-    assert capsys.readouterr().err.startswith("Error: rank 1 was ended by SIGKILL\n")
-    del failures[1]
-    failures[2].exitcode = 2
-    assert torchrun.report(ChildFailedError("train.py", failures), tmp_path) == 1  # rank 0 told first
+    diagnose.claim_failure(tmp_path, 0, "Error: a")
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate(codes)}
+    for rank in late:
+        failures[rank].timestamp += 30
+    assert torchrun.report(ChildFailedError("train.py", failures), tmp_path) == code
 
 
 def test_one_process_uses_the_given_run_folder_and_resumes_there(tmp_path, rows):

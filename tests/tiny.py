@@ -30,7 +30,7 @@ def tiny_shape(**changes: Any) -> DecoderShape:
 
 def tiny_decoder(*, seed: int = 0, **changes: Any) -> Decoder:
     decoder = Decoder(tiny_shape(**changes))
-    init_random(decoder, seed, ALONE)
+    init_random(decoder, seed)
     return decoder
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from trainer import launch
-from trainer.config import ConfigError, load_config
+from trainer.config import ConfigError, load_config, num_processes
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
@@ -73,7 +73,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     launch.write_config(config, run_dir)
     forget_stop(run_dir)
     click.echo(f"run folder: {run_dir}")
-    processes = len(config.target.gpu_ranks)
+    processes = num_processes(config)
     if processes == 1:
         sys.exit(train(config, run_dir, debug=debug))
     argv = launch.build_torchrun_argv(

@@ -14,8 +14,6 @@ from typing import Any, get_args, get_origin
 from trainer.config_fields import NULL_WORDS, Word, build_config, fit
 from trainer.config_files import YAML_SUFFIXES, read_python, read_yaml, read_yaml_text
 from trainer.config_keys import (
-    COMMAND_LINE,
-    ConfigError,
     Places,
     field_kinds,
     get_key,
@@ -24,7 +22,8 @@ from trainer.config_keys import (
     list_keys,
     unknown_key,
 )
-from trainer.config_rules import check_config, config_notes, num_processes, resolved_backend
+from trainer.config_rules import LOCAL_SUFFIXES, check_config, config_notes, num_processes
+from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config
 
 __all__ = [
@@ -37,10 +36,8 @@ __all__ = [
     "load_config",
     "local_data_paths",
     "num_processes",
-    "resolved_backend",
 ]
 
-LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
 

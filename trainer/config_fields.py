@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from trainer.config_keys import ConfigError, Places, field_kinds, is_section, unknown_key
+from trainer.config_keys import Places, field_kinds, is_section, unknown_key
+from trainer.errors import ConfigError
 from trainer.schema import Config
 
 T = TypeVar("T")

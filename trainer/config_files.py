@@ -14,7 +14,8 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 from trainer.config_fields import Word
-from trainer.config_keys import ConfigError, Places, section_of_class, unknown_key
+from trainer.config_keys import Places, section_of_class, unknown_key
+from trainer.errors import ConfigError
 from trainer.schema import Config
 
 if TYPE_CHECKING:

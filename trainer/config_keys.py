@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config
-
-COMMAND_LINE = "the command line"
 
 # What people write who come from transformers, TRL or torchrun.
 ALIASES = {
@@ -44,27 +43,6 @@ ALIASES = {
     "gradient_checkpointing": "parallel.activation_checkpointing",
     "output_dir": "run.dir",
 }
-
-
-class ConfigError(Exception):
-    """The config is wrong and nothing was started: `message`, `where` it stands, and a `hint`."""
-
-    exit_code = 2
-
-    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.where = where
-        self.hint = hint
-
-    def render(self) -> str:
-        """Up to three lines: what is wrong with which value, where, and what to do."""
-        lines = [f"Error: {self.message}"]
-        if self.where:
-            lines.append(f"  {'on' if self.where == COMMAND_LINE else 'in'} {self.where}")
-        if self.hint:
-            lines.append(f"hint: {self.hint}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from trainer.config_fields import show
-from trainer.config_keys import COMMAND_LINE, ConfigError, Places, field_kinds, get_key, scalar_texts
+from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
+from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config, ModelConfig
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
 
@@ -102,13 +103,6 @@ BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ra
 def num_processes(config: Config) -> int:
     """Processes of the job on one node: one for each entry of gpu_ranks, or one for a script without torchrun."""
     return 1 if config.script is not None and not config.torchrun else len(config.target.gpu_ranks)
-
-
-def resolved_backend(config: Config) -> Literal["pytorch", "ddp", "fsdp"]:
-    """The training backend with `auto` decided."""
-    if config.target.train_backend != "auto":
-        return config.target.train_backend
-    return "pytorch" if num_processes(config) == 1 else "fsdp"
 
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
@@ -297,19 +291,34 @@ def _schedule(config: Config) -> Iterator[Broken]:
         )
 
 
-def config_notes(config: Config) -> list[str]:
-    """One line for every key that is set but has no effect beside the others; to be shown, not to stop at."""
-    notes = []
-    default, model = ModelConfig(), config.model
+def config_notes(config: Config, *, backend: str, deployed: bool) -> list[str]:
+    """One line for the keys that are set but have no effect beside the others; to be shown, not to stop at.
+
+    `backend`: the one in use. `deployed`: not a `train.py` started by hand, which stays on its machine.
+    """
+    return [
+        f"{', '.join(changed)}: no effect{why}"
+        for keys, why in _without_effect(config, backend, deployed=deployed)
+        if (changed := [key for key in keys if get_key(config, key) != get_key(Config(), key)])
+    ]
+
+
+def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator[tuple[list[str], str]]:
+    """Keys that do nothing here, whatever they say, and why."""
+    data, model = config.data, config.model
     if model.name is not None:
-        shape = [f for f in field_kinds(ModelConfig) if f not in ("name", "init")]
-        ignored = [f"model.{f}" for f in shape if getattr(model, f) != getattr(default, f)]
-        if ignored:
-            notes.append(f"{', '.join(ignored)}: no effect, {model.name} brings its own shape")
-    if config.data.eval and config.data.eval_fraction != Config().data.eval_fraction:
-        notes.append("data.eval_fraction: no effect, data.eval names the held-out data")
-    if resolved_backend(config) != "fsdp" and not config.parallel.reshard_after_forward:
-        notes.append(f"parallel.reshard_after_forward: no effect with {resolved_backend(config)}")
-    if config.optim.schedule == "constant" and config.optim.min_learning_rate:
-        notes.append("optim.min_learning_rate: no effect with the constant schedule")
-    return notes
+        shape = [f"model.{name}" for name in field_kinds(ModelConfig) if name not in ("name", "init")]
+        yield shape, f", {model.name} brings its own shape"
+    if data.eval:
+        yield ["data.eval_fraction"], ", data.eval names the held-out data"
+    for split, sources in (("data.train_split", data.train), ("data.eval_split", data.eval)):
+        if all(source.startswith("builtin:") or source.endswith(LOCAL_SUFFIXES) for source in sources):
+            yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
+    if backend != "fsdp":
+        yield ["parallel.reshard_after_forward"], f" with {backend}"
+    if backend == "pytorch":
+        yield ["parallel.reduce_dtype"], " with pytorch"
+    if config.optim.schedule == "constant":
+        yield ["optim.min_learning_rate"], " with the constant schedule"
+    if not deployed:
+        yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"

@@ -42,8 +42,6 @@ def is_ours(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """One paragraph: what is wrong, where, and what to do."""
-    if hasattr(error, "render"):
-        return error.render()
     if is_ours(error):
         return f"Error: {error}"
     if isinstance(error, KeyboardInterrupt):

@@ -67,7 +67,7 @@ def start_dist(device_kind: Literal["cuda", "cpu"], *, init_method: str = "env:/
     return Dist(rank, local_rank, world_size, device, control_group)
 
 
-def stop_dist(dist: Dist) -> None:
+def stop_dist() -> None:
     """Leave the process groups; harmless when there are none."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
@@ -124,18 +124,9 @@ def _pick_device(device_kind: str, local_rank: int) -> torch.device:
 
 def sum_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
     """The elementwise sum over all ranks, a new tensor on the same device."""
-    return _all_reduce(tensor, dist, torch_dist.ReduceOp.SUM)
-
-
-def max_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
-    """The elementwise maximum over all ranks, a new tensor on the same device."""
-    return _all_reduce(tensor, dist, torch_dist.ReduceOp.MAX)
-
-
-def _all_reduce(tensor: torch.Tensor, dist: Dist, op: torch_dist.ReduceOp.RedOpType) -> torch.Tensor:
     result = tensor.detach().clone()
     if dist.world_size > 1:
-        torch_dist.all_reduce(result, op=op)
+        torch_dist.all_reduce(result)
     return result
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from trainer.config import ConfigError, config_to_yaml, local_data_paths
+from trainer.config import ConfigError, config_to_yaml, local_data_paths, num_processes
 from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -53,14 +53,13 @@ def build_torchrun_argv(python: str, script: str, config_path: Path, *, processe
 
 def build_launch_env(config: Config, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
     """The variables to set before torch is imported, by this process or by torchrun's ranks."""
-    processes = len(config.target.gpu_ranks)
     env = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that an index means what nvidia-smi shows
         "CUDA_VISIBLE_DEVICES": _visible_devices(config),
         "PYTHONUNBUFFERED": "1",
     }
     if "OMP_NUM_THREADS" not in environ:  # torchrun would set 1 and say so
-        env["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+        env["OMP_NUM_THREADS"] = str(max(1, cores // num_processes(config)))
     return {**env, **config.target.env}
 
 

@@ -13,10 +13,8 @@ from typing import NoReturn, TextIO
 import torch
 
 from trainer import diagnose, launch
-from trainer.config import ConfigError
-from trainer.data.errors import DataError
 from trainer.dist import on_rank0, start_dist, stop_dist
-from trainer.models.shapes import ModelError
+from trainer.errors import ConfigError, UserError
 from trainer.schema import OUTCOME_FILE, Config
 
 
@@ -35,7 +33,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
                 sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model"
             )
         code = import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
-        stop_dist(dist)
+        stop_dist()
     except (Exception, KeyboardInterrupt) as error:
         code = _tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
@@ -89,10 +87,10 @@ def _write_line(stream: TextIO, text: str) -> None:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for a mistake of the user's in config or data, 130 for Ctrl-C, 1 for everything else."""
+    """2 for a mistake of the user's in config, data or model, 130 for Ctrl-C, 1 for everything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
+    return 2 if isinstance(error, UserError) else 1
 
 
 def _leave(code: int) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Literal
 
 METRICS_FILE = "metrics.jsonl"  # one JSON object a line; training steps and evaluations
 CONFIG_FILE = "config.yaml"  # the resolved config
-OUTCOME_FILE = "outcome.json"  # written last, by rank 0
+OUTCOME_FILE = "outcome.json"  # how the run ended: the last file of rank 0, or by the rank that failed first
 CHECKPOINTS_DIR = "checkpoints"  # step_NNNNNN/ each with a COMPLETE marker
 CHECKPOINT_MARKER = "COMPLETE"
 EXPORT_DIR = "export"  # Hugging Face format
@@ -28,7 +28,7 @@ class TargetConfig:
     """Where the job runs and on which devices."""
 
     gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
-    """The host's own GPU indices as nvidia-smi shows them, or GPU UUIDs; one process for each, in this order."""
+    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in this order."""
     train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
     """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -72,14 +72,14 @@ class DataConfig:
     """What is read, how it becomes tokens, and which of them are targets."""
 
     train: list[str] = field(default_factory=lambda: ["builtin:stdlib-docs"])
-    """JSONL or Parquet files, Hugging Face dataset names, or `builtin:stdlib-docs`."""
+    """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`."""
     eval: list[str] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = 0.05
     """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
     train_split: str = "train"
     eval_split: str = "test"
-    """Splits of Hugging Face dataset names."""
+    """Splits of the Hugging Face data sets in `train` and `eval`."""
     schema: Literal[
         "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
     ] = "auto"
@@ -150,7 +150,7 @@ class TrainConfig:
     eval_batches: int | None = None
     """Batches per rank of one evaluation; None: all."""
     save_every: int = 100
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end, which a stop is too."""
     keep_last: int = 2
     """Complete checkpoints kept; 0: all."""
     resume: str = "auto"
@@ -168,7 +168,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True
     """FSDP: free a block's gathered parameters after its forward (FULL_SHARD); False keeps them (SHARD_GRAD_OP)."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the gradient reduction."""
+    """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full`: every block's activations are computed again in the backward pass."""
     compile: bool = False

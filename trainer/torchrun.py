@@ -68,9 +68,16 @@ def report(error: ChildFailedError, run_dir: Path) -> int:
 def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -> tuple[int, ProcessFailure]:
     """The rank that the others' failures follow from: one ended by a signal, else the one that told its reason.
 
-    torchrun knows the second of a failure only, and looks at the ranks ten times a second.
+    torchrun itself ends the others by SIGTERM, and by SIGKILL 30 s later; of a failure it knows the second only.
     """
-    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, item[0] != told_by, item[1].timestamp))
+    began = min(failure.timestamp for failure in failures.values())
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, bool, int]:
+        rank, failure = item
+        by_torchrun = failure.exitcode == -signal.SIGTERM or failure.timestamp > began + 20
+        return failure.exitcode >= 0 or by_torchrun, rank != told_by, by_torchrun, failure.timestamp
+
+    return min(failures.items(), key=order)
 
 
 def _read(path: Path) -> dict:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from trainer.data.errors import DataError
 from trainer.data.sources import Message, Row
+from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.data.chat import Encoded, encode, special_ids
-from trainer.data.errors import DataError
 from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, Row, read_conversations
+from trainer.errors import DataError
 from trainer.schema import Config, DataConfig
 
 if TYPE_CHECKING:

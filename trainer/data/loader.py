@@ -22,8 +22,8 @@ import torch
 from trainer.batch import Batch
 from trainer.data.chat import check_template
 from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows, trains_end_token
-from trainer.data.errors import DataError
 from trainer.data.packing import PackedRow, Plan, build_row, plan_rows
+from trainer.errors import DataError
 from trainer.schema import Config
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.config import LOCAL_STARTS, LOCAL_SUFFIXES
-from trainer.data.errors import DataError
+from trainer.config import LOCAL_STARTS
+from trainer.config_rules import LOCAL_SUFFIXES
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
+from trainer.errors import DataError
 
 STDLIB_DOCS = "builtin:stdlib-docs"
 TRAIN, HELD_OUT = "train", "test"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.errors import DataError
 from trainer.data.hub import settle_offline
+from trainer.errors import DataError
 from trainer.schema import Config
 
 if TYPE_CHECKING:

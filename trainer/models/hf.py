@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.dist import Dist, on_rank0
+from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import greedy, sequence_logits
-from trainer.models.shapes import ModelError, model_folder, rope_fields, shape_from_config, shape_to_hf_config
+from trainer.models.shapes import model_folder, rope_fields, shape_from_config, shape_to_hf_config
 from trainer.parallel import fsdp_modules, local_tensor
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ INIT_STD = 0.02
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 __all__ = [
-    "ModelError",
     "export_model",
     "gather_full",
     "init_random",
@@ -71,7 +71,7 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
 
 
 @torch.no_grad()
-def init_random(module: nn.Module, seed: int, dist: Dist) -> None:
+def init_random(module: nn.Module, seed: int) -> None:
     """Fill the model with N(0, 0.02) matrices, norms of 1 and biases of 0: the same for any number of ranks."""
     for name, parameter in named_weights(module):
         value = _initial_value(name, tuple(parameter.shape), seed)
@@ -87,7 +87,7 @@ def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def load_pretrained(module: nn.Module, folder: Path | str, dist: Dist) -> None:
+def load_pretrained(module: nn.Module, folder: Path | str) -> None:
     """Fill the model from a folder's safetensors; each rank reads its own share of each tensor, as fp32.
 
     Raises ModelError when the folder has no weights, its names or shapes are not exactly the model's, a value is not

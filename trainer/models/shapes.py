@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.dist import Dist, rank0_first
+from trainer.errors import ModelError
 from trainer.models.decoder import DecoderShape, RopeScaling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trainer.schema import ModelConfig
-
-
-class ModelError(Exception):
-    """A model that cannot be built, read or written as asked."""
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:

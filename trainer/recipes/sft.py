@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from trainer import checkpoint, loop, metrics
-from trainer.config import ConfigError, config_notes, config_to_dict
+from trainer.config import config_notes, config_to_dict
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer, vocab_size
 from trainer.dist import Dist, on_rank0
+from trainer.errors import ConfigError, ModelError
 from trainer.losses import sft_loss
 from trainer.models import hf
 from trainer.models.decoder import DecoderShape
 from trainer.optim import build_optimizer
 from trainer.parallel import make_backend
-from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, METRICS_FILE, OUTCOME_FILE, Config
+from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, JOB_ID_ENV, METRICS_FILE, OUTCOME_FILE, Config
 
 GREEDY_QUESTION = "What does os.path.join do?"
 
@@ -67,7 +68,7 @@ def build(
     optimizer = build_optimizer(module, config.optim)
     path = resume_path(config, run_dir, dist)
     if path is None:
-        fill_weights(config, module, folder, dist)
+        fill_weights(config, module, folder)
         start_step, extra, changed = 0, {}, []
     else:
         check_resumable(path, checkpoint.read_info(path), shape, data)
@@ -126,12 +127,12 @@ def check_length(config: Config, shape: DecoderShape) -> None:
         raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
 
 
-def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist) -> None:
+def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None) -> None:
     """Give a new run its first weights: the pretrained ones, or random ones by seed."""
     if folder is not None and config.model.init != "random":
-        hf.load_pretrained(module, folder, dist)
+        hf.load_pretrained(module, folder)
     else:
-        hf.init_random(module, config.train.seed, dist)
+        hf.init_random(module, config.train.seed)
 
 
 def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
@@ -156,7 +157,7 @@ def check_resumable(path: Path, saved: checkpoint.Resumed, shape: DecoderShape, 
     before = saved.extra.get("shape", now)
     changed = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if changed:
-        raise hf.ModelError(
+        raise ModelError(
             f"{path} was made by another model: {', '.join(changed)}; restore it, or start anew with train.resume=never"
         )
     data.train.load_state_dict(saved.extra["data"])
@@ -179,7 +180,9 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def tell_plan(train: loop.Run) -> None:
     """Say what is about to happen, before the first step."""
     config, loader = train.config, train.data.train
-    notes = [f"note: {note}" for note in config_notes(config)]
+    notes = [
+        f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
+    ]
     if config.optim.warmup_steps > loader.total_steps:  # an error already where train.steps says so
         warmup = f"optim.warmup_steps is {config.optim.warmup_steps}"
         notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
