@@ -54,12 +54,13 @@ def _ask_jobs(host: Host) -> list[dict[str, Any]] | FerryError:
         return [_job_row(job, host) for job in jobs]
     except FerryError as error:
         return error
-    except (TypeError, ValueError, LookupError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
         return HostError(f"{host.name} sent a list of jobs that is not understood: {error!r}")
 
 
 def _job_row(job: dict[str, Any], host: Host) -> dict[str, Any]:
-    return {**job, "id": str(job["id"]), "state": str(job["state"]), "where": host.name}
+    gpus = [str(gpu) for gpu in job.get("gpus") or []]
+    return {**job, "id": str(job["id"]), "state": str(job["state"]), "gpus": gpus, "where": host.name}
 
 
 def _unreachable(record: JobRecord, error: FerryError) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
 
 def unusual_project(project: Path) -> str | None:
     """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
-    if project in (Path.home(), Path("/")):
+    if project.resolve() in (Path.home().resolve(), Path("/")):
         return f"the project is the folder you are in, {project}: everything in it would be sent"
     return None
 

@@ -16,12 +16,13 @@ from deployer.agent.tree import dump_entries
 from deployer.errors import UsageError
 from deployer.host import Host
 from deployer.launch import Watcher, launch_and_follow
-from deployer.plan import plan_to_json
-from deployer.prepare import Options, prepare, read_config
+from deployer.plan import Command, plan_to_json
+from deployer.prepare import Options, prepare, read_config, requirements
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.test_gpus import fake_smi
 from tests.test_runtime import make_wheel
+from trainer.schema import Config
 
 
 def write(ferry: Ferry, name: str, text: str) -> None:
@@ -142,7 +143,7 @@ def test_client_killed_job_goes_on_and_a_new_shell_finds_it(ferry):
     assert stopped.returncode == 0 and b"stopped" in stopped.stderr
     assert follower.wait(20) == 143
     again = ferry.run("stop", job_id)
-    assert again.returncode == 0 and b"had ended already: stopped" in again.stderr
+    assert again.returncode == 0 and b"had ended already: stopped" in again.stderr and b"stopping" not in again.stderr
     assert ferry.run("pull", job_id).returncode == 0
     pulled = ferry.project / "results" / job_id / "logs" / "attempt_1" / "rank_0.log"
     assert pulled.read_bytes() == (ferry.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
@@ -360,6 +361,27 @@ def test_missing_gpu_refused_with_what_to_do(ferry):
     done = ferry.run(str(REPO / "configs" / "01_debug_sft.py"), *ferry.where())
     assert done.returncode == 125
     assert b"target.device=cpu" in done.stderr
+
+
+def test_status_of_a_failed_job_rounds_its_metrics_and_says_what_to_do(ferry):
+    metrics = '{"step": 123456, "loss": 0.123456789, "tokens_per_s": 12345.678}'
+    code = f"echo '{metrics}' > $TORCHFERRY_RUN_DIR/metrics.jsonl; exit 5"
+    done = ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", code)
+    assert b"failed: rank 0 exited with code 5\n" in done.stderr
+    status = ferry.run("status", ferry.job_ids()[0])
+    shown = dict(line.rsplit(None, 1) for line in status.stdout.decode().splitlines() if line.startswith("last"))
+    assert shown == {"last step": "123456", "last loss": "0.1235", "last tokens_per_s": "12,346"}
+    job_id = ferry.job_ids()[0].encode()
+    assert b"logs %s --rank 0" % job_id in status.stderr and b"exec %s -- ls -l" % job_id in status.stderr
+
+
+@pytest.mark.parametrize("line", ["torch", "torch==2.11.0+cpu  # ours", "torch[x]>=2"])
+def test_torch_is_asked_for_once_whoever_names_it(tmp_path, line):
+    command = Command(("train.py",), torchrun=True)
+    (tmp_path / "requirements.txt").write_text("torch-geometric\ntorch.fx\n")
+    assert requirements(Config(), command, project=tmp_path)[0] == "torch>=2.0"
+    (tmp_path / "requirements.txt").write_text(line + "\n")
+    assert requirements(Config(), command, project=tmp_path) == (line.split("  #")[0],)
 
 
 def test_hints_name_the_program_as_it_was_called(ferry):

@@ -87,6 +87,23 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
     assert b"trying again" in err
 
 
+def test_connection_cut_while_files_are_sent_one_job_and_it_is_followed(remote, server):
+    (remote.project / "data").write_bytes(os.urandom(90_000_000))
+    client = remote.start("run", *remote.where(), "--no-pull", "--", "sh", "-c", "echo ran")
+    wait_for(lambda: list((remote.root / "tmp").glob("blob-*")))
+    for pid in _sessions(server):
+        os.kill(pid, signal.SIGKILL)
+    out, err = client.communicate(timeout=60)
+    assert (client.returncode, out) == (0, b"ran\n"), err.decode()
+    assert b"trying again" in err and len(remote.job_ids()) == 1
+
+
+def test_pull_by_the_beginning_of_an_id_names_the_folder_by_the_whole(remote):
+    remote.run("run", *remote.where(), "--no-pull", "--name", "short", "--", "true")
+    assert remote.run("pull", "short", *remote.where()).returncode == 0
+    assert [path.name for path in (remote.project / "results").iterdir()] == remote.job_ids()
+
+
 def _sessions(server: SshServer) -> list[int]:
     pid = server.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -103,6 +120,7 @@ def test_host_gone_during_the_launch_is_no_plain_refusal_and_stays_known(ferry, 
     assert client.returncode == 75 and b"if it was started" in err and b"goes on" not in err
     rows = json.loads(ferry.run("ps", "--json").stdout)
     assert [row["state"] for row in rows if row["where"] == ALIAS] == ["unreachable"]
+    assert b"unreachable(127.0.0.1:" in ferry.run("ps").stdout
 
 
 def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote):

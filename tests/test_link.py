@@ -20,10 +20,11 @@ from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read
 from deployer.agent.wire import Call, Sender
 from deployer.errors import HostError, UnknownJob, UsageError
 from deployer.host import Host
-from deployer.jobs import pull
+from deployer.jobs import list_jobs, pull
 from deployer.launch import Watcher, launch_and_follow
 from deployer.link import Link, agent_hash, build_command, build_word
 from deployer.prepare import Options, prepare, read_config
+from deployer.registry import JobRecord
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
 
@@ -179,6 +180,15 @@ def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
     with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
         with pytest.raises(HostError, match="not understood"):
             link.first.result("jobs")
+
+
+@pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a"}], [{"id": "a", "state": "running", "gpus": 3}]])
+def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
+    code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
+    known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
+    (row,) = list_jobs([odd, sound], [known])
+    assert (row["id"], row["state"]) == ("j1", "unreachable") and "not understood" in row["reason"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
+ENDINGS = SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
 
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
@@ -97,7 +97,7 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) ->
     """The verdict with what the trainer's outcome.json adds: the end where nothing else tells it, a stop before the
     last step of a run that exited 0, and the words for a failure."""
     state = outcome.get("state") if outcome else None
-    if outcome is None or state not in (SUCCEEDED, FAILED, STOPPED):
+    if outcome is None or state not in ENDINGS:
         return ending
     if ending is None and state != FAILED:
         return Ending(str(state), 0, "the trainer's outcome.json says so; nobody saw its ranks end")

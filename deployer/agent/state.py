@@ -10,12 +10,12 @@ import os
 import time
 from typing import Any, Dict, List, NamedTuple, Optional
 
-from .ending import FAILED, STOPPED, SUCCEEDED, RankRecord, decide_ending, parse_rank_record, with_outcome
+from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_outcome
 from .layout import JOB_ID_ENV, Job, Root
 from .procs import Process, is_running, job_processes, process_of
 
 PREPARING, RUNNING, LOST = "preparing", "running", "lost"
-FINAL = (SUCCEEDED, FAILED, STOPPED, LOST)
+FINAL = (*ENDINGS, LOST)
 DEFAULT_GRACE_S = 120.0
 TOOL_FAILED = 125
 """The code of a job that never started, or whose end nobody knows."""
