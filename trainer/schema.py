@@ -28,7 +28,7 @@ class TargetConfig:
     """Where the job runs and on which devices."""
 
     gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
-    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in this order."""
+    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in order."""
     train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
     """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
