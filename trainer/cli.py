@@ -30,7 +30,8 @@ trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the
 run.dir/NAME-DATE-TIME unless --run-dir says otherwise. Ctrl-C, SIGTERM and the file control/stop.json in that folder
 save a checkpoint and stop.
 
-Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config, the command or the data.
+Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config, the command or the data, 128+N ended
+by signal N.
 """
 
 
@@ -52,7 +53,7 @@ def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, deb
             raise
         if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
             click.echo(error.render(), err=True)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 def check_torch() -> None:

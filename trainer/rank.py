@@ -90,7 +90,7 @@ def exit_code(error: BaseException) -> int:
     """2 for a mistake of the user's in config, data or model, 130 for Ctrl-C, 1 for everything else."""
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return 2 if isinstance(error, UserError) else 1
+    return error.exit_code if isinstance(error, UserError) else 1
 
 
 def _leave(code: int) -> NoReturn:
