@@ -59,7 +59,7 @@ def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> i
         return _STOPPED_BEFORE_START
     pid = _start(argv, log)
     started.update(pid=pid, start_time=_start_time(pid))
-    _write(record, started)
+    _write(record, started, sync=False)  # a stop looks for it from now on; a slow disk must not keep it back
     code, signum = _wait(pid)
     _write(record, {**started, **_end(code, signum)})
     return code
@@ -124,7 +124,7 @@ def _start_time(pid: int) -> int:
     return int(text[text.rindex(b")") + 2 :].split()[19])
 
 
-def _write(path: str, value: Dict[str, Any]) -> None:
+def _write(path: str, value: Dict[str, Any], *, sync: bool = True) -> None:
     """Atomically. A full disk must not hide the program's code: torchrun's summary then tells it."""
     import json  # here: by now the program has been started
 
@@ -133,7 +133,8 @@ def _write(path: str, value: Dict[str, Any]) -> None:
         with open(temporary, "w") as f:
             json.dump(value, f)
             f.flush()
-            os.fsync(f.fileno())
+            if sync:
+                os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
         try:
