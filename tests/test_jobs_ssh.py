@@ -72,7 +72,8 @@ def test_login_shell_of_any_kind_and_a_noisy_one(ferry, tmp_path_factory, shell)
 
 def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
     (remote.project / "write.py").write_text(
-        "import time\nfor i in range(3000):\n    print('line', i, flush=True)\n    time.sleep(0.002)\n"
+        "import itertools, os, time\nfor i in itertools.count():\n    print('line', i, flush=True)\n"
+        "    time.sleep(0.01)\n    if os.path.exists(os.environ['TORCHFERRY_RUN_DIR'] + '/enough'): break\n"
     )
     client = remote.start("run", *remote.where(), "--no-pull", "--", "python", "write.py")
     assert client.stdout.readline() == b"line 0\n"
@@ -81,9 +82,11 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
         for pid in cut:
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda cut=cut: set(_sessions(server)) - cut)  # the client is back
+    (remote.job() / "enough").touch()
     out, err = client.communicate(timeout=60)
     assert client.returncode == 0, err.decode()
-    assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(3000))
+    assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(out.count(b"\n") + 1))
+    assert b"line 0\n" + out == (remote.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
     assert b"trying again" in err
 
 

@@ -149,7 +149,7 @@ def _on_its_way(step: int, lr: float, waited: float, values: torch.Tensor) -> St
         return StepValues(step, lr, waited, values, None)
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     pinned.copy_(values, non_blocking=True)
-    ready = torch.cuda.Event()
+    ready = torch.cuda.Event(enable_timing=True)
     ready.record()
     return StepValues(step, lr, waited, pinned, ready)
 
@@ -236,7 +236,7 @@ class Reader:
         self._late: StepValues | None = None
         self._window = Window()
         self._skipped_in_a_row = 0
-        self._mark = time.perf_counter()
+        self._clock = StepClock(run.dist.device)
 
     def push(self, values: StepValues) -> None:
         """Keep the newest step's values and read those of the step before; on the CPU they are there already."""
@@ -254,13 +254,12 @@ class Reader:
 
     def restart_clock(self) -> None:
         """Do not count what came since the last step (evaluation, saving) as time of the next one."""
-        self._mark = time.perf_counter()
+        self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
         loss, targets, tokens, norm, finite = late.read()
-        now = time.perf_counter()
-        self._window.add(loss, targets, tokens, finite=bool(finite), seconds=now - self._mark, wait=late.data_wait_s)
-        self._mark = now
+        seconds = self._clock.lap(late.ready)
+        self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if _is_multiple(late.step, self._run.config.train.log_every):
             self._run.log.train(self._record(late, norm))
@@ -296,6 +295,31 @@ class Reader:
                 f"steps {first} to {step} were skipped: loss sum {loss}, gradient norm {norm}. The weights are those "
                 "from before them. Lower optim.learning_rate, lengthen optim.warmup_steps, or look at those steps' rows"
             )
+
+
+class StepClock:
+    """Seconds from the end of one step to the end of the next, by the device's own clock on CUDA: its values are read
+    late, and when they are read says nothing about when the step ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.perf_counter()
+        self._since_event: torch.cuda.Event | None = None
+        if self._on_cuda:
+            self._since_event = torch.cuda.Event(enable_timing=True)
+            self._since_event.record()
+
+    def lap(self, ended: torch.cuda.Event | None) -> float:
+        """Seconds since the last lap; `ended` is the step's last event, which has happened."""
+        if ended is None or self._since_event is None:
+            since, self._since = self._since, time.perf_counter()
+            return self._since - since
+        seconds = self._since_event.elapsed_time(ended) / 1e3
+        self._since_event = ended
+        return seconds
 
 
 @dataclass

@@ -68,3 +68,11 @@ def test_resume_on_two_gpus_goes_on_with_the_unbroken_runs_losses(train, tmp_pat
     whole = train(*FSDP, FP32, "train.deterministic=true")
     train(*FSDP, FP32, "train.deterministic=true", "train.stop_after_steps=4", run_dir=tmp_path)
     assert worst(whole, train(*FSDP, FP32, "train.deterministic=true", run_dir=tmp_path)) == 0.0
+
+
+def test_step_times_are_the_devices_own_and_add_up(tmp_path):
+    command = [sys.executable, str(REPO / "train.py"), CONFIG, *SHORT, *BATCH, *ONE, "--run-dir", str(tmp_path)]
+    subprocess.run([*command, "train.steps=60"], check=True, capture_output=True, timeout=200)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = sorted(row["step_s"] for row in rows if row.get("step", 0) > 5 and "loss" in row)
+    assert times[0] > 0.3 * times[len(times) // 2]  # no step, the last one included, in a fraction of the usual time
