@@ -81,7 +81,8 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
         cut = set(_sessions(server))
         for pid in cut:
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda cut=cut: set(_sessions(server)) - cut)  # the client is back
+        wait_for(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)  # the client is back
+        assert client.poll() is None, client.communicate()[1].decode()
     (remote.job() / "enough").touch()
     out, err = client.communicate(timeout=60)
     assert client.returncode == 0, err.decode()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PING_EVERY_S = 15.0
 PONG_WITHIN_S = 30.0
 OPEN_TIMEOUT_S = 60.0
+DYING_S = 1.0
+"""How long a broken connection may take to be known as broken."""
 
 
 class FabricTransport:
@@ -233,7 +235,17 @@ class SshStream:
         return self._channel.exit_status if self._channel.exit_status >= 0 else None
 
     def _ended_in_order(self) -> bool:
-        return self._closed or bool(self._channel.eof_received) or self._channel.get_transport().is_active()
+        """Whether the process ended its output, rather than the connection its life.
+
+        paramiko ends the channels of a broken connection a moment before it calls the connection inactive.
+        """
+        connection = self._channel.get_transport()
+        deadline = time.monotonic() + DYING_S
+        while not self._closed and not self._channel.eof_received and connection.is_active():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return self._closed or bool(self._channel.eof_received)
 
     def _read_stderr(self) -> bytes:
         while True:
