@@ -7,7 +7,6 @@ waited for. An agent that is missing on the host is sent down the same channel.
 
 from __future__ import annotations
 
-import base64
 import io
 import itertools
 import json
@@ -17,13 +16,11 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployer.agent import frames
 from deployer.agent.frames import Frame, ProtocolError, Window
-from deployer.agent.tree import content_hash
+from deployer.command import MAX_WORD, agent_hash, agent_sources, build_command, build_word
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
 
 if TYPE_CHECKING:
@@ -37,21 +34,6 @@ ANSWER_TIMEOUT_S = 60.0
 MAX_PAYLOAD = 8 << 20
 MAX_EVENT = 64 << 20
 """Bytes of one event's value at most: the names of a million files."""
-MAX_WORD = 96 * 1024
-"""Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
-
-# The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
-# shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
-# interpreter that is too old says so by exit status 97 and the next one is tried.
-_SHELL = (
-    "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
-    "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
-    "if command -v $p >/dev/null 2>&1; then "
-    '$p -I -S -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
-    'import zlib, base64; exec(zlib.decompress(base64.b64decode(sys.argv[1])))" "$0"; '
-    "r=$?; [ $r = 97 ] || exit $r; fi; done; "
-    "echo torchferry-no-python >&2; exit 127"
-)
 
 
 class Link:
@@ -346,14 +328,6 @@ def error_of(data: Any) -> FerryError:
     return cls(str(data.get("message", "the host gave no reason")), hint=str(data.get("hint", "")))
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def build_command(word: str) -> str:
-    """The exec's command line: /bin/sh, the constant text, and the word; the same under every login shell."""
-    return f"/bin/sh -c '{_SHELL}' {word}"
-
-
 def _payload_frames(payload: dict[str, Any]) -> bytes:
     data = json.dumps(payload).encode("ascii")
     if len(data) > MAX_PAYLOAD:
@@ -361,33 +335,6 @@ def _payload_frames(payload: dict[str, Any]) -> bytes:
     starts = range(0, len(data), frames.MAX_BODY)
     parts = [frames.encode({"id": 0}, data[start : start + frames.MAX_BODY]) for start in starts]
     return b"".join([*parts, frames.encode({"id": 0, "end": True})])
-
-
-def build_word(message: dict[str, Any]) -> str:
-    """Loader and message as one word of [A-Za-z0-9+/=]."""
-    source = f"{_loader_source()}\nload(json.loads({json.dumps(message)!r}))\n"
-    return base64.b64encode(zlib.compress(source.encode("utf-8"), 9)).decode("ascii")
-
-
-@cache
-def _loader_source() -> str:
-    return (_agent_folder() / "loader.py").read_text(encoding="utf-8")
-
-
-@cache
-def agent_sources() -> dict[str, str]:
-    """File name -> source of the agent package."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_agent_folder().glob("*.py"))}
-
-
-@cache
-def agent_hash() -> str:
-    """Name of this client's agent: a change of any of its files is another agent."""
-    return content_hash(json.dumps(agent_sources(), sort_keys=True).encode("ascii"))[:20]
-
-
-def _agent_folder() -> Path:
-    return Path(__file__).parent / "agent"
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,17 @@ def test_every_file_that_a_page_links_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_option_that_a_page_names_exists(page):
-    known = {"--shm-size", "--ipc", "--delete", "--standalone", "--nproc-per-node", "--max-restarts", "--redirects", "--rounds", "--help"}
+    known = {
+        "--shm-size",
+        "--ipc",
+        "--delete",
+        "--standalone",
+        "--nproc-per-node",
+        "--max-restarts",
+        "--redirects",
+        "--rounds",
+        "--help",
+    }
     for command in (*cli.commands.values(), train_cli):
         known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     text = re.sub(r"https?://\S+", "", page.read_text())

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer import link as link_module
 from deployer.agent import frames
 from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
 from deployer.agent.wire import Call, Sender
+from deployer.command import agent_hash, agent_sources, build_command, build_word
 from deployer.errors import HostError, UnknownJob, UsageError
 from deployer.host import Host
 from deployer.jobs import list_jobs, pull
 from deployer.launch import Watcher, launch_and_follow
-from deployer.link import Link, agent_hash, build_command, build_word
+from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
 from deployer.registry import JobRecord
 from deployer.transport.local import LocalTransport
@@ -227,7 +227,7 @@ def test_root_that_cannot_be_made_says_where(tmp_path):
 
 
 def test_agent_package_is_python_3_8_and_imports_the_standard_library_only():
-    for name, source in link_module.agent_sources().items():
+    for name, source in agent_sources().items():
         tree = ast.parse(source, name, feature_version=(3, 8))
         names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
         names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level == 0]

@@ -19,8 +19,8 @@ from typing import Any
 import paramiko
 import pytest
 
+from deployer.command import build_command
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.link import build_command
 from deployer.transport import Stream, Transport, make_transport
 from deployer.transport.explain import explain_no_answer
 from deployer.transport.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys

@@ -103,7 +103,7 @@ def _record(prepared: Prepared, host: Host) -> JobRecord:
 
 
 def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> None:
-    from deployer.link import agent_hash
+    from deployer.command import agent_hash
 
     plan = prepared.plan
     slots = shell_slots(plan, root=host.root, agent=agent_hash())

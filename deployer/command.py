@@ -1,0 +1,60 @@
+"""The one command line that is ever sent to a host: a constant text for /bin/sh and one word with all the rest."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from deployer.agent.tree import content_hash
+
+MAX_WORD = 96 * 1024
+"""Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
+
+# The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
+# shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
+# interpreter that is too old says so by exit status 97 and the next one is tried.
+_SHELL = (
+    "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
+    "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
+    "if command -v $p >/dev/null 2>&1; then "
+    '$p -I -S -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
+    'import zlib, base64; exec(zlib.decompress(base64.b64decode(sys.argv[1])))" "$0"; '
+    "r=$?; [ $r = 97 ] || exit $r; fi; done; "
+    "echo torchferry-no-python >&2; exit 127"
+)
+
+
+def build_command(word: str) -> str:
+    """The exec's command line: /bin/sh, the constant text, and the word; the same under every login shell."""
+    return f"/bin/sh -c '{_SHELL}' {word}"
+
+
+def build_word(message: dict[str, Any]) -> str:
+    """Loader and message as one word of [A-Za-z0-9+/=]."""
+    source = f"{_loader_source()}\nload(json.loads({json.dumps(message)!r}))\n"
+    return base64.b64encode(zlib.compress(source.encode("utf-8"), 9)).decode("ascii")
+
+
+@cache
+def _loader_source() -> str:
+    return (_agent_folder() / "loader.py").read_text(encoding="utf-8")
+
+
+@cache
+def agent_sources() -> dict[str, str]:
+    """File name -> source of the agent package."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_agent_folder().glob("*.py"))}
+
+
+@cache
+def agent_hash() -> str:
+    """Name of this client's agent: a change of any of its files is another agent."""
+    return content_hash(json.dumps(agent_sources(), sort_keys=True).encode("ascii"))[:20]
+
+
+def _agent_folder() -> Path:
+    return Path(__file__).parent / "agent"
