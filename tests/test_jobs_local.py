@@ -71,18 +71,34 @@ def test_deleted_file_is_gone_in_the_next_deploy_and_kept_in_the_former_job(ferr
     assert [(ferry.job(i) / "code" / "old.py").exists() for i in ferry.job_ids()].count(True) == 1
 
 
-def test_same_dry_run_command_is_what_real_ranks_run(ferry, tmp_path):
-    write(ferry, "ranks.py", RANKS)
-    ferry.env.update(fake_smi(tmp_path, gpus="".join(f"{n}, GPU-{n}, Fake H100, 81559, 4\n" for n in range(4))))
-    words = ["run", *ferry.where(), "--python", sys.executable, "--torchrun", "--gpus", "3,1", "--name", "same"]
-    shown = json.loads(ferry.run(*words, "--dry-run=remote", "--json", "--", "ranks.py", "--a", "b c").stdout)
-    done = ferry.run(*words, "--", "ranks.py", "--a", "b c")
+FOUR_GPUS = "".join(f"{n}, GPU-{n}, Fake H100, 81559, 4\n" for n in range(4))
+PROGRAM = ("--torchrun", "--gpus", "3,1", "--", "ranks.py", "--a", "b c")
+CONFIG = (str(REPO / "configs" / "02_debug_sft_fsdp.py"),)
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "program"),
+    [(PROGRAM, "3,1", ["ranks.py", "--a", "b c"]), (CONFIG, "0,1,2,3", ["train.py", "{job}/config.yaml"])],
+    ids=["program", "config"],
+)
+def test_dry_run_command_is_what_real_ranks_run(ferry, tmp_path, words, devices, program):
+    (ferry.project / "trainer").mkdir()  # a project with a trainer of its own, which shows what it was started with
+    write(ferry, "trainer/__init__.py", "")
+    for name in ("ranks.py", "train.py"):
+        write(ferry, name, RANKS)
+    ferry.env.update(fake_smi(tmp_path, gpus=FOUR_GPUS))
+    options = ["run", *ferry.where(), "--python", sys.executable, "--name", "same"]
+    shown = json.loads(ferry.run(*options, "--dry-run=remote", "--json", *words).stdout)
+    done = ferry.run(*options, *words)
     assert done.returncode == 0, done.stderr.decode()
     ranks = sorted((json.loads(line.split(b"] ", 1)[1]) for line in done.stdout.splitlines()), key=lambda r: r["rank"])
-    assert [r["rank"] for r in ranks] == ["0", "1"]
+    assert [r["rank"] for r in ranks] == [str(n) for n in range(len(devices.split(",")))]
     for rank in ranks:
-        assert rank["cmdline"] == [sys.executable, "-u", "ranks.py", "--a", "b c"]
-        assert (rank["env"]["CUDA_VISIBLE_DEVICES"], rank["env"]["CUDA_DEVICE_ORDER"]) == ("3,1", "PCI_BUS_ID")
+        assert rank["cmdline"] == [sys.executable, "-u", *(w.replace("{job}", str(ferry.job())) for w in program)]
+        assert (rank["env"]["CUDA_VISIBLE_DEVICES"], rank["env"]["CUDA_DEVICE_ORDER"]) == (devices, "PCI_BUS_ID")
+    assert (
+        f"CUDA_VISIBLE_DEVICES={devices} " in shown["command"] and f"--nproc-per-node={len(ranks)}" in shown["command"]
+    )
     plan, job_id = shown["plan"], ferry.job_ids()[0]
     filled = [_fill(text, {**shown["slots"], "job": str(ferry.job())}) for text in plan["argv"]]
     assert ranks[0]["launcher"] == filled
