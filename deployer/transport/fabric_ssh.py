@@ -78,7 +78,7 @@ class FabricTransport:
             channel = channel or self._open_channel(self.session)
             _start(channel, command)
         except (paramiko.SSHException, EOFError, OSError):
-            if self._session is not None and self._session.is_active():
+            if self._session is not None and _outlives_this(self._session):
                 raise explain_no_answer("", b"", None) from None
             raise LostConnection(self.why_lost()) from None
         return SshStream(channel, self)
@@ -123,6 +123,8 @@ class FabricTransport:
             raise ConnectError(
                 f"{self.description} opens no session: {error.text}", hint="the server's MaxSessions may be reached"
             ) from None
+        except (paramiko.SSHException, EOFError, OSError):  # it broke just after the login
+            raise LostConnection(self.why_lost()) from None
 
 
 def _start(channel: paramiko.Channel, command: str) -> None:
@@ -235,17 +237,10 @@ class SshStream:
         return self._channel.exit_status if self._channel.exit_status >= 0 else None
 
     def _ended_in_order(self) -> bool:
-        """Whether the process ended its output, rather than the connection its life.
-
-        paramiko ends the channels of a broken connection a moment before it calls the connection inactive.
-        """
-        connection = self._channel.get_transport()
-        deadline = time.monotonic() + DYING_S
-        while not self._closed and not self._channel.eof_received and connection.is_active():
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.01)
-        return self._closed or bool(self._channel.eof_received)
+        """Whether the process ended its output, rather than the connection its life."""
+        if self._closed or self._channel.eof_received:
+            return True
+        return _outlives_this(self._channel.get_transport())
 
     def _read_stderr(self) -> bytes:
         while True:
@@ -260,6 +255,17 @@ class SshStream:
             action()
         except Exception:  # the connection is gone already, and so is what was to be closed
             return
+
+
+def _outlives_this(connection: paramiko.Transport) -> bool:
+    """Whether a connection on which something just failed is there for good.
+
+    paramiko ends the channels of a broken connection a moment before it calls the connection inactive.
+    """
+    deadline = time.monotonic() + DYING_S
+    while connection.is_active() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return connection.is_active()
 
 
 class KeepAlive:

@@ -185,6 +185,11 @@ def _refused(session: Session, tried: list[str], skipped: list[str], methods: Se
     banner = getattr(session.auth_handler, "banner", None) or b""
     said = (banner.decode("utf-8", "replace") + "\n" + session.goodbye).strip()
     options = session.options
+    if not methods and not said and not session.is_active():
+        return ConnectError(
+            f"{options.description} closed the connection during the login",
+            hint="try again; if it stays so, the server's own log says why",
+        )
     return explain_auth(
         tried, skipped, where=options.description, user=options.user, methods=list(methods), banner=said
     )
