@@ -29,7 +29,7 @@ demo: install  ## ship, train, stream, pull: the main job on this machine, on th
 # that need one say so
 .PHONY: system
 system:
-	@missing=""; for p in sshd:openssh-server ssh:openssh-client rsync:rsync fish:fish tcsh:tcsh git:git ip:iproute2; do \
+	@missing=""; for p in sshd:openssh-server ssh:openssh-client rsync:rsync fish:fish tcsh:tcsh zsh:zsh git:git ip:iproute2; do \
 	  PATH="$$PATH:/usr/sbin:/sbin" command -v $${p%%:*} >/dev/null || missing="$$missing $${p##*:}"; done; \
 	if [ -n "$$missing" ] && command -v apt-get >/dev/null; then \
 	  echo "installing$$missing"; \

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
-from deployer.git import git_state
 from deployer.hashing import HashCache, hash_file
 from deployer.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
 
-__all__ = ["JUNK", "Ignored", "Reason", "Scan", "git_state", "scan", "scan_include"]
+__all__ = ["JUNK", "Ignored", "Reason", "Scan", "scan", "scan_include"]
 
 ALWAYS_HASH_BYTES = 200 * 10**6
 """Trees up to this size are hashed whole every time; beyond, unchanged files are known by their stat."""

@@ -67,7 +67,6 @@ class Prepared:
     code: Scan
     payload: dict[str, Any]
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
-    git: dict[str, Any] | None
 
 
 def read_config(options: Options) -> tuple[Config, Command | None]:
@@ -128,7 +127,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
         config_yaml=None if command else config_to_yaml(_without_client_keys(config)),
     )
-    return Prepared(plan, Shipment(trees, sources), code, payload, manifest.git_state(project))
+    return Prepared(plan, Shipment(trees, sources), code, payload)
 
 
 def unusual_project(project: Path) -> str | None:

@@ -17,7 +17,7 @@ from deployer.errors import UsageError
 from deployer.host import Host
 from deployer.launch import Watcher, launch_and_follow
 from deployer.plan import Command, plan_to_json
-from deployer.prepare import Options, prepare, read_config, requirements
+from deployer.prepare import Options, Prepared, prepare, read_config, requirements
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.test_gpus import fake_smi
@@ -240,21 +240,25 @@ def test_includes_named_twice_nested_linked_or_partly_tracked_all_arrive(ferry, 
     assert done.stdout == b"tracked\nignored\nmodel\n", done.stderr.decode()
 
 
+def launch(ferry: Ferry, prepared: Prepared) -> None:
+    """Starts the job without following it."""
+    launch_and_follow(
+        Host(None, str(ferry.root)).connect,
+        prepared.plan,
+        shipment=prepared.shipment,
+        payload={},
+        git=None,
+        view=None,
+        watcher=Watcher(),
+    )
+
+
 def test_launch_of_the_same_plan_twice_is_one_job(ferry):
     options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
-    host = Host(None, str(ferry.root))
     for _ in range(2):
-        launch_and_follow(
-            host.connect,
-            prepared.plan,
-            shipment=prepared.shipment,
-            payload={},
-            git=None,
-            view=None,
-            watcher=Watcher(),
-        )
+        launch(ferry, prepared)
     status = wait_for(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
     assert status and (ferry.job() / "count").read_text() == "once\n"
 
@@ -269,15 +273,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     change(ferry.project / "a")
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
-        launch_and_follow(
-            Host(None, str(ferry.root)).connect,
-            prepared.plan,
-            shipment=prepared.shipment,
-            payload={},
-            git=None,
-            view=None,
-            watcher=Watcher(),
-        )
+        launch(ferry, prepared)
     assert time.monotonic() - begun < 10
     assert ferry.job_ids() == []
 

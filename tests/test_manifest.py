@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from deployer.errors import UsageError
+from deployer.git import git_state
 from deployer.hashing import HashCache
-from deployer.manifest import Scan, git_state, scan, scan_include
+from deployer.manifest import Scan, scan, scan_include
 
 # fmt: off
 NAMES = [

@@ -21,7 +21,6 @@ class Root:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
-        self.agents = os.path.join(self.path, "agent")
         self.blobs = os.path.join(self.path, "store", "blobs")
         self.trees = os.path.join(self.path, "store", "trees")
         self.data = os.path.join(self.path, "data")

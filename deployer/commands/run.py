@@ -15,6 +15,7 @@ from deployer import jobs, render
 from deployer.commands.end import pull
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.git import git_state
 from deployer.host import Host
 from deployer.launch import launch_and_follow
 from deployer.plan import PYTHON_RULE, plan_to_json, render_command, render_cwd, shell_slots
@@ -180,7 +181,7 @@ def _launch(
             plan,
             shipment=prepared.shipment,
             payload=prepared.payload,
-            git=prepared.git,
+            git=git_state(Path.cwd()),
             view=view,
             watcher=screen,
         )
