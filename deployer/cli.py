@@ -191,11 +191,11 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
 @click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
 def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, launcher: bool, **place: Any) -> None:
     """Show a job's log, and follow it while it runs."""
-    from deployer.commands import look
+    from deployer.commands import logs as command
 
     host, record = _find(job_id, **place)
     job_id = record.job_id if record else job_id
-    sys.exit(look.logs(host, job_id, follow=follow, tail=tail, rank=rank, launcher=launcher))
+    sys.exit(command.logs(host, job_id, follow=follow, tail=tail, rank=rank, launcher=launcher))
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -204,10 +204,10 @@ def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, l
 @click.option("--grace", type=click.FloatRange(min=0), default=120.0, metavar="S", help="Seconds to save in [120].")
 def stop(job_id: str, grace: float, **place: Any) -> None:
     """Stop a job: ask it to save, wait, then end every process of it and look that the GPUs are free."""
-    from deployer.commands import end
+    from deployer.commands import stop as command
 
     host, record = _find(job_id, **place)
-    sys.exit(end.stop(host, record.job_id if record else job_id, grace_s=grace))
+    sys.exit(command.stop(host, record.job_id if record else job_id, grace_s=grace))
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -218,11 +218,11 @@ def stop(job_id: str, grace: float, **place: Any) -> None:
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 def pull(job_id: str, checkpoints: bool, pull_max: str, target: str | None, **place: Any) -> None:
     """Bring a job's metrics, logs and exported model home."""
-    from deployer.commands import end
+    from deployer.commands import pull as command
 
     host, record = _find(job_id, **place)
     folder = target or (record.results if record else None)
-    end.pull(
+    command.pull(
         host,
         record.job_id if record else job_id,
         target=Path(folder) if folder else None,
@@ -267,9 +267,9 @@ def shell(job_id: str | None, **place: Any) -> None:
 @JSON
 def doctor(as_json: bool, **place: Any) -> None:
     """Check a host, or this machine: Python, torch, GPUs, disk, limits, environment; each with what to do."""
-    from deployer.commands import look
+    from deployer.commands import machine
 
-    sys.exit(look.doctor(_host(**place), as_json=as_json))
+    sys.exit(machine.doctor(_host(**place), as_json=as_json))
 
 
 # --- from words to values ---------------------------------------------------------------------------------------------

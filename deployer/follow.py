@@ -1,126 +1,89 @@
-"""The job's logs on the screen: every byte once, by file and offset, also over broken connections."""
+"""A job's log followed to the job's end, also over connections that break."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any
 
-MAX_LINE = 64 * 1024
-"""Bytes of a line without an end that are held back at most."""
-BAR_EVERY_S = 1.0
-"""Off a terminal, a progress bar that rewrites its line is shown this often at most."""
+from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.link import Call, Link
+from deployer.logview import LogView
 
-LAUNCHER_FILE = "launcher.log"
-"""torchrun's own words: of a failure it says at length what the summary says in a line."""
-_RANK_FILE = re.compile(r"rank_(\d+)\.log\Z")
-_CLEAR = b"\r\x1b[K"
-
-
-@dataclass
-class _File:
-    prefix: bytes
-    pending: bytes = b""
-    inside_line: bool = False  # a part of the present line was written already
-    last_bar: float = -BAR_EVERY_S
-    skipped_bar: bytes = b""
+GIVE_UP_AFTER_S = 600.0
+"""A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+Connect = Callable[..., Link]
+"""Opens a link: `connect(request=…, payload=…)`."""
 
 
-@dataclass
-class LogView:
-    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
+class Watcher:
+    """What a launch tells while it goes on; every method may be overridden."""
 
-    raw: one rank's bytes unchanged. Otherwise whole lines, each with `[rank] ` before it. On a terminal a bar (text
-    that ends in a carriage return) is drawn in place; elsewhere it becomes at most one line a second.
-    `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
+    def sending(self, sent: int, total: int) -> None:
+        """An upload's progress in bytes."""
+
+    def started(self, ack: dict[str, Any]) -> None:
+        """The host has acknowledged the job."""
+
+    def state(self, status: dict[str, Any]) -> None:
+        """The job's state has changed."""
+
+    def reconnecting(self, error: FerryError, wait_s: float) -> None:
+        """The connection broke and is tried again."""
+
+
+def follow_to_end(
+    connect: Connect,
+    job_id: str,
+    *,
+    view: LogView,
+    watcher: Watcher,
+    opened: tuple[Link, Call] | None = None,
+    request: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
+
+    LostConnection (exit code 75) when none comes about for GIVE_UP_AFTER_S: the job runs on.
     """
+    lost_at: float | None = None
+    tries = 0
+    while True:
+        try:
+            if opened is None:
+                link = connect(request={"op": "follow", "job": job_id, **(request or {}), **_resume(view)})
+                opened = (link, link.first)
+            lost_at, tries = None, 0
+            return _follow(opened[1], view, watcher)
+        except (LostConnection, ConnectError) as error:
+            first = opened is None and lost_at is None and not view.offsets
+            if opened is not None:
+                opened[0].close()
+            opened = None
+            lost_at = lost_at or time.monotonic()
+            if first or time.monotonic() - lost_at > GIVE_UP_AFTER_S:
+                raise
+            wait_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
+            tries += 1
+            watcher.reconnecting(error, wait_s)
+            time.sleep(wait_s)
+        finally:
+            view.flush()
 
-    out: BinaryIO
-    err: BinaryIO
-    terminal: bool
-    raw: bool
-    launcher: bool = False
-    clock: Callable[[], float] = time.monotonic
-    offsets: dict[str, int] = field(default_factory=dict)
-    _files: dict[str, _File] = field(default_factory=dict)
-    _bar_shown: bool = False
 
-    def feed(self, file: str, offset: int, data: bytes) -> None:
-        """Takes a chunk; what was seen already is passed over."""
-        seen = self.offsets.get(file)
-        if seen is not None and offset < seen:
-            data = data[seen - offset :]
-            offset = seen
-        self.offsets[file] = offset + len(data)
-        rank = _RANK_FILE.search(file)
-        if file == LAUNCHER_FILE and not self.launcher:
-            return
-        if rank is None:
-            self._lines(file, data, self.err, prefix=b"")
-        elif self.raw and self.terminal:
-            self._write(self.out, data)
-        else:
-            self._lines(file, data, self.out, prefix=b"" if self.raw else b"[%s] " % rank.group(1).encode())
+def _resume(view: LogView) -> dict[str, Any]:
+    return {"offsets": view.offsets, "tail": None} if view.offsets else {}
 
-    def flush(self) -> None:
-        self.out.flush()
-        self.err.flush()
 
-    def finish(self) -> None:
-        """Writes what is left without a line end: the last line of a program that did not end it."""
-        for name, state in self._files.items():
-            out = self.out if _RANK_FILE.search(name) else self.err
-            text = state.pending or state.skipped_bar
-            if text or state.inside_line:
-                self._put_line(out, state, text)
-            state.pending = state.skipped_bar = b""
-        if self._bar_shown:
-            self._write(self.out, b"\n")
-            self._bar_shown = False
-        self.flush()
-
-    def _lines(self, file: str, data: bytes, out: BinaryIO, *, prefix: bytes) -> None:
-        state = self._files.setdefault(file, _File(prefix))
-        text = state.pending + data
-        # a CR at the very end may be half of CR LF: it waits for the next byte
-        hold = b"\r" if text.endswith(b"\r") else b""
-        parts = re.split(rb"(\r?\n|\r)", text[: len(text) - len(hold)])
-        for line, end in zip(parts[::2], parts[1::2], strict=False):
-            if end == b"\r":
-                self._put_bar(out, state, line)
-            else:
-                state.skipped_bar = b""
-                self._put_line(out, state, line)
-        rest = parts[-1]
-        if len(rest) > MAX_LINE:
-            self._put_part(out, state, rest)
-            rest = b""
-        state.pending = rest + hold
-
-    def _put_line(self, out: BinaryIO, state: _File, line: bytes) -> None:
-        self._put_part(out, state, line + b"\n")
-        state.inside_line = False
-
-    def _put_part(self, out: BinaryIO, state: _File, part: bytes) -> None:
-        if self._bar_shown:
-            self._write(self.out, _CLEAR)
-            self._bar_shown = False
-        self._write(out, part if state.inside_line else state.prefix + part)
-        state.inside_line = True
-
-    def _put_bar(self, out: BinaryIO, state: _File, line: bytes) -> None:
-        if not line:
-            return
-        if self.terminal:
-            self._write(out, _CLEAR + state.prefix + line)
-            self._bar_shown = True
-        elif self.clock() - state.last_bar >= BAR_EVERY_S:
-            state.last_bar, state.skipped_bar = self.clock(), b""
-            self._put_line(out, state, line)
-        else:
-            state.skipped_bar = line
-
-    def _write(self, out: BinaryIO, data: bytes) -> None:
-        out.write(data)
+def _follow(call: Call, view: LogView, watcher: Watcher) -> dict[str, Any]:
+    for name, value, data in call.events():
+        if name == "data":
+            view.feed(value["file"], value["offset"], data)
+            if not call.pending():
+                view.flush()
+        elif name == "state":
+            watcher.state(value)
+        elif name == "status":
+            view.finish()
+            return dict(value)
+    raise LostConnection("the host ended the log without a status")

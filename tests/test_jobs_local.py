@@ -14,8 +14,9 @@ import pytest
 
 from deployer.agent.tree import dump_entries
 from deployer.errors import UsageError
+from deployer.follow import Watcher
 from deployer.host import Host
-from deployer.launch import Watcher, launch_and_follow
+from deployer.launch import launch_and_follow
 from deployer.plan import Command, plan_to_json
 from deployer.prepare import Options, Prepared, prepare, read_config, requirements
 from tests.ferry import REPO, Ferry

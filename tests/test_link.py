@@ -19,11 +19,13 @@ from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read
 from deployer.agent.wire import Call, Sender
 from deployer.command import agent_hash, agent_sources, build_command, build_word
 from deployer.errors import HostError, UnknownJob, UsageError
+from deployer.follow import Watcher
 from deployer.host import Host
-from deployer.jobs import list_jobs, pull
-from deployer.launch import Watcher, launch_and_follow
+from deployer.jobs import list_jobs
+from deployer.launch import launch_and_follow
 from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
+from deployer.pulling import pull
 from deployer.registry import JobRecord
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO

@@ -10,12 +10,13 @@ import resource
 import shutil
 import sys
 import time
-from typing import Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 from . import gpus, runtime
 from .errors import AgentError
 from .layout import Root
-from .probe import container_env, existing_folder, is_secret, user_name
+from .probe import container_env, existing_folder, host_facts, is_secret, job_environment, user_name
+from .wire import Call
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 LOW_DISK_BYTES = 10 * 10**9
@@ -50,6 +51,14 @@ def run_checks(root: Root, env: Dict[str, str], *, client_time: Optional[float])
         check_hub(env),
     ]
     return checks + clock
+
+
+def doctor(root: Root, call: Call) -> Dict[str, Any]:
+    """Facts about this host and checks of it, each with what to do."""
+    env = job_environment(dict(os.environ), container_env())
+    checks = run_checks(root, env, client_time=call.head.get("client_time"))
+    call.send_event("doctor", {"facts": host_facts(root), "checks": checks})
+    return {}
 
 
 def check_root(root: Root) -> Check:

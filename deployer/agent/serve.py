@@ -44,13 +44,13 @@ def handlers(root: Root) -> Dict[str, Handler]:
     return {
         "launch": ask("start", "launch"),
         "slots": ask("start", "slots"),
-        "follow": ask("requests", "follow"),
+        "follow": ask("following", "follow"),
         "ps": ask("requests", "ps"),
         "status": ask("requests", "status"),
         "stop": ask("requests", "stop"),
-        "files": ask("requests", "files"),
-        "fetch": ask("requests", "fetch"),
-        "last_lines": ask("requests", "last_lines"),
+        "files": ask("fetching", "files"),
+        "fetch": ask("fetching", "fetch"),
+        "last_lines": ask("following", "last_lines"),
         "exec": ask("commands", "execute"),
-        "doctor": ask("requests", "doctor"),
+        "doctor": ask("checkup", "doctor"),
     }

@@ -10,14 +10,14 @@ import os
 import shutil
 import sys
 import time
-import zlib
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, Optional
 
 from . import gpus, logs, probe, runtime, spare, state, supervise, tree
+from .bring import bring_trees, trees_of
 from .errors import AgentError
+from .following import follow_job
 from .layout import FORMAT_VERSION, Job, Root
-from .requests import follow_job
 from .store import Store
 from .wire import Call
 
@@ -36,7 +36,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if not already:
         env = _base_env()
         _check_gpus(plan, env)
-        _bring_trees(Store(root), _trees_of(plan), call)
+        bring_trees(Store(root), trees_of(plan), call)
         with _locked(job):
             already = _existing(job, plan)
             if not already:
@@ -114,52 +114,6 @@ def _check_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> None:
     if plan["device"] == "cuda" and plan["gpus"]:
         on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
         gpus.check_gpus(plan["gpus"], env, plan["allow_busy"], on_cpu=on_cpu)
-
-
-# --- trees -----------------------------------------------------------------------------------------------------------
-
-
-def _trees_of(plan: Dict[str, Any]) -> List[str]:
-    trees = [plan["tree"]] + [include["tree"] for include in plan["includes"]]
-    wheels = plan["python"].get("wheels")
-    return trees + ([wheels] if wheels else [])
-
-
-def _bring_trees(store: Store, wanted: List[str], call: Call) -> None:
-    """Asks the client for every tree that is not here, then for the blobs that these trees lack."""
-    for name in wanted:
-        if store.has_tree(name):
-            continue
-        call.send_event("need_tree", name)
-        entries = tree.load_entries(zlib.decompress(b"".join(frame.body for frame in call.receive())))
-        if tree.root_hash(entries) != name:
-            raise AgentError("host", "the file list that arrived is not the one announced; try again")
-        missing = store.missing(entries)
-        if missing:
-            call.send_event("need_blobs", missing)
-            _receive_blobs(store, tree.blobs_of(entries), call)
-        store.save_tree(entries)
-
-
-def _receive_blobs(store: Store, sizes: Dict[str, int], call: Call) -> None:
-    writer = None
-    try:
-        for frame in call.receive():
-            name = frame.head.get("blob")
-            if name is not None:
-                if name not in sizes:
-                    raise AgentError("host", "a file arrived that nobody asked for")
-                writer = store.writer(name, sizes[name])
-            if writer is None:
-                raise AgentError("host", "file content arrived without its name")
-            if frame.body:
-                writer.write(frame.body)
-            if frame.head.get("last"):
-                writer.finish()
-                writer = None
-    finally:
-        if writer is not None:
-            writer.abort()
 
 
 # --- the job folder ---------------------------------------------------------------------------------------------------

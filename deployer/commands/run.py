@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.commands.end import pull
+from deployer.commands.pull import pull
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state

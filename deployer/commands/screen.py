@@ -9,8 +9,8 @@ from typing import Any
 
 from deployer import render
 from deployer.errors import FerryError
-from deployer.follow import LogView
-from deployer.launch import Watcher
+from deployer.follow import Watcher
+from deployer.logview import LogView
 from deployer.registry import JobRecord, write_record
 
 DETACHED = 75
@@ -70,6 +70,12 @@ def exit_code_of(final: dict[str, Any]) -> int:
     """What a command that followed a job to its end returns: the job's own code, 143 when stopped, 125 when lost."""
     fixed = {"succeeded": 0, "stopped": 143, "lost": 125}
     return fixed[final["state"]] if final["state"] in fixed else int(final.get("code") or 1)
+
+
+def state_line(found: dict[str, Any]) -> str:
+    """A job's state in words."""
+    code = found.get("code")
+    return f"{found['state']} (exit code {code})" if found["state"] == "failed" else str(found["state"])
 
 
 def log_view(*, raw: bool, launcher: bool = False) -> LogView:

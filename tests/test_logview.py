@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from deployer.follow import LogView
+from deployer.logview import LogView
 
 
 def make_view(

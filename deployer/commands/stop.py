@@ -1,8 +1,7 @@
-"""`stop` and `pull`."""
+"""`stop`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from deployer import jobs, render
@@ -34,21 +33,3 @@ def stop(host: Host, job_id: str, *, grace_s: float) -> int:
         render.notice("  its GPUs are not free: nvidia-smi on the host shows who holds them")
     render.notice(f"{final['job_id']} {final['state']}")
     return 1 if remaining or final.get("gpus_free") is False else 0
-
-
-def pull(host: Host, job_id: str, *, target: Path | None, checkpoints: bool, limit: int | None) -> None:
-    """Brings results home, to results/ID unless a target is given, and says what came and what stayed."""
-    if target is None:  # the id may be the beginning of one
-        job_id = jobs.read_status(host, job_id)["job_id"]
-        jobs.check_name(job_id)
-        target = Path("results") / job_id
-    parts = (*jobs.RESULT_PARTS, *(jobs.CHECKPOINT_PARTS if checkpoints else ()))
-    with render.progress("pulled") as update:
-        pulled = jobs.pull(host, job_id, target=target, parts=parts, max_bytes=limit, progress=update)
-    render.notice(f"results: {target} ({pulled.files} files, {render.size(pulled.size_bytes)})")
-    if pulled.left_out:
-        total = sum(file.size for file in pulled.left_out)
-        render.notice(
-            f"left on the host: {len(pulled.left_out)} files, {render.size(total)}; "
-            f"bring them home with: {render.invoked_as()} pull {job_id} --pull-max {total / 1e9 + 1:.0f}GB"
-        )

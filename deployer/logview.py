@@ -1,0 +1,126 @@
+"""The job's logs on the screen: every byte once, by file and offset, also over broken connections."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+MAX_LINE = 64 * 1024
+"""Bytes of a line without an end that are held back at most."""
+BAR_EVERY_S = 1.0
+"""Off a terminal, a progress bar that rewrites its line is shown this often at most."""
+
+LAUNCHER_FILE = "launcher.log"
+"""torchrun's own words: of a failure it says at length what the summary says in a line."""
+_RANK_FILE = re.compile(r"rank_(\d+)\.log\Z")
+_CLEAR = b"\r\x1b[K"
+
+
+@dataclass
+class _File:
+    prefix: bytes
+    pending: bytes = b""
+    inside_line: bool = False  # a part of the present line was written already
+    last_bar: float = -BAR_EVERY_S
+    skipped_bar: bytes = b""
+
+
+@dataclass
+class LogView:
+    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
+
+    raw: one rank's bytes unchanged. Otherwise whole lines, each with `[rank] ` before it. On a terminal a bar (text
+    that ends in a carriage return) is drawn in place; elsewhere it becomes at most one line a second.
+    `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
+    """
+
+    out: BinaryIO
+    err: BinaryIO
+    terminal: bool
+    raw: bool
+    launcher: bool = False
+    clock: Callable[[], float] = time.monotonic
+    offsets: dict[str, int] = field(default_factory=dict)
+    _files: dict[str, _File] = field(default_factory=dict)
+    _bar_shown: bool = False
+
+    def feed(self, file: str, offset: int, data: bytes) -> None:
+        """Takes a chunk; what was seen already is passed over."""
+        seen = self.offsets.get(file)
+        if seen is not None and offset < seen:
+            data = data[seen - offset :]
+            offset = seen
+        self.offsets[file] = offset + len(data)
+        rank = _RANK_FILE.search(file)
+        if file == LAUNCHER_FILE and not self.launcher:
+            return
+        if rank is None:
+            self._lines(file, data, self.err, prefix=b"")
+        elif self.raw and self.terminal:
+            self._write(self.out, data)
+        else:
+            self._lines(file, data, self.out, prefix=b"" if self.raw else b"[%s] " % rank.group(1).encode())
+
+    def flush(self) -> None:
+        self.out.flush()
+        self.err.flush()
+
+    def finish(self) -> None:
+        """Writes what is left without a line end: the last line of a program that did not end it."""
+        for name, state in self._files.items():
+            out = self.out if _RANK_FILE.search(name) else self.err
+            text = state.pending or state.skipped_bar
+            if text or state.inside_line:
+                self._put_line(out, state, text)
+            state.pending = state.skipped_bar = b""
+        if self._bar_shown:
+            self._write(self.out, b"\n")
+            self._bar_shown = False
+        self.flush()
+
+    def _lines(self, file: str, data: bytes, out: BinaryIO, *, prefix: bytes) -> None:
+        state = self._files.setdefault(file, _File(prefix))
+        text = state.pending + data
+        # a CR at the very end may be half of CR LF: it waits for the next byte
+        hold = b"\r" if text.endswith(b"\r") else b""
+        parts = re.split(rb"(\r?\n|\r)", text[: len(text) - len(hold)])
+        for line, end in zip(parts[::2], parts[1::2], strict=False):
+            if end == b"\r":
+                self._put_bar(out, state, line)
+            else:
+                state.skipped_bar = b""
+                self._put_line(out, state, line)
+        rest = parts[-1]
+        if len(rest) > MAX_LINE:
+            self._put_part(out, state, rest)
+            rest = b""
+        state.pending = rest + hold
+
+    def _put_line(self, out: BinaryIO, state: _File, line: bytes) -> None:
+        self._put_part(out, state, line + b"\n")
+        state.inside_line = False
+
+    def _put_part(self, out: BinaryIO, state: _File, part: bytes) -> None:
+        if self._bar_shown:
+            self._write(self.out, _CLEAR)
+            self._bar_shown = False
+        self._write(out, part if state.inside_line else state.prefix + part)
+        state.inside_line = True
+
+    def _put_bar(self, out: BinaryIO, state: _File, line: bytes) -> None:
+        if not line:
+            return
+        if self.terminal:
+            self._write(out, _CLEAR + state.prefix + line)
+            self._bar_shown = True
+        elif self.clock() - state.last_bar >= BAR_EVERY_S:
+            state.last_bar, state.skipped_bar = self.clock(), b""
+            self._put_line(out, state, line)
+        else:
+            state.skipped_bar = line
+
+    def _write(self, out: BinaryIO, data: bytes) -> None:
+        out.write(data)
