@@ -2,68 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.render import as_invoked, invoked_as, notice, show_error
-
-if TYPE_CHECKING:
-    from deployer.host import Host
-    from deployer.registry import JobRecord
-
-DEFAULT_ROOT = "~/.torchferry"
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-PULL_MAX = "2GB"
-
-
-class Command(click.Command):
-    """A command whose help names this program as it was called."""
-
-    def __init__(self, name: str | None, help: str | None = None, **options: Any) -> None:
-        super().__init__(name, help=as_invoked(help or ""), **options)
-
-
-class Commands(Command, click.Group):
-    """A first word that is no command is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
-        first = next((i for i, a in enumerate(args) if a not in own), None)
-        if first is not None and args[first] not in self.commands:
-            _check_no_slip(args[first], list(self.commands))
-            args = [*args[:first], "run", *args[first:]]
-        return super().parse_args(ctx, args)
-
-
-def _check_no_slip(word: str, commands: list[str]) -> None:
-    """UsageError for a mistyped command; a config's name has a point or is there."""
-    close = difflib.get_close_matches(word, commands, n=1)
-    if close and word.isalpha() and not Path(word).exists():
-        raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean {close[0]}?")
-
-
-class WithProgram(Command):
-    """A command whose words after `--` are a program of the user's, kept apart and untouched."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        program: tuple[str, ...] = ()
-        if "--" in args:
-            cut = args.index("--")
-            args, program = args[:cut], tuple(args[cut + 1 :])
-        ctx.meta["program"] = program
-        # an option with an optional value would take the next word for it
-        return super().parse_args(ctx, ["--dry-run=local" if a == "--dry-run" else a for a in args])
+from deployer.render import invoked_as, notice, show_error
+from deployer.words import (
+    ACCEPT,
+    CONTEXT,
+    JSON,
+    PULL_MAX,
+    ROOT,
+    SSH,
+    SSH_KEY,
+    Command,
+    Commands,
+    WithProgram,
+    at_a_place,
+    find_host,
+    host_of,
+    hosts_of,
+    parse_duration,
+    parse_size,
+)
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
@@ -87,24 +54,6 @@ def cli(ctx: click.Context, debug: bool) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-SSH = click.option("--ssh", metavar="[USER@]HOST[:PORT]", help="Where: an address or an alias of ~/.ssh/config.")
-SSH_KEY = click.option("--ssh-key", metavar="FILE", help="Private key for this connection.")
-ACCEPT = click.option(
-    "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
-)
-ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
-
-
-def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which host is meant and how to get in; they reach the command as `**place`."""
-    for option in (ROOT, ACCEPT, SSH_KEY, SSH):
-        command = option(command)
-    return command
-
-
-JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 
 
 @cli.command(cls=WithProgram, context_settings=CONTEXT)
@@ -134,6 +83,15 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable ou
     "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
 )
 @click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
+@click.option("--queue", is_flag=True, help="Wait for the GPUs on the host, first in, first out.")
+@click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Start again after a failure, N times.")
+@click.option("--max-runtime", "max_runtime_s", type=parse_duration, metavar="1h30m", help="Then save and stop.")
+@click.option(
+    "--stall-timeout", "stall_timeout_s", type=parse_duration, metavar="10m", help="Fail without a step for so long."
+)
+@click.option(
+    "--log-max", "log_max_bytes", type=parse_size, metavar="SIZE", help="Keep this much of a rank's log [10GB]; 0: all."
+)
 @click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
 @JSON
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
@@ -149,9 +107,9 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     program = click.get_current_context().meta["program"]
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
-    pull_limit = parse_size(options.pop("pull_max"))
+    pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ("ssh_key", "accept_new_host_key")}
-    host = _host(options["ssh"], options["root"], **access)
+    host = host_of(options["ssh"], options["root"], **access)
     if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
     from deployer.commands import run as command
@@ -167,7 +125,7 @@ def ps(show_all: bool, as_json: bool, **place: Any) -> None:
     """List the jobs of every host that was used from here, or of one host."""
     from deployer.commands import look
 
-    look.ps(_hosts(**place), show_all=show_all, as_json=as_json)
+    look.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -178,7 +136,7 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
     """Show one job: its true state, its last metrics, and what to do next."""
     from deployer.commands import look
 
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     look.status(host, record.job_id if record else job_id, as_json=as_json)
 
 
@@ -193,7 +151,7 @@ def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, l
     """Show a job's log, and follow it while it runs."""
     from deployer.commands import logs as command
 
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     job_id = record.job_id if record else job_id
     sys.exit(command.logs(host, job_id, follow=follow, tail=tail, rank=rank, launcher=launcher))
 
@@ -206,7 +164,7 @@ def stop(job_id: str, grace: float, **place: Any) -> None:
     """Stop a job: ask it to save, wait, then end every process of it and look that the GPUs are free."""
     from deployer.commands import stop as command
 
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     sys.exit(command.stop(host, record.job_id if record else job_id, grace_s=grace))
 
 
@@ -220,14 +178,14 @@ def pull(job_id: str, checkpoints: bool, pull_max: str, target: str | None, **pl
     """Bring a job's metrics, logs and exported model home."""
     from deployer.commands import pull as command
 
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     folder = target or (record.results if record else None)
     command.pull(
         host,
         record.job_id if record else job_id,
         target=Path(folder) if folder else None,
         checkpoints=checkpoints,
-        limit=parse_size(pull_max),
+        limit=parse_size(pull_max) or None,
     )
 
 
@@ -247,7 +205,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
         raise UsageError("the command comes after --", hint=f"deploy.py exec {job_id} -- {shlex.join(words)}")
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     sys.exit(beside.execute(host, record.job_id if record else job_id, program))
 
 
@@ -258,7 +216,7 @@ def shell(job_id: str | None, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder."""
     from deployer.commands import beside
 
-    host, record = _find(job_id, **place)
+    host, record = find_host(job_id, **place)
     sys.exit(beside.shell(host, record.job_id if record else job_id))
 
 
@@ -269,52 +227,7 @@ def doctor(as_json: bool, **place: Any) -> None:
     """Check a host, or this machine: Python, torch, GPUs, disk, limits, environment; each with what to do."""
     from deployer.commands import machine
 
-    sys.exit(machine.doctor(_host(**place), as_json=as_json))
-
-
-# --- from words to values ---------------------------------------------------------------------------------------------
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; None for 0, which means no limit."""
-    import re
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is not a size", hint=f"for example 500MB or {PULL_MAX}")
-    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
-    return int(float(match.group(1)) * factor) or None
-
-
-def _host(ssh: str | None, root: str | None, *, ssh_key: str | None, accept_new_host_key: bool) -> Host:
-    from deployer.host import Host
-
-    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key)
-
-
-def _hosts(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
-    """The named host, or every host that the records name and this machine."""
-    from deployer.registry import read_records
-
-    if ssh is not None or root is not None:
-        return [_host(ssh, root, **access)]
-    places = {(r.ssh, r.root): r for r in read_records()}
-    hosts = [_host(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
-    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, _host(None, DEFAULT_ROOT, **access)]
-
-
-def _find(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
-    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
-    from deployer.registry import find_record
-
-    if job_id is None or ssh is not None or root is not None:
-        return _host(ssh, root, **access), None
-    record = find_record(job_id)
-    return _host(record.ssh, record.root, **_access(record, **access)), record
-
-
-def _access(record: JobRecord, *, ssh_key: str | None, accept_new_host_key: bool) -> dict[str, Any]:
-    return {"ssh_key": ssh_key or record.ssh_key, "accept_new_host_key": accept_new_host_key}
+    sys.exit(machine.doctor(host_of(**place), as_json=as_json))
 
 
 def main() -> None:

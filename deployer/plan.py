@@ -9,7 +9,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,17 @@ class Include:
 
 
 @dataclass(frozen=True)
+class Policy:
+    """What the host does with the job by itself."""
+
+    queue: bool = False
+    max_restarts: int = 0
+    max_runtime_s: float | None = None
+    stall_timeout_s: float | None = None
+    log_max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """One launch on one host."""
 
@@ -85,6 +96,7 @@ class LaunchPlan:
     tree: str
     includes: tuple[Include, ...] = ()
     allow_busy: bool = False
+    policy: Policy = Policy()
     env_names: tuple[str, ...] = ()
     secret_names: tuple[str, ...] = ()
     config_yaml: str | None = None
@@ -142,6 +154,13 @@ def build_plan(
         tree=tree,
         includes=tuple(includes),
         allow_busy=allow_busy,
+        policy=Policy(
+            queue=target.queue,
+            max_restarts=target.max_restarts,
+            max_runtime_s=target.max_runtime_s,
+            stall_timeout_s=target.stall_timeout_s,
+            log_max_bytes=int(target.log_max_gb * 1e9) or None,
+        ),
         env_names=tuple(sorted(target.env)),
         secret_names=tuple(sorted(target.secrets)),
         config_yaml=config_yaml,
@@ -249,6 +268,7 @@ def plan_to_json(plan: LaunchPlan) -> dict[str, Any]:
         "device": plan.device,
         "gpus": list(plan.gpus),
         "allow_busy": plan.allow_busy,
+        "policy": asdict(plan.policy),
         "nproc": plan.nproc,
         "torchrun": plan.torchrun,
         "argv": [_text_to_json(text) for text in plan.argv],

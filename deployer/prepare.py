@@ -55,6 +55,11 @@ class Options:
     include: tuple[str, ...] = ()
     wheels: str | None = None
     allow_busy: bool = False
+    queue: bool = False
+    max_restarts: int | None = None
+    max_runtime_s: float | None = None
+    stall_timeout_s: float | None = None
+    log_max_bytes: int | None = None
     yes: bool = False
 
 
@@ -193,11 +198,20 @@ def _with_options(config: Config, options: Options) -> Config:
         target = replace(target, root=options.root)
     if options.python is not None:
         target = replace(target, python=options.python)
+    target = _with_policy(target, options)
     env = {**target.env, **dict(_assignment(text) for text in options.env)}
     secrets = [*target.secrets, *(name for name in options.secrets if name not in target.secrets)]
     if options.name is not None:
         run = replace(run, name=options.name)
     return replace(config, target=replace(target, env=env, secrets=secrets), run=run)
+
+
+def _with_policy(target: TargetConfig, options: Options) -> TargetConfig:
+    given = {name: getattr(options, name) for name in ("max_restarts", "max_runtime_s", "stall_timeout_s")}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if options.log_max_bytes is not None:
+        changes["log_max_gb"] = options.log_max_bytes / 1e9
+    return replace(target, queue=target.queue or options.queue, **changes)
 
 
 def _gpu(text: str) -> int | str:

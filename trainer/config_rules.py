@@ -94,9 +94,20 @@ LIMITS = {
     "train.keep_last": AT_LEAST_0,
     "train.max_nonfinite_steps": AT_LEAST_1,
     "train.stop_after_steps": AT_LEAST_1,
+    "target.max_restarts": AT_LEAST_0,
+    "target.max_runtime_s": ABOVE_0,
+    "target.stall_timeout_s": ABOVE_0,
+    "target.log_max_gb": AT_LEAST_0,
 }
 
 
+POLICY_KEYS = (
+    "target.queue",
+    "target.max_restarts",
+    "target.max_runtime_s",
+    "target.stall_timeout_s",
+    "target.log_max_gb",
+)
 BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 
 
@@ -322,3 +333,4 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         yield ["optim.min_learning_rate"], " with the constant schedule"
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
+        yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"

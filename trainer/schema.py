@@ -43,6 +43,16 @@ class TargetConfig:
     """Environment variables of the job. Not for secrets: see `secrets`."""
     secrets: list[str] = field(default_factory=list)
     """Names of variables taken from the client's environment; their values are written nowhere."""
+    queue: bool = False
+    """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
+    max_restarts: int = 0
+    """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
+    max_runtime_s: float | None = None
+    """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
+    stall_timeout_s: float | None = None
+    """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
+    log_max_gb: float = 10.0
+    """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
 
 
 @dataclass(frozen=True)

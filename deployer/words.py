@@ -1,0 +1,134 @@
+"""From the words of a command line to values: command classes, shared options, sizes, and which host is meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deployer.errors import UsageError
+from deployer.render import as_invoked
+
+if TYPE_CHECKING:
+    from deployer.host import Host
+    from deployer.registry import JobRecord
+
+DEFAULT_ROOT = "~/.torchferry"
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+PULL_MAX = "2GB"
+
+
+class Command(click.Command):
+    """A command whose help names this program as it was called."""
+
+    def __init__(self, name: str | None, help: str | None = None, **options: Any) -> None:
+        super().__init__(name, help=as_invoked(help or ""), **options)
+
+
+class Commands(Command, click.Group):
+    """A first word that is no command is a config: `deploy.py CONFIG …` means `deploy.py run CONFIG …`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        first = next((i for i, a in enumerate(args) if a not in own), None)
+        if first is not None and args[first] not in self.commands:
+            _check_no_slip(args[first], list(self.commands))
+            args = [*args[:first], "run", *args[first:]]
+        return super().parse_args(ctx, args)
+
+
+def _check_no_slip(word: str, commands: list[str]) -> None:
+    """UsageError for a mistyped command; a config's name has a point or is there."""
+    close = difflib.get_close_matches(word, commands, n=1)
+    if close and word.isalpha() and not Path(word).exists():
+        raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean {close[0]}?")
+
+
+class WithProgram(Command):
+    """A command whose words after `--` are a program of the user's, kept apart and untouched."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        program: tuple[str, ...] = ()
+        if "--" in args:
+            cut = args.index("--")
+            args, program = args[:cut], tuple(args[cut + 1 :])
+        ctx.meta["program"] = program
+        # an option with an optional value would take the next word for it
+        return super().parse_args(ctx, ["--dry-run=local" if a == "--dry-run" else a for a in args])
+
+
+# --- options -------------------------------------------------------------------------------------------------------
+
+SSH = click.option("--ssh", metavar="[USER@]HOST[:PORT]", help="Where: an address or an alias of ~/.ssh/config.")
+SSH_KEY = click.option("--ssh-key", metavar="FILE", help="Private key for this connection.")
+ACCEPT = click.option(
+    "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
+)
+ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
+
+
+def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which host is meant and how to get in; they reach the command as `**place`."""
+    for option in (ROOT, ACCEPT, SSH_KEY, SSH):
+        command = option(command)
+    return command
+
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+
+
+# --- from words to values ---------------------------------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; for a limit 0 means none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size", hint=f"for example 500MB or {PULL_MAX}")
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
+    return int(float(match.group(1)) * factor)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90`, `90s`, `10m`, `1h30m`, `2d`."""
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    if match is None or not any(match.groups()):
+        raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
+    return sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def host_of(ssh: str | None, root: str | None, *, ssh_key: str | None, accept_new_host_key: bool) -> Host:
+    from deployer.host import Host
+
+    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key)
+
+
+def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
+    """The named host, or every host that the records name and this machine."""
+    from deployer.registry import read_records
+
+    if ssh is not None or root is not None:
+        return [host_of(ssh, root, **access)]
+    places = {(r.ssh, r.root): r for r in read_records()}
+    hosts = [host_of(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
+    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **access)]
+
+
+def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
+    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
+    from deployer.registry import find_record
+
+    if job_id is None or ssh is not None or root is not None:
+        return host_of(ssh, root, **access), None
+    record = find_record(job_id)
+    return host_of(record.ssh, record.root, **_access(record, **access)), record
+
+
+def _access(record: JobRecord, *, ssh_key: str | None, accept_new_host_key: bool) -> dict[str, Any]:
+    return {"ssh_key": ssh_key or record.ssh_key, "accept_new_host_key": accept_new_host_key}
