@@ -15,8 +15,9 @@ import time
 from typing import Any, Dict
 
 from . import state
+from .children import AWAITED
 from .errors import AgentError
-from .jobrun import AWAITED, JobRun
+from .jobrun import JobRun
 from .layout import Job
 
 START_S = 30.0

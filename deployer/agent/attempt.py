@@ -1,0 +1,216 @@
+"""One attempt at the job: its command prepared, started, watched to its end, and judged.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from . import state
+from .children import Children
+from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_outcome
+from .errors import AgentError
+from .layout import JOB_ID_ENV, Job, Root
+from .prepare import Command, Resolving, fill, job_command, marks
+from .procs import Process, is_running, job_processes, process_of
+from .statusfile import StatusFile
+from .stopping import Stopping, child_of, kill_ranks, wrapper_of
+
+SIBLINGS_S = 5.0
+"""After a trainer's first failing rank the others get so long before they are killed."""
+SWEEP_S = 5.0
+"""What a job left running gets so long after TERM; after a stop, what is left of the grace."""
+
+
+class Stopped(Exception):
+    """The job was asked to stop before it had started."""
+
+
+class Attempt:
+    """One start of the job's command. `run` is its whole life; what it leaves running is swept by the caller."""
+
+    def __init__(
+        self,
+        job: Job,
+        agent_dir: str,
+        launch_input: Dict[str, Any],
+        number: int,
+        *,
+        status: StatusFile,
+        children: Children,
+    ) -> None:
+        self.job = job
+        self.agent_dir = agent_dir
+        self.number = number
+        self.input = {**launch_input, "attempt": number}
+        self.plan: Dict[str, Any] = launch_input["plan"]
+        self.status = status
+        self.children = children
+        self.nproc = int(self.plan.get("nproc") or 1)
+        self.main: Optional[Process] = None
+        self._adopted = False
+        self._is_trainer = self.plan.get("kind") == "trainer"
+        self._stop: Optional[Stopping] = None
+        self._failed_at: Optional[float] = None
+        self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
+
+    def run(self) -> Ending:
+        """From the preparation to the verdict."""
+        try:
+            self._start(self._prepare())
+        except Stopped:
+            return Ending(STOPPED, None, "stopped on request, before it had started")
+        except AgentError as e:
+            return Ending(FAILED, state.TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
+        self._watch()
+        return self._ending()
+
+    def adopt(self) -> Ending:
+        """The same for an attempt whose supervisor was killed: watched from where it stands."""
+        self._adopted = True
+        self.main = state.main_process(self.status.values)
+        self._watch()
+        return self._ending()
+
+    def term_s(self) -> float:
+        """How long what it left running may take after its TERM, in seconds."""
+        return self._stop.left_s() if self._stop is not None else SWEEP_S
+
+    def leftovers(self) -> List[Process]:
+        return job_processes("%s=%s" % (JOB_ID_ENV, self.job.id), supervisor=os.getpid())
+
+    # --- start ---
+
+    def _prepare(self) -> Command:
+        """The command with its slots filled. Stopped when a stop was asked for meanwhile."""
+        for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir}
+        command = job_command(self.job, self.input, slots)
+        self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
+        return command
+
+    def _resolve_python(self) -> str:
+        env = {**self.input.get("base_env", {}), **self.input.get("env", {}), **self.input.get("secrets", {})}
+        root = Root(os.path.dirname(os.path.dirname(self.job.path)))
+        log = os.path.join(self.job.logs(self.number), "prepare.log")
+        resolving = Resolving(self.plan["python"], self.job, root, {**env, **marks(self.job, self.number)}, log)
+        self.children.expect(resolving.pid)
+        while self.children.code(resolving.pid) is None:
+            if state.read_stop(self.job) is not None:
+                raise Stopped  # the sweep ends the child and what it started
+            self._wait()
+        if state.read_stop(self.job) is not None:
+            raise Stopped
+        return resolving.result()
+
+    def _start(self, command: Command) -> None:
+        def in_child() -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+        with open(os.path.join(self.job.logs(self.number), "launcher.log"), "ab") as output:
+            try:
+                # only to start it: `wait` and `poll` belong to Children
+                started = subprocess.Popen(
+                    command.argv,
+                    cwd=command.cwd,
+                    env=command.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=in_child,
+                )
+            except OSError as e:
+                raise AgentError("host", "cannot start %s in %s: %s" % (command.argv[0], command.cwd, e.strerror))
+        self._popen = started  # kept: its destructor would wait
+        self.children.expect(started.pid)
+        self.main = process_of(started.pid)
+        self.status.save(state=state.RUNNING, started_at=state.utc(time.time()), main=self.main._asdict())
+
+    # --- watch ---
+
+    def _hooks(self) -> List[Callable[[], None]]:
+        """What is looked after while the attempt runs: each is called every POLL_S or sooner, is quick, and sees to it
+        itself that it does no more than is due."""
+        return [self._drive_stop, self._kill_siblings, self.status.retry]
+
+    def _watch(self) -> None:
+        hooks = self._hooks()
+        while not self._ended():
+            for hook in hooks:
+                hook()
+            if self._stop is not None and self._stop.phase == "given up":
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        """A TERM to the supervisor itself asks the job to stop."""
+        if self.children.wait():
+            state.request_stop(self.job)
+
+    def _drive_stop(self) -> None:
+        request = state.read_stop(self.job)
+        if request is None:
+            return
+        if self._stop is None:
+            early = len(self._ranks()) < self.nproc
+            self._stop = Stopping(self.main, self._ranks, self.leftovers, flagged=self._is_trainer, early=early)
+        phase = self._stop.advance(request)
+        if phase != self.status.values.get("phase"):
+            self.status.save(phase=phase, grace_s=request.grace_s)
+
+    def _kill_siblings(self) -> None:
+        if not self._is_trainer:
+            return
+        if self._failed_at is None and self._stop is None and first_failure(self._ranks()) is not None:
+            self._failed_at = time.monotonic()
+        if self._failed_at is not None and time.monotonic() >= self._failed_at + SIBLINGS_S:
+            kill_ranks(self._ranks())
+
+    def _ended(self) -> bool:
+        ended = self._main_ended()
+        if self._adopted and ended:  # torchrun may have gone with the supervisor while its ranks go on
+            return not any(is_running(child_of(r)) or is_running(wrapper_of(r)) for r in self._ranks())
+        return ended
+
+    def _main_ended(self) -> bool:
+        if self.main is None:
+            return True
+        return not is_running(self.main) if self._adopted else self.children.code(self.main.pid) is not None
+
+    def _ranks(self) -> List[RankRecord]:
+        """The records, read again only when their folder has changed (or just has: its time is coarse)."""
+        try:
+            changed_ns = os.stat(self.job.ranks(self.number)).st_mtime_ns
+        except OSError:
+            return []
+        if self._ranks_read[0] != changed_ns or time.time_ns() - changed_ns < 2_000_000_000:
+            self._ranks_read = (changed_ns, state.read_ranks(self.job, self.number))
+        return self._ranks_read[1]
+
+    # --- end ---
+
+    def _ending(self) -> Ending:
+        stop = state.read_stop(self.job)
+        ending = decide_ending(
+            self._ranks(),
+            nproc=self.nproc,
+            launcher_code=self.children.code(self.main.pid) if self.main and not self._adopted else None,
+            launcher_log=self._launcher_log(),
+            stop_requested_at=stop.requested_at if stop else None,
+        )
+        ending = with_outcome(ending, state.read_json(self.job.outcome))
+        return ending or Ending(state.LOST, state.TOOL_FAILED, "the job's processes are gone and left no exit record")
+
+    def _launcher_log(self) -> str:
+        try:
+            with open(os.path.join(self.job.logs(self.number), "launcher.log"), "rb") as f:
+                f.seek(max(0, f.seek(0, os.SEEK_END) - (1 << 16)))
+                return f.read().decode("utf-8", "replace")
+        except OSError:
+            return ""

@@ -1,0 +1,47 @@
+"""The supervisor's children: waited for here and nowhere else.
+
+The supervisor is the subreaper of all that it starts, and `subprocess` would report 0 for a child that was reaped
+elsewhere. Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import signal
+from typing import Dict, Optional
+
+from .ending import exit_code
+
+POLL_S = 0.1
+AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+"""Blocked in the supervisor and taken by `Children.wait` alone."""
+
+
+class Children:
+    """Every child of this process, adopted orphans included. Remembers how the expected ones ended."""
+
+    def __init__(self) -> None:
+        self._codes: Dict[int, Optional[int]] = {}
+
+    def expect(self, pid: int) -> None:
+        self._codes[pid] = None
+
+    def code(self, pid: int) -> Optional[int]:
+        """None while it runs; 128 + N for signal N."""
+        return self._codes[pid]
+
+    def wait(self, timeout_s: float = POLL_S) -> bool:
+        """Until a child ends or the time is over. True when this process itself was asked to end (TERM, INT)."""
+        self.reap()
+        info = signal.sigtimedwait(AWAITED, timeout_s)
+        self.reap()
+        return info is not None and info.si_signo != signal.SIGCHLD
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._codes:
+                self._codes[pid] = exit_code(wait_status)
