@@ -59,13 +59,18 @@ def notice(text: str) -> None:
 
 def show_error(error: FerryError) -> None:
     """The message, where, and the hint, in the three-line form."""
-    click.echo(_style("Error: ", fg="red", bold=True) + clean(error.message), err=True)
+    click.echo(_style("Error: ", fg="red", bold=True) + _shortened(clean(error.message)), err=True)
     for line in error.where.splitlines():
         # a place (`file:line`, `the command line`), or what somebody said (`host: …`)
         place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
         click.echo(f"  {place}{clean(line)}", err=True)
     if error.hint:
         click.echo(_style("hint: ", bold=True) + clean(as_invoked(error.hint)), err=True)
+
+
+def _shortened(text: str) -> str:
+    """A message that repeats a value of any length, without the middle of it."""
+    return text if len(text) <= 5000 else f"{text[:3000]} … {text[-1500:]}"
 
 
 def size(number: float) -> str:

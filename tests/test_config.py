@@ -489,7 +489,7 @@ def train(ranks: int = 1, **values: Any) -> Config:
     return Config(train=TrainConfig(**values), target=TargetConfig(gpu_ranks=list(range(ranks))))
 
 
-NAME_RULE = "it may hold only letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+NAME_RULE = "it may hold only letters, digits, '.', '_' and '-', at most 100, not starting with '.' or '-'"
 RULES = [
     (target(gpu_ranks=[]), "target.gpu_ranks is empty\nhint: name one GPU index for each process; with target.device"),
     (target(gpu_ranks=[0, 1, 0]), "target.gpu_ranks is [0, 1, 0], it names 0 twice\nhint: one process for each GPU"),

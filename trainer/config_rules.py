@@ -13,7 +13,7 @@ from trainer.schema import Config, ModelConfig
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
-RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
 
 # Set by the launcher for every process; a second source would silently win or lose.
@@ -135,7 +135,7 @@ def _texts(config: Config) -> Iterator[Broken]:
         if not text.strip() and key != "data.system_prompt" and not key.startswith("args["):
             yield Broken(key, f"{key} is empty")
     if not RUN_NAME.fullmatch(config.run.name):
-        allowed = "letters, digits, '.', '_' and '-', not starting with '.' or '-'"
+        allowed = "letters, digits, '.', '_' and '-', at most 100, not starting with '.' or '-'"
         yield Broken("run.name", f"run.name is {config.run.name!r}, it may hold only {allowed}")
     for key, value in (("target.ssh", config.target.ssh), ("target.python", config.target.python)):
         if value is not None and value.startswith("-"):

@@ -101,7 +101,7 @@ def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], lo
         with open(output, "ab", buffering=0) as f:
             found: Dict[str, Any] = {"python": resolve_python(spec, job.code, root, env, f)}
     except AgentError as e:
-        found = {"error": [e.kind, e.message, e.hint]}
+        found = {"error": [e.kind, e.message[:4000], e.hint[:500]]}  # a pipe holds it until somebody reads
     except BaseException as e:
         import traceback
 

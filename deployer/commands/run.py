@@ -43,6 +43,8 @@ def run(
     read, command = read_config(chosen)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = Host(read.target.ssh, read.target.root, host.ssh_key, host.accept_new_host_key)
+    if host.ssh is None and host.ssh_key is not None:
+        raise UsageError("--ssh-key names a key for --ssh, and there is none: the job would run on this machine")
     if dry_run is None:
         _check_platform(host)
         host.prefetch()
