@@ -46,6 +46,7 @@ class LogView:
     offsets: dict[str, int] = field(default_factory=dict)
     _files: dict[str, _File] = field(default_factory=dict)
     _bar_shown: bool = False
+    _attempt: str | None = None
 
     def feed(self, file: str, offset: int, data: bytes) -> None:
         """Takes a chunk; what was seen already is passed over."""
@@ -54,8 +55,12 @@ class LogView:
             data = data[seen - offset :]
             offset = seen
         self.offsets[file] = offset + len(data)
-        rank = _RANK_FILE.search(file)
-        if file == LAUNCHER_FILE and not self.launcher:
+        attempt, _, name = file.rpartition("/")
+        if attempt != self._attempt:
+            self.finish()  # the former attempt's last words come before the next one's first
+            self._attempt = attempt
+        rank = _RANK_FILE.match(name)
+        if name == LAUNCHER_FILE and not self.launcher:
             return
         if rank is None:
             self._lines(file, data, self.err, prefix=b"")

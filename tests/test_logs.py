@@ -87,6 +87,25 @@ def test_reader_takes_the_latest_attempt_once_there_is_one(tmp_path: Path) -> No
     assert [c.data for c in reader.poll()] == [b"10"]
 
 
+def test_reader_goes_on_into_the_next_attempts_files(job: Job) -> None:
+    write(job, "rank_0.log", b"one")
+    reader = LogReader(job)
+    assert [c.file for c in reader.poll()] == ["rank_0.log"]
+    write(job, "rank_0.log", b"+")
+    Path(job.logs(2)).mkdir()
+    write(job, "rank_0.log", b"two", attempt=2)
+    assert [(c.file, c.offset, c.data) for c in reader.poll()] == [("rank_0.log", 3, b"+")]
+    assert [(c.file, c.offset, c.data) for c in reader.poll()] == [("attempt_2/rank_0.log", 0, b"two")]
+
+
+def test_reader_with_an_earlier_attempts_offsets_misses_nothing_of_it(job: Job) -> None:
+    Path(job.logs(2)).mkdir()
+    write(job, "rank_0.log", b"one")
+    write(job, "rank_0.log", b"two", attempt=2)
+    reader = LogReader(job, offsets={"rank_0.log": 1})
+    assert [c.data for c in (*reader.poll(), *reader.poll())] == [b"ne", b"two"]
+
+
 @pytest.mark.parametrize(
     ("content", "lines", "expected"),
     [
@@ -106,6 +125,12 @@ def test_tail_offset_gives_the_last_lines(job: Job, content: bytes, lines: int, 
     write(job, "rank_0.log", content)
     offset = logs.tail_offsets(job, lines)["rank_0.log"]
     assert content[offset:] == expected
+
+
+def test_tail_is_of_the_latest_attempt(job: Job) -> None:
+    Path(job.logs(2)).mkdir()
+    write(job, "rank_0.log", b"a\nb\n", attempt=2)
+    assert logs.tail_offsets(job, 1) == {"attempt_2/rank_0.log": 2}
 
 
 def test_tail_of_an_endless_line_is_bounded(job: Job) -> None:

@@ -94,3 +94,12 @@ def test_set_up_goes_to_stderr_and_torchruns_words_only_when_asked_for(launcher)
     assert out.getvalue() == b""
     assert err.getvalue() == launcher * b"W torchrun says\n" + b"installing\n"
     assert view.offsets == {"launcher.log": 16, "prepare.log": 11}
+
+
+def test_last_words_of_an_attempt_come_before_the_next_attempts_first():
+    view, out, _ = make_view()
+    view.feed("rank_0.log", 0, b"dying words")
+    view.feed("attempt_2/rank_0.log", 0, b"again\n")
+    view.feed("attempt_2/launcher.log", 0, b"W torchrun says\n")
+    assert out.getvalue() == b"[0] dying words\n[0] again\n"
+    assert view.offsets == {"rank_0.log": 11, "attempt_2/rank_0.log": 6, "attempt_2/launcher.log": 16}

@@ -1,7 +1,7 @@
-"""A job's logs as bytes: every file of an attempt by offset, so that a reader can go on after any cut.
+"""A job's logs as bytes: every file of its attempts by offset, so that a reader can go on after any cut.
 
-Offsets are per file name (prepare.log, launcher.log, rank_N.log) of one attempt. Polling only: inotify is blind on
-network file systems. Stdlib only, Python 3.8: this package runs on the host.
+Offsets are per file name: prepare.log, launcher.log, rank_N.log of the first attempt, attempt_2/rank_N.log and so on of
+later ones. Polling only: inotify is blind on network file systems. Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
@@ -28,9 +28,10 @@ class Chunk(NamedTuple):
 
 
 class LogReader:
-    """Reads on in the files of one attempt (the latest one, unless given), also in those that appear later.
+    """Reads on in the files of an attempt, also in those that appear later, and then in those of the next attempts.
 
-    `offsets` say where to begin in each file (0 unless named); `ranks` restricts it to the logs of those ranks.
+    It begins with `attempt`, else with the last one that `offsets` name, else with the latest. `offsets` say where to
+    begin in each file (0 unless named); `ranks` restricts it to the logs of those ranks.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LogReader:
     ) -> None:
         self.offsets: Dict[str, int] = dict(offsets or {})
         self._job = job
-        self._attempt = attempt
+        self._attempt = attempt or max(map(attempt_of, self.offsets), default=None)
         self._ranks = ranks
 
     def poll(self) -> List[Chunk]:
@@ -51,14 +52,21 @@ class LogReader:
             self._attempt = latest_attempt(self._job)
         if self._attempt is None:
             return []
-        folder = self._job.logs(self._attempt)
+        following = next_attempt(self._job, self._attempt)  # asked first: once it is there, this one's logs are whole
+        chunks = self._poll(self._attempt)
+        while not chunks and following is not None:
+            self._attempt, following = following, next_attempt(self._job, following)
+            chunks = self._poll(self._attempt)
+        return chunks
+
+    def _poll(self, attempt: int) -> List[Chunk]:
         chunks: List[Chunk] = []
-        files = log_files(folder, self._ranks)
+        files = [log_name(attempt, name) for name in log_files(self._job.logs(attempt), self._ranks)]
         budget = POLL_BYTES
         while files and budget > 0:
             more = []
             for name in files:
-                data = self._read(folder, name)
+                data = self._read(os.path.join(self._job.logs(attempt), os.path.basename(name)), name)
                 if data:
                     chunks.append(Chunk(name, self.offsets[name] - len(data), data))
                     budget -= len(data)
@@ -67,9 +75,8 @@ class LogReader:
             files = more
         return chunks
 
-    def _read(self, folder: str, name: str) -> bytes:
+    def _read(self, path: str, name: str) -> bytes:
         offset = self.offsets.setdefault(name, 0)
-        path = os.path.join(folder, name)
         try:
             if os.stat(path).st_size <= offset:
                 return b""
@@ -82,14 +89,33 @@ class LogReader:
         return data
 
 
+def log_name(attempt: int, file: str) -> str:
+    """The name by which a reader knows a file of an attempt's log folder."""
+    return file if attempt == 1 else "attempt_%d/%s" % (attempt, file)
+
+
+def attempt_of(name: str) -> int:
+    """The attempt that a log's name means."""
+    match = _ATTEMPT.match(name.rpartition("/")[0])
+    return int(match.group(1)) if match else 1
+
+
 def latest_attempt(job: Job) -> Optional[int]:
     """Number of the last attempt that has a log folder; None before the first."""
+    return max(_attempts(job), default=None)
+
+
+def next_attempt(job: Job, attempt: int) -> Optional[int]:
+    """Number of the attempt that came after this one; None when this is the last so far."""
+    return min((n for n in _attempts(job) if n > attempt), default=None)
+
+
+def _attempts(job: Job) -> List[int]:
     try:
         names = os.listdir(os.path.dirname(job.logs(1)))
     except OSError:
-        return None
-    numbers = [int(m.group(1)) for m in map(_ATTEMPT.match, names) if m]
-    return max(numbers) if numbers else None
+        return []
+    return [int(m.group(1)) for m in map(_ATTEMPT.match, names) if m]
 
 
 def log_files(folder: str, ranks: Optional[Collection[int]] = None) -> List[str]:
@@ -110,7 +136,8 @@ def tail_offsets(job: Job, lines: int, ranks: Optional[Collection[int]] = None) 
     if attempt is None:
         return {}
     folder = job.logs(attempt)
-    return {name: _tail_offset(os.path.join(folder, name), lines) for name in log_files(folder, ranks)}
+    found = log_files(folder, ranks)
+    return {log_name(attempt, name): _tail_offset(os.path.join(folder, name), lines) for name in found}
 
 
 def last_lines(job: Job, rank: Optional[int], lines: int) -> bytes:

@@ -58,7 +58,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if request.get("patch"):
         _keep_patch(job, call)
     if request.get("follow"):
-        return follow_job(job, call, logs.LogReader(job))
+        return follow_job(job, call, logs.LogReader(job, attempt=1))
     return {}
 
 
