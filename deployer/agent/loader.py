@@ -21,6 +21,7 @@ def load(P: Dict[str, Any]) -> None:
     stdin = io.BufferedReader(io.FileIO(0, closefd=False), 1 << 16)
     os.umask(0o077)
     try:
+        check_owners(root)
         if not os.path.exists(os.path.join(home, "agent", "serve.py")):
             say(P, {"need": "agent"})
             P["nonce"] = ""  # said once
@@ -32,7 +33,7 @@ def load(P: Dict[str, Any]) -> None:
             {
                 "refused": {
                     "kind": "host",
-                    "message": "the remote root cannot be written: " + text,
+                    "message": "the remote root cannot be used: " + text,
                     "hint": "choose another folder with --remote-root",
                 }
             },
@@ -40,6 +41,18 @@ def load(P: Dict[str, Any]) -> None:
         return
     sys.path.insert(0, home)
     import_module("agent.serve").main(P, stdin)
+
+
+def check_owners(root: str) -> None:
+    # what lies there is executed and written to: another user may have put it where it was expected
+    ours = (0, os.getuid())
+    for name in (".", "agent", "jobs", "store", "data", "envs", "tmp"):
+        path = os.path.normpath(os.path.join(root, name))
+        if os.path.lexists(path):
+            foreign = [uid for uid in (os.lstat(path).st_uid, os.stat(path).st_uid) if uid not in ours]
+            shared = os.stat(os.path.dirname(path)).st_mode & 0o002
+            if foreign and (shared or os.getuid() != 0):  # root in a container may well use a mounted folder
+                raise OSError(0, "it belongs to another user (uid %d)" % foreign[0], path)
 
 
 def say(P: Dict[str, Any], head: Dict[str, Any]) -> None:
