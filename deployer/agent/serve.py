@@ -9,12 +9,14 @@ from typing import Any, BinaryIO, Dict
 
 from . import frames
 from .layout import Root
+from .storelock import hold_agent
 from .wire import Conversation, Handler, Sender
 
 
 def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
     """Answers the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
     root = Root(first["root"])
+    hold_agent(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # modules are imported when first needed
     sender = Sender(_take_stdout())
     hello = {"hello": {"python": "%d.%d.%d" % sys.version_info[:3], "root": root.path, "pid": os.getpid()}}
     sender.write(first["nonce"].encode("ascii") + frames.encode(hello))

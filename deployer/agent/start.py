@@ -19,6 +19,7 @@ from .errors import AgentError
 from .following import follow_job
 from .layout import FORMAT_VERSION, Job, Root
 from .store import Store
+from .storelock import store_in_use
 from .wire import Call
 
 MAX_PATCH = 4 << 20
@@ -36,19 +37,20 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if not already:
         env = _base_env()
         _check_gpus(plan, env)
-        bring_trees(Store(root), trees_of(plan), call)
-        with _locked(job):
-            already = _existing(job, plan)
-            if not already:
-                try:
-                    _make_job(root, job, plan, request)
-                    if call.cancelled.is_set():
-                        raise AgentError("host", "the launch was cancelled")
-                    _start(root, job, plan, request, env)
-                except BaseException:
-                    if not os.path.exists(job.status):
-                        shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
-                    raise
+        with store_in_use(root):
+            bring_trees(Store(root), trees_of(plan), call)
+            with _locked(job):
+                already = _existing(job, plan)
+                if not already:
+                    try:
+                        _make_job(root, job, plan, request)
+                        if call.cancelled.is_set():
+                            raise AgentError("host", "the launch was cancelled")
+                        _start(root, job, plan, request, env)
+                    except BaseException:
+                        if not os.path.exists(job.status):
+                            shutil.rmtree(job.path, ignore_errors=True)  # no half job, least of all on a full disk
+                        raise
     if call.revoked:  # a client that is only gone may be asking again by now
         state.request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
