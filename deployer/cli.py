@@ -29,7 +29,17 @@ from deployer.words import (
     host_of,
     hosts_of,
     parse_duration,
+    parse_since,
     parse_size,
+)
+
+GIVE_UP = click.option(
+    "--give-up",
+    "give_up_s",
+    type=parse_duration,
+    default="10m",
+    metavar="10m",
+    help="Stop following after so long without a connection; the job runs on [10m].",
 )
 
 
@@ -92,6 +102,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 @click.option(
     "--log-max", "log_max_bytes", type=parse_size, metavar="SIZE", help="Keep this much of a rank's log [10GB]; 0: all."
 )
+@GIVE_UP
 @click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
 @JSON
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
@@ -145,15 +156,22 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
 @at_a_place
 @click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
+@click.option("--since", type=parse_since, metavar="10m|TIME", help="Begin where the log stood then, to the second.")
+@click.option("--grep", metavar="RE", help="Only lines that match, chosen on the host (after --tail and --since).")
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Only this node's ranks.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Only this attempt [from the latest on].")
+@click.option("--raw", is_flag=True, help="One rank's bytes, unchanged.")
 @click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
-def logs(job_id: str, follow: bool | None, tail: int | None, rank: int | None, launcher: bool, **place: Any) -> None:
+@GIVE_UP
+def logs(job_id: str, give_up_s: float, **options: Any) -> None:
     """Show a job's log, and follow it while it runs."""
     from deployer.commands import logs as command
 
+    place = {name: options.pop(name) for name in ("ssh", "root", "ssh_key", "accept_new_host_key")}
     host, record = find_host(job_id, **place)
-    job_id = record.job_id if record else job_id
-    sys.exit(command.logs(host, job_id, follow=follow, tail=tail, rank=rank, launcher=launcher))
+    wanted = command.Wanted(**options)
+    sys.exit(command.logs(host, record.job_id if record else job_id, wanted, give_up_s=give_up_s))
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)

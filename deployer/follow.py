@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
 from deployer.link import Call, Link
 from deployer.logview import LogView
 
@@ -29,8 +30,41 @@ class Watcher:
     def state(self, status: dict[str, Any]) -> None:
         """The job's state has changed."""
 
+    def heard(self) -> None:
+        """The host has said something about the job."""
+
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         """The connection broke and is tried again."""
+
+    def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
+        """A part of a log is not shown: dropped by its size limit, or (without one) the rest of an endless line."""
+
+
+@dataclass
+class _Contact:
+    """How a follower stands with the host."""
+
+    give_up_s: float
+    known: bool
+    """The host has told of the job: from now on only the host can say that the job has ended."""
+    heard: bool = False
+    """Something came over the present connection."""
+    lost_at: float | None = None
+    tries: int = 0
+
+    def hear(self) -> None:
+        self.known = self.heard = True
+        self.lost_at, self.tries = None, 0
+
+    def lose(self) -> float | None:
+        """Seconds to the next try; None when it is time to give up."""
+        now = time.monotonic()
+        self.heard = False
+        self.lost_at = self.lost_at if self.lost_at is not None else now
+        left_s = self.lost_at + self.give_up_s - now
+        wait_s = BACKOFF_S[min(self.tries, len(BACKOFF_S) - 1)]
+        self.tries += 1
+        return min(wait_s, left_s) if left_s > 0 else None
 
 
 def follow_to_end(
@@ -41,49 +75,66 @@ def follow_to_end(
     watcher: Watcher,
     opened: tuple[Link, Call] | None = None,
     request: dict[str, Any] | None = None,
+    give_up_s: float = GIVE_UP_AFTER_S,
 ) -> dict[str, Any]:
     """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
 
-    LostConnection (exit code 75) when none comes about for GIVE_UP_AFTER_S: the job runs on.
+    `opened`: the conversation that has started the job. LostConnection (exit code 75) when the host was not reached for
+    `give_up_s`: the job runs on. HostError (125) when the host says that the job is gone.
     """
-    lost_at: float | None = None
-    tries = 0
+    contact = _Contact(give_up_s, known=opened is not None)
+    link = opened[0] if opened else None
+    call = opened[1] if opened else None
     while True:
         try:
-            if opened is None:
-                link = connect(request={"op": "follow", "job": job_id, **(request or {}), **_resume(view)})
-                opened = (link, link.first)
-            lost_at, tries = None, 0
-            return _follow(opened[1], view, watcher)
-        except (LostConnection, ConnectError) as error:
-            first = opened is None and lost_at is None and not view.offsets
-            if opened is not None:
-                opened[0].close()
-            opened = None
-            lost_at = lost_at or time.monotonic()
-            if first or time.monotonic() - lost_at > GIVE_UP_AFTER_S:
+            if call is None:
+                resume = {"offsets": view.offsets, "tail": None, "since": None} if contact.known else {}
+                link = connect(request={"op": "follow", "job": job_id, **(request or {}), **resume})
+                call = link.first
+            return _follow(call, view, watcher, contact)
+        except UnknownJob as error:
+            if not contact.known:
                 raise
-            wait_s = BACKOFF_S[min(tries, len(BACKOFF_S) - 1)]
-            tries += 1
+            raise HostError(f"{job_id} is lost: {error.message}", hint=error.hint) from error
+        except (LostConnection, ConnectError, HostError) as error:
+            if not contact.known or (contact.heard and isinstance(error, HostError)):
+                raise
+            wait_s = contact.lose()
+            if wait_s is None:
+                raise LostConnection(error.message, where=error.where, hint=error.hint) from error
             watcher.reconnecting(error, wait_s)
-            time.sleep(wait_s)
         finally:
             view.flush()
+        if link is not None:
+            link.close()
+        link = call = None
+        time.sleep(wait_s)
 
 
-def _resume(view: LogView) -> dict[str, Any]:
-    return {"offsets": view.offsets, "tail": None} if view.offsets else {}
-
-
-def _follow(call: Call, view: LogView, watcher: Watcher) -> dict[str, Any]:
+def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> dict[str, Any]:
     for name, value, data in call.events():
-        if name == "data":
-            view.feed(value["file"], value["offset"], data)
-            if not call.pending():
-                view.flush()
-        elif name == "state":
-            watcher.state(value)
-        elif name == "status":
+        contact.hear()
+        watcher.heard()
+        if name == "status":
             view.finish()
             return dict(value)
+        try:
+            _take(name, value, data, view=view, watcher=watcher)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise call.link.not_understood(error) from error
+        if name == "data" and not call.pending():
+            view.flush()
     raise LostConnection("the host ended the log without a status")
+
+
+def _take(name: str, value: Any, data: bytes, *, view: LogView, watcher: Watcher) -> None:
+    if name == "data":
+        view.feed(value["file"], value["offset"], data)
+    elif name == "from":
+        view.offsets = {str(file): int(offset) for file, offset in value.items()}
+    elif name == "left_out":
+        if value["limit"] is None:
+            view.end_line(value["file"])
+        watcher.left_out(value["file"], value["size"], limit=value["limit"])
+    elif name == "state":
+        watcher.state(value)

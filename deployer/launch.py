@@ -13,7 +13,7 @@ from typing import Any
 from deployer.agent import frames
 from deployer.agent.tree import Entry, dump_entries
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UsageError
-from deployer.follow import BACKOFF_S, Connect, Watcher, follow_to_end
+from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S, Connect, Watcher, follow_to_end
 from deployer.link import Call, Link
 from deployer.logview import LogView
 from deployer.plan import LaunchPlan, plan_to_json
@@ -42,6 +42,7 @@ def launch_and_follow(
     git: dict[str, Any] | None,
     view: LogView | None,
     watcher: Watcher,
+    give_up_s: float = GIVE_UP_AFTER_S,
 ) -> dict[str, Any] | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
 
@@ -64,7 +65,7 @@ def launch_and_follow(
         call.result()
         link.close()
         return None
-    return follow_to_end(connect, plan.job_id, view=view, watcher=watcher, opened=(link, call))
+    return follow_to_end(connect, plan.job_id, view=view, watcher=watcher, opened=(link, call), give_up_s=give_up_s)
 
 
 def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher) -> tuple[Link, Call]:

@@ -218,7 +218,7 @@ class Call:
 
     def __init__(self, link: Link, number: int) -> None:
         self.id = number
-        self._link = link
+        self.link = link
         self._inbox: queue.Queue[Frame | FerryError] = queue.Queue()
         self._window = Window()
         self._json = bytearray()
@@ -256,21 +256,21 @@ class Call:
                 raise frame
             head = frame.head
             if "error" in head:
-                self._link.forget(self.id)
+                self.link.forget(self.id)
                 raise error_of(head["error"])
             if "ok" in head:
-                self._link.forget(self.id)
+                self.link.forget(self.id)
                 yield "ok", head["ok"], b""
                 return
             try:
                 event = self._event(frame)
             except (KeyError, ValueError, RecursionError, ProtocolError) as error:
-                raise self._link.not_understood(error) from error
+                raise self.link.not_understood(error) from error
             if event is not None:
                 yield event
             if frame.body:
                 self._consumed += len(frame.body)
-                self._link.send({"id": self.id, "grant": len(frame.body)})
+                self.link.send({"id": self.id, "grant": len(frame.body)})
 
     def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
         """None for a part of a value that is not complete yet."""
@@ -302,11 +302,11 @@ class Call:
             try:
                 self._window.take(len(part), timeout_s=DEAD_AFTER_S)
             except ProtocolError as error:
-                raise self._refusal or LostConnection(f"{self._link.host}: {error}") from None
-            self._link.send({**head, "id": self.id}, part)
+                raise self._refusal or LostConnection(f"{self.link.host}: {error}") from None
+            self.link.send({**head, "id": self.id}, part)
 
     def end_data(self) -> None:
-        self._link.send({"id": self.id, "end": True})
+        self.link.send({"id": self.id, "end": True})
 
     def pending(self) -> bool:
         """Whether a frame has come that `events` has not given out yet."""
@@ -314,7 +314,7 @@ class Call:
 
     def cancel(self) -> None:
         """Tells the host that nobody waits for the answer any more."""
-        self._link.send({"id": self.id, "cancel": True})
+        self.link.send({"id": self.id, "cancel": True})
 
 
 def error_of(data: Any) -> FerryError:

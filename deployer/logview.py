@@ -32,24 +32,27 @@ class _File:
 class LogView:
     """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
 
-    raw: one rank's bytes unchanged. Otherwise whole lines, each with `[rank] ` before it. On a terminal a bar (text
-    that ends in a carriage return) is drawn in place; elsewhere it becomes at most one line a second.
+    Whole lines, each with `[rank] ` before it unless `bare`. On a terminal a bar (text that ends in a carriage return)
+    is drawn in place, and the bytes of a `bare` rank pass unchanged; elsewhere a bar is at most one line a second.
+    `raw`: a rank's bytes unchanged wherever they go. `escapes`: the terminal knows control sequences.
     `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
     """
 
     out: BinaryIO
     err: BinaryIO
     terminal: bool
-    raw: bool
+    bare: bool = False
+    raw: bool = False
     launcher: bool = False
+    escapes: bool = True
     clock: Callable[[], float] = time.monotonic
     offsets: dict[str, int] = field(default_factory=dict)
     _files: dict[str, _File] = field(default_factory=dict)
-    _bar_shown: bool = False
+    _bar_width: int = 0
     _attempt: str | None = None
 
     def feed(self, file: str, offset: int, data: bytes) -> None:
-        """Takes a chunk; what was seen already is passed over."""
+        """Takes a chunk; what was seen already is passed over. A gap before it ends the line that was begun."""
         seen = self.offsets.get(file)
         if seen is not None and offset < seen:
             data = data[seen - offset :]
@@ -62,29 +65,45 @@ class LogView:
         rank = _RANK_FILE.match(name)
         if name == LAUNCHER_FILE and not self.launcher:
             return
+        if seen is not None and offset > seen and file in self._files:
+            self._finish_line(file)
         if rank is None:
             self._lines(file, data, self.err, prefix=b"")
-        elif self.raw and self.terminal:
+        elif self._unchanged():
             self._write(self.out, data)
         else:
-            self._lines(file, data, self.out, prefix=b"" if self.raw else b"[%s] " % rank.group(1).encode())
+            self._lines(file, data, self.out, prefix=b"" if self.bare else b"[%s] " % rank.group(1).encode())
 
     def flush(self) -> None:
         self.out.flush()
         self.err.flush()
 
+    def end_line(self, file: str) -> None:
+        """The rest of this file's line will not come."""
+        if file in self._files:
+            self._finish_line(file)
+        elif self._unchanged():
+            self._write(self.out, b"\n")
+
     def finish(self) -> None:
         """Writes what is left without a line end: the last line of a program that did not end it."""
-        for name, state in self._files.items():
-            out = self.out if _RANK_FILE.search(name) else self.err
-            text = state.pending or state.skipped_bar
-            if text or state.inside_line:
-                self._put_line(out, state, text)
-            state.pending = state.skipped_bar = b""
-        if self._bar_shown:
+        for file in self._files:
+            self._finish_line(file)
+        if self._bar_width:
             self._write(self.out, b"\n")
-            self._bar_shown = False
+            self._bar_width = 0
         self.flush()
+
+    def _unchanged(self) -> bool:
+        return self.raw or (self.bare and self.terminal)
+
+    def _finish_line(self, file: str) -> None:
+        state = self._files[file]
+        out = self.out if _RANK_FILE.search(file) else self.err
+        text = state.pending or state.skipped_bar
+        if text or state.inside_line:
+            self._put_line(out, state, text)
+        state.pending = state.skipped_bar = b""
 
     def _lines(self, file: str, data: bytes, out: BinaryIO, *, prefix: bytes) -> None:
         state = self._files.setdefault(file, _File(prefix))
@@ -109,9 +128,7 @@ class LogView:
         state.inside_line = False
 
     def _put_part(self, out: BinaryIO, state: _File, part: bytes) -> None:
-        if self._bar_shown:
-            self._write(self.out, _CLEAR)
-            self._bar_shown = False
+        self._clear_bar(self.out)
         self._write(out, part if state.inside_line else state.prefix + part)
         state.inside_line = True
 
@@ -119,13 +136,19 @@ class LogView:
         if not line:
             return
         if self.terminal:
-            self._write(out, _CLEAR + state.prefix + line)
-            self._bar_shown = True
+            self._clear_bar(out)
+            self._write(out, state.prefix + line)
+            self._bar_width = len(state.prefix + line)
         elif self.clock() - state.last_bar >= BAR_EVERY_S:
             state.last_bar, state.skipped_bar = self.clock(), b""
             self._put_line(out, state, line)
         else:
             state.skipped_bar = line
+
+    def _clear_bar(self, out: BinaryIO) -> None:
+        if self._bar_width:
+            self._write(out, _CLEAR if self.escapes else b"\r" + b" " * self._bar_width + b"\r")
+            self._bar_width = 0
 
     def _write(self, out: BinaryIO, data: bytes) -> None:
         out.write(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
+from datetime import datetime, time, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,21 @@ def parse_duration(text: str) -> float:
     if match is None or not any(match.groups()):
         raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
     return sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
+    """A moment for the host: `ago_s` of a duration (`10m`), `unix_s` of a time (`14:30`, `2026-01-31T14:30`, `…Z`)."""
+    if re.fullmatch(r"[\d.]+[dhms\d.]*", text.strip()):
+        return {"ago_s": parse_duration(text)}
+    now = now or datetime.now().astimezone()
+    try:
+        if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text.strip()):
+            moment = datetime.combine(now, time.fromisoformat(text.strip().zfill(5)), now.tzinfo)
+            return {"unix_s": (moment if moment <= now else moment - timedelta(days=1)).timestamp()}
+        return {"unix_s": datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp()}
+    except ValueError:
+        hint = "for example 10m, 2h, 14:30 or 2026-01-31T14:30"
+        raise UsageError(f"--since {text!r} is neither a duration nor a time", hint=hint) from None
 
 
 def host_of(ssh: str | None, root: str | None, *, ssh_key: str | None, accept_new_host_key: bool) -> Host:

@@ -8,10 +8,10 @@ from deployer.logview import LogView
 
 
 def make_view(
-    *, terminal: bool = False, raw: bool = False, clock=lambda: 0.0
+    *, terminal: bool = False, bare: bool = False, raw: bool = False, clock=lambda: 0.0
 ) -> tuple[LogView, io.BytesIO, io.BytesIO]:
     out, err = io.BytesIO(), io.BytesIO()
-    return LogView(out, err, terminal=terminal, raw=raw, clock=clock), out, err
+    return LogView(out, err, terminal=terminal, bare=bare, raw=raw, clock=clock), out, err
 
 
 def test_two_ranks_interleaved_whole_lines_with_their_rank():
@@ -31,7 +31,7 @@ def test_character_split_between_chunks_arrives_whole():
 
 
 def test_chunk_sent_again_after_a_reconnect_shown_once():
-    view, out, _ = make_view(raw=True)
+    view, out, _ = make_view(bare=True)
     view.feed("rank_0.log", 0, b"one\ntwo\n")
     view.feed("rank_0.log", 4, b"two\nthree\n")
     assert out.getvalue() == b"one\ntwo\nthree\n"
@@ -39,14 +39,14 @@ def test_chunk_sent_again_after_a_reconnect_shown_once():
 
 
 def test_raw_on_a_terminal_passes_bytes_unchanged():
-    view, out, _ = make_view(terminal=True, raw=True)
+    view, out, _ = make_view(terminal=True, bare=True)
     view.feed("rank_0.log", 0, b" 50%\r100%\r\x1b[1mdone\xff")
     assert out.getvalue() == b" 50%\r100%\r\x1b[1mdone\xff"
 
 
 def test_bar_off_a_terminal_at_most_one_line_a_second_and_its_end():
     now = [0.0]
-    view, out, _ = make_view(raw=True, clock=lambda: now[0])
+    view, out, _ = make_view(bare=True, clock=lambda: now[0])
     for step in range(100):
         now[0] = step * 0.05
         view.feed("rank_0.log", step * 4, b"%3d\r" % step)
@@ -59,11 +59,11 @@ def test_bar_off_a_terminal_at_most_one_line_a_second_and_its_end():
 def test_bar_on_a_terminal_drawn_in_place_and_cleared_for_a_line():
     view, out, _ = make_view(terminal=True)
     view.feed("rank_0.log", 0, b"10%\r20%\rready\n")
-    assert out.getvalue() == b"\r\x1b[K[0] 10%\r\x1b[K[0] 20%\r\x1b[K[0] ready\n"
+    assert out.getvalue() == b"[0] 10%\r\x1b[K[0] 20%\r\x1b[K[0] ready\n"
 
 
 def test_crlf_is_one_line_end_also_when_split():
-    view, out, _ = make_view(raw=True)
+    view, out, _ = make_view(bare=True)
     view.feed("rank_0.log", 0, b"a\r")
     view.feed("rank_0.log", 2, b"\nb\r\n")
     assert out.getvalue() == b"a\nb\n"

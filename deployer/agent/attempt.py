@@ -14,6 +14,7 @@ from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_outcome
 from .errors import AgentError
 from .layout import JOB_ID_ENV, Job, Root
+from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import Process, is_running, job_processes, process_of
 from .statusfile import StatusFile
@@ -55,6 +56,7 @@ class Attempt:
         self._is_trainer = self.plan.get("kind") == "trainer"
         self._stop: Optional[Stopping] = None
         self._failed_at: Optional[float] = None
+        self._logs: Optional[LogKeeper] = None
         self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
 
     def run(self) -> Ending:
@@ -137,7 +139,7 @@ class Attempt:
     def _hooks(self) -> List[Callable[[], None]]:
         """What is looked after while the attempt runs: each is called every POLL_S or sooner, is quick, and sees to it
         itself that it does no more than is due."""
-        return [self._drive_stop, self._kill_siblings, self.status.retry]
+        return [self._drive_stop, self._kill_siblings, self.status.retry, self._keep_logs]
 
     def _watch(self) -> None:
         hooks = self._hooks()
@@ -147,6 +149,15 @@ class Attempt:
             if self._stop is not None and self._stop.phase == "given up":
                 return
             self._wait()
+        self._keep_logs(now=True)
+
+    def _keep_logs(self, *, now: bool = False) -> None:
+        if self._logs is None:
+            limit = (self.plan.get("policy") or {}).get("log_max_bytes")
+            self._logs = LogKeeper(self.job.logs(self.number), limit)
+        warning = self._logs.look(now=now)
+        if warning is not None:
+            self.status.save(warnings=[*self.status.values.get("warnings", []), warning])
 
     def _wait(self) -> None:
         """A TERM to the supervisor itself asks the job to stop."""

@@ -3,45 +3,108 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-from typing import Any, Dict
+import signal
+import time
+from typing import Any, Collection, Dict, List, Optional
 
-from . import logs, state
+from . import logs, logtimes, state
+from .errors import AgentError
 from .layout import Job, Root
+from .loggrep import LineFilter, Match
 from .requests import find_job
 from .wire import Call
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
+SEARCH_S = 30
+"""A search in one chunk that takes longer ends the agent: nothing else can interrupt a pattern that explodes."""
 
 
 def follow(root: Root, call: Call) -> Dict[str, Any]:
-    """Streams the job's logs from byte offsets (or the last lines) on until it has ended, or to their present end."""
+    """Streams the job's logs on until it has ended, or to their present end; says first where it begins.
+
+    It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, the latest unless given.
+    `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone.
+    """
     job = find_job(root, call.head["job"])
+    asked = call.head.get("attempt")
     ranks = call.head.get("ranks")
     chosen = set(ranks) if ranks is not None else None
-    offsets = dict(call.head.get("offsets") or {})
-    if call.head.get("tail") is not None:
-        offsets = logs.tail_offsets(job, call.head["tail"], ranks=chosen)
-    reader = logs.LogReader(job, offsets=offsets, ranks=chosen)
-    return follow_job(job, call, reader, once=not call.head.get("live", True))
+    lines = LineFilter(call.head["grep"]) if call.head.get("grep") is not None else None
+    latest = logs.latest_attempt(job)
+    if asked is not None and not 1 <= asked <= (latest or 1):
+        raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
+    offsets = call.head.get("offsets")
+    if offsets is None:
+        offsets = _beginning(job, call.head, ranks=chosen)
+    call.send_event("from", offsets)
+    reader = logs.LogReader(job, asked, offsets, chosen, stay=asked is not None)
+    once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
+    return follow_job(job, call, reader, once=once, lines=lines)
 
 
-def follow_job(job: Job, call: Call, reader: logs.LogReader, *, once: bool = False) -> Dict[str, Any]:
+def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[int]]) -> Dict[str, int]:
+    """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
+    attempt = asked.get("attempt") or logs.latest_attempt(job)
+    offsets: Dict[str, int] = {}
+    since = asked.get("since")
+    if since is not None:
+        unix_s = since["unix_s"] if "unix_s" in since else time.time() - since["ago_s"]
+        if asked.get("attempt") is None:
+            attempt = logtimes.attempt_at(job, unix_s)
+        if attempt is not None:
+            offsets = logtimes.offsets_at(job, attempt, unix_s)
+    if asked.get("tail") is not None:
+        for name, offset in logs.tail_offsets(job, asked["tail"], ranks, attempt).items():
+            offsets[name] = max(offset, offsets.get(name, 0))
+    if attempt is not None:
+        offsets.setdefault(logs.log_name(attempt, "launcher.log"), 0)
+    return offsets
+
+
+def follow_job(
+    job: Job, call: Call, reader: logs.LogReader, *, once: bool = False, lines: Optional[LineFilter] = None
+) -> Dict[str, Any]:
     wait_s, shown = POLL_MIN_S, ""
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
         now = state.judge(job)
         chunks = reader.poll()
         for chunk in chunks:
-            call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
+            if chunk.dropped:
+                _say_left_out(call, chunk.file, chunk.dropped, reader.limit(chunk.file))
+            if lines is None:
+                call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
+            else:
+                _send_matches(call, _search(lines, chunk))
         if now["state"] != shown and not once:
             shown = now["state"]
             call.send_event("state", now)
         if not chunks and (once or now["state"] in state.FINAL):
+            _send_matches(call, lines.end() if lines else [])
             call.send_event("status", dict(now, job_id=job.id))
             return {}
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
         call.cancelled.wait(wait_s)
     return {}
+
+
+def _search(lines: LineFilter, chunk: logs.Chunk) -> List[Match]:
+    signal.alarm(SEARCH_S)
+    try:
+        return lines.feed(chunk)
+    finally:
+        signal.alarm(0)
+
+
+def _send_matches(call: Call, matches: List[Match]) -> None:
+    for match in matches:
+        call.send_data(bytes(match.data), file=match.file, offset=match.offset)
+        if match.cut:
+            _say_left_out(call, match.file, len(match.data), None)
+
+
+def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> None:
+    call.send_event("left_out", {"file": file, "size": size, "limit": limit})
 
 
 def last_lines(root: Root, call: Call) -> Dict[str, Any]:

@@ -1,7 +1,9 @@
 """A job's logs as bytes: every file of its attempts by offset, so that a reader can go on after any cut.
 
 Offsets are per file name: prepare.log, launcher.log, rank_N.log of the first attempt, attempt_2/rank_N.log and so on of
-later ones. Polling only: inotify is blind on network file systems. Stdlib only, Python 3.8: this package runs on the host.
+later ones. Polling only: inotify is blind on network file systems.
+
+Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
@@ -9,6 +11,7 @@ import re
 from typing import Collection, Dict, List, NamedTuple, Optional
 
 from .layout import Job
+from .logsize import LIMIT_KEY, Dropped
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
@@ -25,13 +28,15 @@ class Chunk(NamedTuple):
     file: str
     offset: int  # of the first byte of data
     data: bytes
+    dropped: int = 0  # bytes that stood before it and are gone by the log's size limit
 
 
 class LogReader:
     """Reads on in the files of an attempt, also in those that appear later, and then in those of the next attempts.
 
     It begins with `attempt`, else with the last one that `offsets` name, else with the latest. `offsets` say where to
-    begin in each file (0 unless named); `ranks` restricts it to the logs of those ranks.
+    begin in each file (0 unless named); `ranks` restricts it to the logs of those ranks; with `stay` it reads one
+    attempt alone.
     """
 
     def __init__(
@@ -40,11 +45,20 @@ class LogReader:
         attempt: Optional[int] = None,
         offsets: Optional[Dict[str, int]] = None,
         ranks: Optional[Collection[int]] = None,
+        *,
+        stay: bool = False,
     ) -> None:
         self.offsets: Dict[str, int] = dict(offsets or {})
         self._job = job
         self._attempt = attempt or max(map(attempt_of, self.offsets), default=None)
         self._ranks = ranks
+        self._stay = stay
+        self._dropped: Dict[str, Dropped] = {}
+
+    def limit(self, name: str) -> Optional[int]:
+        """The size limit of a file, in bytes, once a part of it was dropped."""
+        dropped = self._dropped.get(os.path.dirname(name))
+        return dropped.read().get(LIMIT_KEY) if dropped else None
 
     def poll(self) -> List[Chunk]:
         """What has come since the last poll, at most POLL_BYTES, in pieces of at most CHUNK_BYTES; offsets move on."""
@@ -52,7 +66,8 @@ class LogReader:
             self._attempt = latest_attempt(self._job)
         if self._attempt is None:
             return []
-        following = next_attempt(self._job, self._attempt)  # asked first: once it is there, this one's logs are whole
+        # asked first: once it is there, this one's logs are whole
+        following = None if self._stay else next_attempt(self._job, self._attempt)
         chunks = self._poll(self._attempt)
         while not chunks and following is not None:
             self._attempt, following = following, next_attempt(self._job, following)
@@ -61,32 +76,45 @@ class LogReader:
 
     def _poll(self, attempt: int) -> List[Chunk]:
         chunks: List[Chunk] = []
-        files = [log_name(attempt, name) for name in log_files(self._job.logs(attempt), self._ranks)]
+        folder = self._job.logs(attempt)
+        files = [log_name(attempt, name) for name in log_files(folder, self._ranks)]
         budget = POLL_BYTES
         while files and budget > 0:
             more = []
             for name in files:
-                data = self._read(os.path.join(self._job.logs(attempt), os.path.basename(name)), name)
-                if data:
-                    chunks.append(Chunk(name, self.offsets[name] - len(data), data))
-                    budget -= len(data)
-                if len(data) == CHUNK_BYTES:
-                    more.append(name)
+                chunk = self._read(folder, name)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= len(chunk.data)
+                    if len(chunk.data) == CHUNK_BYTES:
+                        more.append(name)
             files = more
         return chunks
 
-    def _read(self, path: str, name: str) -> bytes:
-        offset = self.offsets.setdefault(name, 0)
-        try:
-            if os.stat(path).st_size <= offset:
-                return b""
-            with open(path, "rb", buffering=0) as f:
-                f.seek(offset)
-                data = f.read(CHUNK_BYTES) or b""
-        except OSError:  # not readable now; the next poll tries again
-            return b""
+    def _read(self, folder: str, name: str) -> Optional[Chunk]:
+        begun = offset = self.offsets.setdefault(name, 0)
+        dropped = self._dropped.setdefault(os.path.dirname(name), Dropped(folder))
+        path = os.path.join(folder, os.path.basename(name))
+        while True:
+            try:
+                data = _read_at(path, offset)
+            except OSError:  # not readable now; the next poll tries again
+                return None
+            # asked after the reading: what is to be freed is told first, and freed bytes read as zeros
+            first = dropped.first_kept(os.path.basename(name))
+            if offset >= first or not data:
+                break
+            offset = first
         self.offsets[name] = offset + len(data)
-        return data
+        return Chunk(name, offset, data, offset - begun) if data else None
+
+
+def _read_at(path: str, offset: int) -> bytes:
+    if os.stat(path).st_size <= offset:
+        return b""
+    with open(path, "rb", buffering=0) as f:
+        f.seek(offset)
+        return f.read(CHUNK_BYTES) or b""
 
 
 def log_name(attempt: int, file: str) -> str:
@@ -102,15 +130,16 @@ def attempt_of(name: str) -> int:
 
 def latest_attempt(job: Job) -> Optional[int]:
     """Number of the last attempt that has a log folder; None before the first."""
-    return max(_attempts(job), default=None)
+    return max(attempts(job), default=None)
 
 
 def next_attempt(job: Job, attempt: int) -> Optional[int]:
     """Number of the attempt that came after this one; None when this is the last so far."""
-    return min((n for n in _attempts(job) if n > attempt), default=None)
+    return min((n for n in attempts(job) if n > attempt), default=None)
 
 
-def _attempts(job: Job) -> List[int]:
+def attempts(job: Job) -> List[int]:
+    """Numbers of the attempts that have a log folder, in no order."""
     try:
         names = os.listdir(os.path.dirname(job.logs(1)))
     except OSError:
@@ -130,9 +159,11 @@ def log_files(folder: str, ranks: Optional[Collection[int]] = None) -> List[str]
     return [name for name in _ORDER if name in names] + [name for _, name in of_rank]
 
 
-def tail_offsets(job: Job, lines: int, ranks: Optional[Collection[int]] = None) -> Dict[str, int]:
-    """Where to begin in each log of the latest attempt to get its last `lines` lines (0: none of it)."""
-    attempt = latest_attempt(job)
+def tail_offsets(
+    job: Job, lines: int, ranks: Optional[Collection[int]] = None, attempt: Optional[int] = None
+) -> Dict[str, int]:
+    """Where to begin in each log of an attempt (the latest one) to get its last `lines` lines (0: none of it)."""
+    attempt = attempt or latest_attempt(job)
     if attempt is None:
         return {}
     folder = job.logs(attempt)

@@ -19,8 +19,9 @@ from . import frames
 from .errors import AgentError
 from .frames import Frame, ProtocolError, Window
 
-IDLE_S = 60.0
-"""The agent ends this long after the last frame from the client (which pings every few seconds)."""
+IDLE_S = 50.0
+"""The agent ends this long after the last frame from the client (which pings every few seconds); with END_S below, a
+client that vanished without a word has left nothing behind after a minute."""
 SEND_TIMEOUT_S = 60.0
 MAX_CALLS = 32
 END_S = 5.0

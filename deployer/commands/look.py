@@ -54,6 +54,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         return
     rows = [("state", state_line(found)), ("where", host.name), ("folder", found.get("path"))]
     rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
+    rows += [("warning", warning) for warning in found.get("warnings") or []]
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None)

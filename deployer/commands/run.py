@@ -33,6 +33,7 @@ def run(
     no_pull: bool,
     pull_limit: int | None,
     as_json: bool,
+    give_up_s: float,
     host: Host,
     **options: Any,
 ) -> int:
@@ -56,7 +57,16 @@ def run(
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
     record = _record(prepared, host)
-    return _launch(prepared, host, record, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=not no_pull)
+    return _launch(
+        prepared,
+        host,
+        record,
+        detach=detach,
+        as_json=as_json,
+        give_up_s=give_up_s,
+        pull_limit=pull_limit,
+        pulls=not no_pull,
+    )
 
 
 def _check_platform(host: Host) -> None:
@@ -171,12 +181,13 @@ def _launch(
     *,
     detach: bool,
     as_json: bool,
+    give_up_s: float,
     pull_limit: int | None,
     pulls: bool,
 ) -> int:
     plan = prepared.plan
     screen = Screen(record)
-    view = None if detach else log_view(raw=plan.nproc == 1)
+    view = None if detach else log_view(bare=plan.nproc == 1)
     try:
         final = launch_and_follow(
             host.connect,
@@ -186,21 +197,19 @@ def _launch(
             git=git_state(Path.cwd()),
             view=view,
             watcher=screen,
+            give_up_s=give_up_s,
         )
     except KeyboardInterrupt:
         if not screen.acknowledged:
             render.notice("\ncancelled: nothing was started")
             return 130
-        render.notice("\ndetached: the job runs on")
-        next_commands(plan.job_id)
+        screen.left_behind("\ndetached")
         return DETACHED
     except LostConnection as error:
         if not screen.acknowledged:
             screen.remember()  # it may have been started: `ps` must know which host to ask
             raise
-        render.show_error(error)
-        render.notice("gave up following: the job runs on, as far as is known")
-        next_commands(plan.job_id)
+        screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
     finally:
         screen.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +18,7 @@ from deployer.registry import JobRecord, write_record
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""
+_RANK = re.compile(r"rank_(\d+)\.log\Z")
 
 
 class Screen(Watcher):
@@ -27,6 +31,8 @@ class Screen(Watcher):
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
         self._waiting = False
+        self._heard_at = time.monotonic()
+        self._known_state = "running"
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -55,9 +61,31 @@ class Screen(Watcher):
             render.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
 
     def state(self, status: dict[str, Any]) -> None:
+        self._known_state = str(status["state"])
+
+    def heard(self) -> None:
+        self._heard_at = time.monotonic()
         if self._waiting:
             self._waiting = False
             render.notice("connected again")
+
+    def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
+        rank = _RANK.search(file)
+        who = f"rank {rank.group(1)}" if rank else file
+        if limit is None:
+            what = f"of a longer line only the first {render.size(size_bytes)} were searched and are shown"
+        else:
+            what = f"{render.size(size_bytes)} of this log were dropped on the host, --log-max {render.size(limit)}"
+        render.notice(f"[{who}: {what}]")
+
+    def left_behind(self, what: str) -> None:
+        """Three lines for one who stops following: what happened, how the job is, how to come back to it."""
+        job_id, me = self.record.job_id, render.invoked_as()
+        ago = time.monotonic() - self._heard_at
+        when = f"was {self._known_state} {render.age(ago)} ago" if ago >= 2 else f"is {self._known_state}"
+        render.notice(what)
+        render.notice(f"{job_id} {when}; it goes on without this client")
+        render.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:
@@ -74,15 +102,22 @@ def exit_code_of(final: dict[str, Any]) -> int:
 
 def state_line(found: dict[str, Any]) -> str:
     """A job's state in words."""
-    code = found.get("code")
-    return f"{found['state']} (exit code {code})" if found["state"] == "failed" else str(found["state"])
+    more = {"failed": f"exit code {found.get('code')}", "lost": found.get("reason")}.get(found["state"])
+    return f"{found['state']} ({more})" if more else str(found["state"])
 
 
-def log_view(*, raw: bool, launcher: bool = False) -> LogView:
+def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:
     """A view on this process's own stdout and stderr."""
     sys.stdout.flush()
-    terminal = sys.stdout.isatty()
-    return LogView(sys.stdout.buffer, sys.stderr.buffer, terminal=terminal, raw=raw, launcher=launcher)
+    return LogView(
+        sys.stdout.buffer,
+        sys.stderr.buffer,
+        terminal=sys.stdout.isatty(),
+        bare=bare,
+        raw=raw,
+        launcher=launcher,
+        escapes=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+    )
 
 
 def next_commands(job_id: str, final: Mapping[str, Any] | None = None) -> None:

@@ -1,0 +1,139 @@
+"""When which byte of a log was written: an index beside the raw logs, which carry no times themselves.
+
+One line per second in which a log grew: Unix time, time since boot, size of every file. The time since boot says
+how far apart two lines are whatever happened to the clock. Stdlib only, Python 3.8, Linux.
+"""
+
+import json
+import os
+import time
+from typing import Dict, Iterable, List, NamedTuple, Optional
+
+from .layout import Job
+from .logs import attempts, log_files, log_name
+
+TIMES_FILE = "times.jsonl"
+EVERY_S = 1.0
+MAX_BYTES = 1 << 20
+"""An index that exceeds this gives up every other line of its older three quarters."""
+
+
+class Entry(NamedTuple):
+    unix_s: float
+    boot_s: float
+    sizes: Dict[str, int]  # of every log at that moment
+
+
+class TimeIndex:
+    """Writes the index of one attempt's log folder."""
+
+    def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._sizes: Dict[str, int] = {}
+
+    def note(self, sizes: Dict[str, int]) -> None:
+        """Adds a line when a size has changed. A disk without room makes the index coarser, nothing else."""
+        if sizes == self._sizes:
+            return
+        line = json.dumps([round(time.time(), 3), round(_since_boot(), 3), sizes], separators=(",", ":"))
+        try:
+            size = _append(os.path.join(self._folder, TIMES_FILE), line.encode("ascii") + b"\n")
+            if size > self._max_bytes:
+                self._thin()
+        except OSError:
+            return
+        self._sizes = dict(sizes)
+
+    def _thin(self) -> None:
+        path = os.path.join(self._folder, TIMES_FILE)
+        temporary = "%s.%d.tmp" % (path, os.getpid())
+        with open(path, "rb") as f:
+            lines = thinned(f.read().splitlines(True))
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "wb") as f:
+            f.writelines(lines)
+        os.replace(temporary, path)
+
+
+def thinned(lines: List[bytes]) -> List[bytes]:
+    """Every other line of the older three quarters, all of the newest quarter."""
+    old = len(lines) * 3 // 4
+    return lines[:old:2] + lines[old:]
+
+
+def sizes_of(folder: str) -> Dict[str, int]:
+    """Every log of an attempt's folder with its present size."""
+    sizes = {}
+    for name in log_files(folder):
+        try:
+            sizes[name] = os.stat(os.path.join(folder, name)).st_size
+        except OSError:
+            continue
+    return sizes
+
+
+def read_index(folder: str) -> List[Entry]:
+    """The lines that can be read; empty for a job from before there was an index."""
+    try:
+        with open(os.path.join(folder, TIMES_FILE), "rb") as f:
+            lines = f.read(4 * MAX_BYTES).splitlines()
+    except OSError:
+        return []
+    return [entry for entry in map(_parse, lines) if entry is not None]
+
+
+def offsets_since(entries: Iterable[Entry], unix_s: float) -> Dict[str, int]:
+    """Where each log stood just before that time (files that are missing: 0), to the second, or earlier.
+
+    The clock of the newest line is taken for right, and the older ones are placed by the time since boot: a clock that
+    was put right on the way, forward or back, changes nothing.
+    """
+    entries = list(entries)
+    if not entries:
+        return {}
+    newest = entries[-1]
+    found: Dict[str, int] = {}
+    for entry in entries:
+        if newest.unix_s - (newest.boot_s - entry.boot_s) >= unix_s:
+            break
+        found = entry.sizes
+    return dict(found)
+
+
+def attempt_at(job: Job, unix_s: float) -> Optional[int]:
+    """The attempt in which to begin for what was written since then: the first that still wrote, or the latest."""
+    numbers = sorted(attempts(job))
+    for number in numbers:
+        entries = read_index(job.logs(number))
+        if entries and entries[-1].unix_s >= unix_s:
+            return number
+    return numbers[-1] if numbers else None
+
+
+def offsets_at(job: Job, attempt: int, unix_s: float) -> Dict[str, int]:
+    """`offsets_since` of an attempt, by the names that a reader uses."""
+    found = offsets_since(read_index(job.logs(attempt)), unix_s)
+    return {log_name(attempt, name): offset for name, offset in found.items()}
+
+
+def _parse(line: bytes) -> Optional[Entry]:
+    try:
+        unix_s, boot_s, sizes = json.loads(line.decode("ascii"))
+        return Entry(float(unix_s), float(boot_s), {str(name): int(size) for name, size in sizes.items()})
+    except (ValueError, TypeError, AttributeError):  # cut by a full disk or a power cut
+        return None
+
+
+def _append(path: str, data: bytes) -> int:
+    """The file's size afterwards."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, data)
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while the machine sleeps
