@@ -65,7 +65,15 @@ def launch_and_follow(
         call.result()
         link.close()
         return None
-    return follow_to_end(connect, plan.job_id, view=view, watcher=watcher, opened=(link, call), give_up_s=give_up_s)
+    return follow_to_end(
+        connect,
+        plan.job_id,
+        view=view,
+        watcher=watcher,
+        opened=(link, call),
+        request={"from_attempt": 1},
+        give_up_s=give_up_s,
+    )
 
 
 def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher) -> tuple[Link, Call]:

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from . import state
+from . import oom, progress, stalling, state
 from .children import Children
-from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_outcome
+from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
 from .layout import JOB_ID_ENV, Job, Root
 from .logkeeping import LogKeeper
@@ -30,6 +30,16 @@ class Stopped(Exception):
     """The job was asked to stop before it had started."""
 
 
+Hook = Callable[[], None]
+"""What is looked after while an attempt runs: called every POLL_S or sooner, quick, and does no more than is due."""
+
+
+def wait(job: Job, children: Children) -> None:
+    """A supervisor's turn of waiting; a TERM to it asks its job to stop."""
+    if children.wait():
+        state.request_stop(job)
+
+
 class Attempt:
     """One start of the job's command. `run` is its whole life; what it leaves running is swept by the caller."""
 
@@ -42,6 +52,7 @@ class Attempt:
         *,
         status: StatusFile,
         children: Children,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.job = job
         self.agent_dir = agent_dir
@@ -55,8 +66,14 @@ class Attempt:
         self._adopted = False
         self._is_trainer = self.plan.get("kind") == "trainer"
         self._stop: Optional[Stopping] = None
+        self._stalled: Optional[Ending] = None
+        self._stall_request: Optional[state.StopRequest] = None
         self._failed_at: Optional[float] = None
         self._logs: Optional[LogKeeper] = None
+        self._more_hooks = list(hooks)
+        self._metrics_before = progress.metrics_mark(job)
+        self._stall: Optional[stalling.StallWatch] = None
+        self._oom = oom.OomWatch()
         self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
 
     def run(self) -> Ending:
@@ -64,7 +81,9 @@ class Attempt:
         try:
             self._start(self._prepare())
         except Stopped:
-            return Ending(STOPPED, None, "stopped on request, before it had started")
+            stop = state.read_stop(self.job)
+            reason = (stop.reason if stop else "") or "stopped on request"
+            return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
             return Ending(FAILED, state.TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
         self._watch()
@@ -76,6 +95,20 @@ class Attempt:
         self.main = state.main_process(self.status.values)
         self._watch()
         return self._ending()
+
+    def report(self, ending: Ending) -> Dict[str, Any]:
+        """What the status keeps of this attempt once it has ended."""
+        values = self.status.values
+        has_stepped = self._is_trainer and progress.metrics_mark(self.job) != self._metrics_before
+        return {
+            "attempt": self.number,
+            "started_at": values.get("started_at"),
+            "ended_at": state.utc(time.time()),
+            "resumed_from": values.get("resumed_from"),
+            "step": progress.last_step(self.job) if has_stepped else None,
+            "error": self._error(ending),
+            **{key: getattr(ending, key) for key in ("state", "code", "reason", "first_failing_rank", "signal")},
+        }
 
     def term_s(self) -> float:
         """How long what it left running may take after its TERM, in seconds."""
@@ -90,6 +123,7 @@ class Attempt:
         """The command with its slots filled. Stopped when a stop was asked for meanwhile."""
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
+        state.remove(self.job.outcome)  # of an earlier attempt
         slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir}
         command = job_command(self.job, self.input, slots)
         self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
@@ -104,7 +138,7 @@ class Attempt:
         while self.children.code(resolving.pid) is None:
             if state.read_stop(self.job) is not None:
                 raise Stopped  # the sweep ends the child and what it started
-            self._wait()
+            wait(self.job, self.children)
         if state.read_stop(self.job) is not None:
             raise Stopped
         return resolving.result()
@@ -132,23 +166,29 @@ class Attempt:
         self._popen = started  # kept: its destructor would wait
         self.children.expect(started.pid)
         self.main = process_of(started.pid)
-        self.status.save(state=state.RUNNING, started_at=state.utc(time.time()), main=self.main._asdict())
+        self.status.values.setdefault("began_mono_s", time.monotonic())
+        self.status.save(
+            state=state.RUNNING,
+            started_at=state.utc(time.time()),
+            main=self.main._asdict(),
+            resumed_from=progress.newest_checkpoint(self.job) if self._is_trainer else None,
+        )
 
     # --- watch ---
 
-    def _hooks(self) -> List[Callable[[], None]]:
-        """What is looked after while the attempt runs: each is called every POLL_S or sooner, is quick, and sees to it
-        itself that it does no more than is due."""
-        return [self._drive_stop, self._kill_siblings, self.status.retry, self._keep_logs]
+    def _hooks(self) -> List[Hook]:
+        own = (self._find_stall, self._drive_stop, self._kill_siblings, self._note_memory, self.status.retry)
+        return [*self._more_hooks, *own, self._keep_logs]
 
     def _watch(self) -> None:
+        self._stall = self._stall_watch()
         hooks = self._hooks()
         while not self._ended():
             for hook in hooks:
                 hook()
             if self._stop is not None and self._stop.phase == "given up":
                 return
-            self._wait()
+            wait(self.job, self.children)
         self._keep_logs(now=True)
 
     def _keep_logs(self, *, now: bool = False) -> None:
@@ -159,18 +199,14 @@ class Attempt:
         if warning is not None:
             self.status.save(warnings=[*self.status.values.get("warnings", []), warning])
 
-    def _wait(self) -> None:
-        """A TERM to the supervisor itself asks the job to stop."""
-        if self.children.wait():
-            state.request_stop(self.job)
-
     def _drive_stop(self) -> None:
-        request = state.read_stop(self.job)
+        request = state.read_stop(self.job) or self._stall_request
         if request is None:
             return
         if self._stop is None:
+            flagged = self._is_trainer and self._stall_request is None
             early = len(self._ranks()) < self.nproc
-            self._stop = Stopping(self.main, self._ranks, self.leftovers, flagged=self._is_trainer, early=early)
+            self._stop = Stopping(self.main, self._ranks, self.leftovers, flagged=flagged, early=early)
         phase = self._stop.advance(request)
         if phase != self.status.values.get("phase"):
             self.status.save(phase=phase, grace_s=request.grace_s)
@@ -182,6 +218,28 @@ class Attempt:
             self._failed_at = time.monotonic()
         if self._failed_at is not None and time.monotonic() >= self._failed_at + SIBLINGS_S:
             kill_ranks(self._ranks())
+
+    def _stall_watch(self) -> Optional[stalling.StallWatch]:
+        timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s")
+        if timeout_s is None:
+            return None
+        if self._is_trainer:
+            return stalling.StallWatch(lambda: progress.trainer_mark(self.job), timeout_s)
+        return stalling.StallWatch(lambda: progress.output_mark(self.job, self.number), timeout_s)
+
+    def _find_stall(self) -> None:
+        """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
+        if self._stall is None or self._stop is not None or not self._stall.is_stalled():
+            return
+        timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s") or 0.0
+        self._stalled = stalling.stalled_ending(self.job, timeout_s, is_trainer=self._is_trainer)
+        self.status.save(stalled=stalling.describe_ranks(self.job, self.number, self._ranks()))
+        now = time.time()
+        self._stall_request = state.StopRequest(stalling.STALL_GRACE_S, now, now + stalling.STALL_GRACE_S)
+
+    def _note_memory(self) -> None:
+        if first_failure(self._ranks()) is None:
+            self._oom.sample()
 
     def _ended(self) -> bool:
         ended = self._main_ended()
@@ -207,6 +265,8 @@ class Attempt:
     # --- end ---
 
     def _ending(self) -> Ending:
+        if self._stalled is not None:
+            return self._stalled
         stop = state.read_stop(self.job)
         ending = decide_ending(
             self._ranks(),
@@ -214,9 +274,21 @@ class Attempt:
             launcher_code=self.children.code(self.main.pid) if self.main and not self._adopted else None,
             launcher_log=self._launcher_log(),
             stop_requested_at=stop.requested_at if stop else None,
+            stop_reason=stop.reason if stop else "",
         )
+        if ending is not None and self._oom.has_killed():
+            ending = with_oom(ending, reason=oom.REASON, hint=oom.HINT)
         ending = with_outcome(ending, state.read_json(self.job.outcome))
         return ending or Ending(state.LOST, state.TOOL_FAILED, "the job's processes are gone and left no exit record")
+
+    def _error(self, ending: Ending) -> str:
+        """The words by which a failure is known again."""
+        if self.main is None or ending.state != FAILED:
+            return ending.reason
+        outcome = state.read_json(self.job.outcome) or {}
+        if self._is_trainer and outcome.get("error"):
+            return str(outcome["error"]).strip().split("\n")[0][: progress.MAX_LINE]
+        return progress.last_line(self.job, ending.first_failing_rank, self.number)
 
     def _launcher_log(self) -> str:
         try:

@@ -14,6 +14,8 @@ _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
 )
 
+_MAYBE_OOM = " (often the host ran out of memory)"
+
 
 class RankRecord(NamedTuple):
     """What rank.py wrote about one rank. `code` is None while it runs, and for good when its wrapper was killed."""
@@ -35,6 +37,7 @@ class Ending(NamedTuple):
     reason: str
     first_failing_rank: Optional[int] = None
     signal: Optional[int] = None
+    hint: str = ""
 
 
 def parse_rank_record(data: Dict[str, Any]) -> RankRecord:
@@ -80,17 +83,19 @@ def decide_ending(
     launcher_code: Optional[int],
     launcher_log: str = "",
     stop_requested_at: Optional[float] = None,
+    stop_reason: str = "",
 ) -> Optional[Ending]:
     """The verdict on a job whose processes are gone.
 
     launcher_code: of the process that the supervisor started, None when nobody saw its end. stop_requested_at: Unix
-    time in seconds, None without a request. None when the ranks' records do not tell and there is no launcher's code.
+    time in seconds, None without a request; stop_reason: why, unless somebody asked for it. None when the ranks'
+    records do not tell and there is no launcher's code.
     """
     natural = _by_ranks(ranks, nproc, launcher_code) or _by_launcher(launcher_code, launcher_log)
     if stop_requested_at is None or _ended_before(ranks, nproc, stop_requested_at):
         return natural
     code, rank, signum = (natural.code, natural.first_failing_rank, natural.signal) if natural else (None, None, None)
-    return Ending(STOPPED, code, "stopped on request", rank, signum)
+    return Ending(STOPPED, code, stop_reason or "stopped on request", rank, signum)
 
 
 def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) -> Optional[Ending]:
@@ -107,6 +112,13 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) ->
         words = str(outcome["error"]).strip().splitlines()[0]
         return ending._replace(reason="%s; rank %s: %s" % (ending.reason, outcome.get("rank"), words))
     return ending
+
+
+def with_oom(ending: Ending, *, reason: str, hint: str) -> Ending:
+    """The verdict on a rank that the kernel killed for lack of memory; any other one is as it was."""
+    if ending.state != FAILED or ending.signal != signal.SIGKILL:
+        return ending
+    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + reason), hint=hint)
 
 
 def _by_ranks(ranks: Sequence[RankRecord], nproc: int, launcher_code: Optional[int]) -> Optional[Ending]:
@@ -139,7 +151,7 @@ def _failed_rank(rank: int, code: int, signum: Optional[int]) -> Ending:
     else:
         reason = "rank %d was killed by %s" % (rank, signal_name(signum))
         if signum == signal.SIGKILL:
-            reason += " (often the host ran out of memory)"
+            reason += _MAYBE_OOM
     return Ending(FAILED, code, reason, rank, signum)
 
 

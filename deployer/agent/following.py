@@ -23,7 +23,8 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     """Streams the job's logs on until it has ended, or to their present end; says first where it begins.
 
     It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, the latest unless given.
-    `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone.
+    `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone; `from_attempt` is where
+    a client begins that started it and has seen nothing yet.
     """
     job = find_job(root, call.head["job"])
     asked = call.head.get("attempt")
@@ -34,7 +35,7 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     if asked is not None and not 1 <= asked <= (latest or 1):
         raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
     offsets = call.head.get("offsets")
-    if offsets is None:
+    if not offsets:
         offsets = _beginning(job, call.head, ranks=chosen)
     call.send_event("from", offsets)
     reader = logs.LogReader(job, asked, offsets, chosen, stay=asked is not None)
@@ -44,7 +45,7 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
 
 def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[int]]) -> Dict[str, int]:
     """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
-    attempt = asked.get("attempt") or logs.latest_attempt(job)
+    attempt = asked.get("attempt") or asked.get("from_attempt") or logs.latest_attempt(job)
     offsets: Dict[str, int] = {}
     since = asked.get("since")
     if since is not None:
@@ -64,7 +65,7 @@ def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[in
 def follow_job(
     job: Job, call: Call, reader: logs.LogReader, *, once: bool = False, lines: Optional[LineFilter] = None
 ) -> Dict[str, Any]:
-    wait_s, shown = POLL_MIN_S, ""
+    wait_s, shown = POLL_MIN_S, None  # type: float, Any
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
         now = state.judge(job)
@@ -76,8 +77,8 @@ def follow_job(
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
             else:
                 _send_matches(call, _search(lines, chunk))
-        if now["state"] != shown and not once:
-            shown = now["state"]
+        if (now["state"], now.get("attempt")) != shown and not once:
+            shown = (now["state"], now.get("attempt"))
             call.send_event("state", now)
         if not chunks and (once or now["state"] in state.FINAL):
             _send_matches(call, lines.end() if lines else [])

@@ -1,4 +1,4 @@
-"""One job's life: begun, attempted, swept, and its final status written.
+"""One job's life: begun, attempted once or more often, swept, and its final status written.
 
 Stdlib only, Python 3.8, Linux.
 """
@@ -7,8 +7,8 @@ import os
 import time
 from typing import Any, Dict, List, Optional
 
-from . import state
-from .attempt import SWEEP_S, Attempt
+from . import probe, progress, restarts, stalling, state
+from .attempt import SWEEP_S, Attempt, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
 from .layout import Job
@@ -24,12 +24,15 @@ class JobRun:
         self.agent_dir = agent_dir
         self.input = launch_input
         self.plan: Dict[str, Any] = launch_input["plan"]
+        self.policy: Dict[str, Any] = self.plan.get("policy") or {}
+        self._is_trainer = self.plan.get("kind") == "trainer"
         self.adopted = bool(launch_input.get("adopt"))
         self.children = Children()
-        self.status = StatusFile(job, (state.read_status(job) or {}) if self.adopted else {})
+        self.status = StatusFile(job, self._first_status())
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._remaining: List[Process] = []
+        self._limited = False
 
     def run(self) -> None:
         """Returns when the job has ended; at once when the status cannot even be begun (`spawn` then says so)."""
@@ -44,13 +47,18 @@ class JobRun:
             ending = Ending(FAILED, state.TOOL_FAILED, "the supervisor failed: %r" % e)
         self._finish(ending)
 
+    def _first_status(self) -> Dict[str, Any]:
+        """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
+        before = state.read_status(self.job) or {}
+        if self.adopted:
+            return before
+        number = int(self.input["attempt"])
+        most = number + int(self.policy.get("max_restarts") or 0)
+        kept = {"attempts": before.get("attempts") or []} if number > 1 else {}
+        return {"state": state.PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most, **kept}
+
     def _begin(self) -> bool:
-        self.status.save(
-            state=self.status.values.get("state", state.PREPARING),
-            supervisor=state.own_identity()._asdict(),
-            attempt=int(self.status.values.get("attempt") or self.input["attempt"]),
-            nproc=int(self.plan.get("nproc") or 1),
-        )
+        self.status.save(supervisor=state.own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))
         if self.status.unsaved:
             return False
         self.status.reserve()
@@ -58,15 +66,84 @@ class JobRun:
 
     def _live(self) -> Ending:
         """The attempts, up to the last one's ending."""
-        self.attempt = Attempt(
+        ending = self._try(adopted=self.adopted)
+        while ending.state == FAILED and self.policy.get("max_restarts"):
+            reason = self._why_no_restart()
+            if reason is not None:
+                return ending._replace(reason="%s; not restarted: %s" % (ending.reason, reason))
+            self._sweep()
+            if self._remaining:
+                return ending._replace(reason="%s; not restarted: processes of it remain" % ending.reason)
+            stop = self._back_off()
+            if stop is not None:
+                reason = stop.reason or "stopped on request"
+                return Ending(STOPPED, ending.code, "%s, before the next attempt; %s" % (reason, ending.reason))
+            ending = self._try()
+        return ending
+
+    def _try(self, *, adopted: bool = False) -> Ending:
+        """One attempt, up to its ending, which the status then keeps."""
+        number = int(self.status.values["attempt"])
+        self.attempt = attempt = Attempt(
             self.job,
             self.agent_dir,
             self.input,
-            self.status.values["attempt"],
+            number,
             status=self.status,
             children=self.children,
+            hooks=[self._limit_runtime],
         )
-        return self.attempt.adopt() if self.adopted else self.attempt.run()
+        ending = attempt.adopt() if adopted else attempt.run()
+        self.status.save(attempts=[*(self.status.values.get("attempts") or []), attempt.report(ending)])
+        return ending
+
+    # --- between the attempts ---
+
+    def _why_no_restart(self) -> Optional[str]:
+        if self.adopted and self.plan.get("secret_names"):
+            return "the supervisor that knew its secrets was killed; resume it"
+        first = int(self.status.values.get("first_attempt") or 1)
+        history = [restarts.past_of(a) for a in self.status.values["attempts"] if a["attempt"] >= first]
+        most = int(self.policy["max_restarts"])
+        return restarts.why_no_restart(history, max_restarts=most, is_trainer=self._is_trainer)
+
+    def _back_off(self) -> Optional[state.StopRequest]:
+        """Waits before the next attempt; the request when a stop is asked for meanwhile."""
+        number = int(self.status.values["attempt"])
+        wait_s = restarts.backoff_s(number - int(self.status.values.get("first_attempt") or 1))
+        self.status.save(
+            state=state.PREPARING,
+            attempt=number + 1,
+            main=None,
+            started_at=None,
+            phase=None,
+            stalled=None,
+            resumed_from=progress.newest_checkpoint(self.job) if self._is_trainer else None,
+        )
+        if self.adopted:
+            self._take_over_input()
+        until = time.monotonic() + wait_s
+        while state.read_stop(self.job) is None and time.monotonic() < until:
+            self._limit_runtime()
+            wait(self.job, self.children)
+        return state.read_stop(self.job)
+
+    def _take_over_input(self) -> None:
+        """What the killed supervisor had been given, as far as it is kept."""
+        record = state.read_json(self.job.record) or {}
+        base_env = probe.job_environment(dict(os.environ), probe.container_env())
+        self.input = {"env": record.get("env") or {}, "secrets": {}, "base_env": base_env, **self.input}
+
+    def _limit_runtime(self) -> None:
+        """Asks for an orderly stop once all attempts together have run for so long."""
+        limit_s = stalling.limit_of(self.policy, "max_runtime_s")
+        began_s = self.status.values.get("began_mono_s")
+        if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
+            return
+        self._limited = True
+        state.request_stop(self.job, reason="stopped after --max-runtime %s" % stalling.duration(limit_s))
+
+    # --- end ---
 
     def _sweep(self) -> None:
         """Ends what the attempt left running."""

@@ -20,7 +20,7 @@ TAIL_BYTES = 1 << 20
 """How far back a file is searched for its last lines: a progress bar may be one endless line."""
 
 _ATTEMPT = re.compile(r"attempt_(\d+)\Z")
-_RANK = re.compile(r"rank_(\d+)\.log\Z")
+RANK_LOG = re.compile(r"rank_(\d+)\.log\Z")
 _ORDER = ("prepare.log", "launcher.log")
 
 
@@ -153,7 +153,7 @@ def log_files(folder: str, ranks: Optional[Collection[int]] = None) -> List[str]
         names = set(os.listdir(folder))
     except OSError:
         return []
-    of_rank = sorted((int(m.group(1)), name) for m, name in ((_RANK.match(n), n) for n in names) if m)
+    of_rank = sorted((int(m.group(1)), name) for m, name in ((RANK_LOG.match(n), n) for n in names) if m)
     if ranks is not None:
         return [name for rank, name in of_rank if rank in ranks]
     return [name for name in _ORDER if name in names] + [name for _, name in of_rank]
@@ -171,10 +171,10 @@ def tail_offsets(
     return {log_name(attempt, name): _tail_offset(os.path.join(folder, name), lines) for name in found}
 
 
-def last_lines(job: Job, rank: Optional[int], lines: int) -> bytes:
-    """The last lines of a rank's log in the latest attempt, at most TAIL_BYTES. Without a rank: of the launcher's log,
-    or the preparation's when nothing was launched. Empty when there is none."""
-    attempt = latest_attempt(job)
+def last_lines(job: Job, rank: Optional[int], lines: int, *, attempt: Optional[int] = None) -> bytes:
+    """The last lines of a rank's log in an attempt (the latest), at most TAIL_BYTES. Without a rank: of the launcher's
+    log, or the preparation's when nothing was launched. Empty when there is none."""
+    attempt = attempt or latest_attempt(job)
     if attempt is None:
         return b""
     names = ["rank_%d.log" % rank] if rank is not None else ["launcher.log", "prepare.log"]

@@ -5,9 +5,9 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
-from . import state, supervise
+from . import progress, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
 from .wire import Call
@@ -37,20 +37,10 @@ def ps(root: Root, call: Call) -> Dict[str, Any]:
 
 def status(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
-    call.send_event("status", dict(state.judge(job), job_id=job.id, path=job.path, latest=last_metrics(job)))
+    now = state.judge(job)
+    found = {"latest": progress.last_metrics(job), "silent_s": progress.silent_s(job, int(now.get("attempt") or 1))}
+    call.send_event("status", dict(now, job_id=job.id, path=job.path, **found))
     return {}
-
-
-def last_metrics(job: Job) -> Optional[str]:
-    """The last whole line of metrics.jsonl."""
-    try:
-        with open(job.metrics, "rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - 8192))
-            lines = f.read().split(b"\n")[:-1]
-    except OSError:
-        return None
-    return lines[-1].decode("utf-8", "replace") if lines else None
 
 
 # --- stop ------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class StopRequest(NamedTuple):
     grace_s: float
     requested_at: float  # Unix time of the first request
     deadline_at: float  # Unix time; a later request may only bring it forward
+    reason: str = ""  # why the supervisor itself asks; empty for a request from outside
 
 
 def this_machine() -> str:
@@ -90,12 +91,13 @@ def write_json(path: str, value: Dict[str, Any]) -> None:
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError:
-        _remove(temporary)
+        remove(temporary)
         raise
     _sync_folder(os.path.dirname(path))
 
 
-def _remove(path: str) -> None:
+def remove(path: str) -> None:
+    """The file is gone afterwards, or cannot be removed."""
     try:
         os.unlink(path)
     except OSError:
@@ -153,15 +155,15 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
     return sorted(ranks)
 
 
-def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S) -> StopRequest:
+def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = "") -> StopRequest:
     """Asks for an orderly end within `grace_s` seconds. Harmless to repeat: only a shorter time replaces the first."""
     now = time.time()
-    wanted = StopRequest(grace_s, now, now + grace_s)
+    wanted = StopRequest(grace_s, now, now + grace_s, reason)
     before = read_stop(job)
     if before is not None:
         if wanted.deadline_at >= before.deadline_at:
             return before
-        wanted = wanted._replace(requested_at=before.requested_at)
+        wanted = wanted._replace(requested_at=before.requested_at, reason=before.reason)
     os.makedirs(job.control, mode=0o700, exist_ok=True)
     write_json(job.stop, wanted._asdict())
     return wanted
@@ -175,7 +177,8 @@ def read_stop(job: Job) -> Optional[StopRequest]:
         return None
     try:
         data = read_json(job.stop) or {}
-        return StopRequest(float(data["grace_s"]), float(data["requested_at"]), float(data["deadline_at"]))
+        times = float(data["grace_s"]), float(data["requested_at"]), float(data["deadline_at"])
+        return StopRequest(*times, reason=str(data.get("reason", "")))
     except (KeyError, TypeError, ValueError):
         return StopRequest(DEFAULT_GRACE_S, touched_at, touched_at + DEFAULT_GRACE_S)
 
@@ -211,6 +214,14 @@ def supervisor_of(status: Dict[str, Any]) -> Optional[Identity]:
         return Identity(**status["supervisor"])
     except (KeyError, TypeError):
         return None
+
+
+def former_attempt(status: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """What the status keeps of the attempt before this one; None when this is the first since launch or resume."""
+    number = int(status.get("attempt") or 1)
+    if number <= int(status.get("first_attempt") or 1):
+        return None
+    return next((a for a in status.get("attempts") or [] if a.get("attempt") == number - 1), None)
 
 
 def main_process(status: Dict[str, Any]) -> Optional[Process]:
@@ -274,11 +285,18 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
         nproc=int(status.get("nproc", 1)),
         launcher_code=None,
         stop_requested_at=stop.requested_at if stop else None,
+        stop_reason=stop.reason if stop else "",
     )
     ending = with_outcome(ending, read_json(job.outcome))
     if ending is not None:
         ended_at = max((r.ended_at_ns for r in ranks), default=0) / 1e9
         return {**ending._asdict(), "ended_at": utc(ended_at or time.time())}
+    former = former_attempt(status)
+    if status.get("state") == PREPARING and former is not None:  # between two attempts of one supervisor
+        how = "the host was rebooted" if rebooted else "its supervisor was killed"
+        reason = "%s; %s before attempt %d" % (former.get("reason"), how, status["attempt"])
+        kept = {key: former.get(key) for key in ("state", "code", "first_failing_rank", "signal", "ended_at")}
+        return {**kept, "reason": reason}
     if rebooted:
         reason = "the host was rebooted"
     elif status.get("state") == PREPARING:

@@ -51,10 +51,7 @@ class StatusFile:
 
     def save_last(self, **final: Any) -> None:
         """The last word, in the room that was kept for it."""
-        try:
-            os.unlink(self._job.reserve)
-        except OSError:
-            pass
+        state.remove(self._job.reserve)
         self.save(**final)
         for _ in range(LAST_TRIES):
             if not self.unsaved:

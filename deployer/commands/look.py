@@ -11,6 +11,7 @@ import click
 
 from deployer import jobs, render
 from deployer.agent.state import FINAL
+from deployer.attempts import attempt_line, silence_line
 from deployer.commands.screen import next_commands, state_line
 from deployer.host import Host
 from deployer.registry import read_records
@@ -55,6 +56,8 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows = [("state", state_line(found)), ("where", host.name), ("folder", found.get("path"))]
     rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
     rows += [("warning", warning) for warning in found.get("warnings") or []]
+    rows += [("attempt", line) for line in [attempt_line(found)] if line]
+    rows += [("silent", line) for line in [silence_line(found)] if line]
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None)

@@ -245,6 +245,8 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
     _show_last_lines(host, job_id, rank)
     code = f"code {final.get('code')}"
     render.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
+    if final.get("hint"):
+        render.notice(f"hint: {final['hint']}")
     next_commands(job_id, final)
 
 

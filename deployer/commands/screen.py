@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deployer import render
+from deployer.attempts import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
 from deployer.logview import LogView
@@ -33,6 +34,7 @@ class Screen(Watcher):
         self._waiting = False
         self._heard_at = time.monotonic()
         self._known_state = "running"
+        self._attempt = 1
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -62,6 +64,10 @@ class Screen(Watcher):
 
     def state(self, status: dict[str, Any]) -> None:
         self._known_state = str(status["state"])
+        attempt = number_of(status)
+        if attempt != self._attempt:
+            self._attempt = attempt
+            render.notice(attempt_line(status) or "")
 
     def heard(self) -> None:
         self._heard_at = time.monotonic()

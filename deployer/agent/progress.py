@@ -1,0 +1,107 @@
+"""How far a job has come, read from its files: steps, checkpoints, the age and the last line of its logs.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import os
+import re
+import time
+from typing import Iterator, List, NamedTuple, Optional, Tuple
+
+from .layout import Job
+from .logs import RANK_LOG, last_lines
+
+MAX_LINE = 300
+"""Characters of a log line that are kept in a status."""
+_STEP = re.compile(r"step_(\d+)\Z")
+_COMPLETE = "COMPLETE"  # as in trainer/schema.py
+
+
+class Mark(NamedTuple):
+    """Equal as long as nothing has come about between two looks."""
+
+    files: Tuple[Tuple[str, int, int], ...]  # name, size, mtime in ns
+
+
+def trainer_mark(job: Job) -> Mark:
+    """Changes with each step, and while a checkpoint or an export is being written."""
+    checkpoints = os.path.join(job.path, "checkpoints")
+    aside = [os.path.join(checkpoints, name) for name in _names(checkpoints) if name.startswith(".tmp_")]
+    folders = [checkpoints, *aside, os.path.join(job.path, "export")]
+    return Mark(tuple(_stats([job.metrics, *folders, *(path for folder in folders for path in _paths(folder))])))
+
+
+def metrics_mark(job: Job) -> Mark:
+    """Changes with each step."""
+    return Mark(tuple(_stats([job.metrics])))
+
+
+def output_mark(job: Job, attempt: int) -> Mark:
+    """Changes with each byte that a rank of this attempt writes."""
+    return Mark(tuple(_stats(rank_logs(job, attempt))))
+
+
+def rank_logs(job: Job, attempt: int) -> List[str]:
+    return [path for path in _paths(job.logs(attempt)) if RANK_LOG.match(os.path.basename(path))]
+
+
+def silent_s(job: Job, attempt: int) -> Optional[float]:
+    """Seconds since any rank of this attempt wrote to its log; None before the first byte."""
+    written = [mtime_ns for _, size, mtime_ns in _stats(rank_logs(job, attempt)) if size]
+    return max(0.0, time.time() - max(written) / 1e9) if written else None
+
+
+def last_metrics(job: Job) -> Optional[str]:
+    """The last whole line of metrics.jsonl."""
+    try:
+        with open(job.metrics, "rb") as f:
+            f.seek(0, os.SEEK_END)
+            f.seek(max(0, f.tell() - 8192))
+            lines = f.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    return lines[-1].decode("utf-8", "replace") if lines else None
+
+
+def last_step(job: Job) -> Optional[int]:
+    """The step of the last line of metrics.jsonl."""
+    try:
+        return int(json.loads(last_metrics(job) or "{}")["step"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def newest_checkpoint(job: Job) -> Optional[int]:
+    """The step of the newest complete checkpoint, which the trainer goes on from by itself; None without one."""
+    folder = os.path.join(job.path, "checkpoints")
+    found = [m for m in map(_STEP.match, _names(folder)) if m]
+    steps = [int(m.group(1)) for m in found if os.path.isfile(os.path.join(folder, m.group(), _COMPLETE))]
+    return max(steps, default=None)
+
+
+def last_line(job: Job, rank: Optional[int], attempt: int) -> str:
+    """The last line in a rank's log that is not empty, cut to MAX_LINE characters; of the launcher's without a rank."""
+    text = last_lines(job, rank, 5, attempt=attempt).decode("utf-8", "replace")
+    lines = [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()]
+    return lines[-1][-MAX_LINE:] if lines else ""
+
+
+def _names(folder: str) -> List[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _paths(folder: str) -> List[str]:
+    return [os.path.join(folder, name) for name in _names(folder)]
+
+
+def _stats(paths: List[str]) -> Iterator[Tuple[str, int, int]]:
+    for path in paths:
+        try:
+            info = os.stat(path)
+        except OSError:
+            continue
+        yield path, info.st_size, info.st_mtime_ns

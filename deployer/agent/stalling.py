@@ -1,0 +1,78 @@
+"""An attempt that makes no progress: noticed, and described before it is ended.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import time
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from . import progress
+from .ending import FAILED, Ending, RankRecord
+from .layout import Job
+from .procs import is_running
+from .stopping import child_of
+
+STALL_CODE = 124
+"""Of a stalled attempt, as `timeout` ends."""
+STALL_GRACE_S = 5.0
+"""What a stalled attempt gets after TERM before it is killed."""
+
+
+class StallWatch:
+    """Looks whether anything that counts as progress has changed within `timeout_s`."""
+
+    def __init__(self, look: Callable[[], Any], timeout_s: float, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._look = look
+        self._timeout_s = timeout_s
+        self._every_s = min(1.0, timeout_s / 10)
+        self._now = now
+        self._seen: Any = look()
+        self._changed = self._looked = now()
+
+    def is_stalled(self) -> bool:
+        """Cheap enough to ask at every turn: it looks once a second at most."""
+        now = self._now()
+        if now < self._looked + self._every_s:
+            return False
+        self._looked = now
+        seen = self._look()
+        if seen != self._seen:
+            self._seen, self._changed = seen, now
+        return now >= self._changed + self._timeout_s
+
+
+def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
+    if not is_trainer:
+        return Ending(FAILED, STALL_CODE, "no output for %s" % duration(timeout_s))
+    step = progress.last_step(job)
+    where = "last step %d" % step if step is not None else "before the first step"
+    return Ending(FAILED, STALL_CODE, "no step for %s (%s)" % (duration(timeout_s), where))
+
+
+def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> List[Dict[str, Any]]:
+    """Which ranks still ran, and what each said last."""
+    return [
+        {
+            "rank": rank.rank,
+            "pid": rank.pid,
+            "running": rank.code is None and is_running(child_of(rank)),
+            "last_line": progress.last_line(job, rank.rank, attempt),
+        }
+        for rank in ranks
+    ]
+
+
+def duration(seconds: float) -> str:
+    """`1h30m`, `10m`, `45s`, `2.5s`, as it is given to --max-runtime."""
+    text, rest = "", float(seconds)
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if rest >= length:
+            text += "%d%s" % (rest // length, unit)
+            rest %= length
+    return text + "%gs" % rest if rest or not text else text
+
+
+def limit_of(policy: Dict[str, Any], name: str) -> Optional[float]:
+    """A limit in seconds of a plan's policy; None without one."""
+    value = policy.get(name)
+    return float(value) if value else None

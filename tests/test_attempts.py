@@ -1,0 +1,265 @@
+"""Attempts under the real supervisor: restarts, limits of time, stalls, the kernel's kills, full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import state, supervise
+from deployer.agent.layout import Job
+from deployer.agent.procs import is_running, process_of
+from tests.jobs import AGENT_DIR, end_of, make_job, make_plan, python, said, start, torchrun, wait_for
+
+FAILS_ONCE = """
+import os, sys
+attempt = os.environ['TORCHFERRY_ATTEMPT']
+print('attempt', attempt, os.environ['TOKEN'])
+sys.exit(5 if attempt == '1' else 0)
+"""
+
+
+def policy(**limits: Any) -> dict[str, Any]:
+    return {"policy": {"max_restarts": 0, "max_runtime_s": None, "stall_timeout_s": None, **limits}}
+
+
+def begin(root: Path, plan: dict[str, Any], **more: Any) -> Job:
+    return start(make_job(root, "j", plan), plan, **more)
+
+
+def rank_log(job: Job, attempt: int, rank: int = 0) -> str:
+    return (Path(job.logs(attempt)) / f"rank_{rank}.log").read_text()
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_failed_job_starts_again_with_its_own_log_records_and_secrets(tmp_path: Path) -> None:
+    job = begin(tmp_path, make_plan(python(FAILS_ONCE), **policy(max_restarts=2)), secrets={"TOKEN": "hush"})
+    status = end_of(job)
+    assert (status["state"], status["code"], status["attempt"], status["max_attempts"]) == ("succeeded", 0, 2, 3)
+    assert [rank_log(job, n) for n in (1, 2)] == ["attempt 1 hush\n", "attempt 2 hush\n"]
+    assert [json.loads((Path(job.ranks(n)) / "rank_0.json").read_text())["code"] for n in (1, 2)] == [5, 0]
+    first, second = status["attempts"]
+    assert (first["attempt"], first["state"], first["code"], first["first_failing_rank"]) == (1, "failed", 5, 0)
+    assert first["reason"] == "rank 0 exited with code 5"
+    assert (second["attempt"], second["state"]) == (2, "succeeded")
+    assert first["started_at"] <= first["ended_at"] <= second["started_at"] <= second["ended_at"]
+
+
+def test_without_the_option_a_failed_job_stays_failed(tmp_path: Path) -> None:
+    status = end_of(begin(tmp_path, make_plan(python(FAILS_ONCE), **policy()), secrets={"TOKEN": ""}))
+    assert (status["state"], status["code"], status["reason"]) == ("failed", 5, "rank 0 exited with code 5")
+
+
+def test_program_that_fails_the_same_way_twice_is_not_started_a_third_time(tmp_path: Path) -> None:
+    plan = make_plan(python("import sys; print('row 7 is broken'); sys.exit(3)"), **policy(max_restarts=5))
+    status = end_of(begin(tmp_path, plan))
+    assert (status["state"], status["code"], status["attempt"]) == ("failed", 3, 2)
+    assert status["reason"] == (
+        "rank 0 exited with code 3; not restarted: the same error a second time, after the same last line"
+    )
+
+
+def test_program_that_does_not_exist_is_not_started_again(tmp_path: Path) -> None:
+    status = end_of(begin(tmp_path, make_plan(["/no/such/program"], **policy(max_restarts=5))))
+    assert (status["code"], status["attempt"]) == (127, 1)
+    assert status["reason"].endswith("not restarted: the program was not found")
+
+
+def test_daemon_of_a_failed_attempt_is_gone_before_the_next_begins(tmp_path: Path) -> None:
+    code = """
+import os, subprocess, sys
+if os.environ['TORCHFERRY_ATTEMPT'] == '1':
+    print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)
+    sys.exit(1)
+pid = open(os.environ['TORCHFERRY_RUN_DIR'] + '/logs/attempt_1/rank_0.log').read().strip()
+print(os.path.exists('/proc/' + pid))
+"""
+    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=1)))
+    assert (end_of(job)["swept"], rank_log(job, 2)) == (1, "False\n")
+
+
+def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
+    plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(1)"), **policy(max_restarts=5))
+    job = begin(tmp_path, plan)
+    wait_for(lambda: state.judge(job).get("attempt") == 3 and state.judge(job)["state"] == "preparing")  # waits 5 s
+    state.request_stop(job, 5)
+    status = end_of(job, timeout_s=4)
+    assert (status["state"], status["attempt"], Path(job.logs(3)).exists()) == ("stopped", 3, False)
+    assert status["reason"] == "stopped on request, before the next attempt; rank 0 exited with code 1"
+
+
+def test_earlier_outcome_of_a_trainer_does_not_become_the_next_attempts(tmp_path: Path) -> None:
+    code = """
+import os, sys
+if os.environ['TORCHFERRY_ATTEMPT'] == '2':
+    sys.exit(9)
+with open(os.environ['TORCHFERRY_RUN_DIR'] + '/outcome.json', 'w') as f:
+    f.write('{"state": "failed", "rank": 0, "error": "first"}')
+sys.exit(1)
+"""
+    job = begin(tmp_path, make_plan(python(code), kind="trainer", **policy(max_restarts=1)))
+    status = end_of(job)
+    assert [a["error"] for a in status["attempts"]] == ["first", ""]
+    assert status["reason"] == "rank 0 exited with code 9; not restarted: all 1 restarts are used up"
+
+
+def test_all_ranks_of_torchrun_start_again_after_one_was_killed(tmp_path: Path) -> None:
+    code = """
+import os, signal, time
+rank, attempt = os.environ['RANK'], os.environ['TORCHFERRY_ATTEMPT']
+print('rank', rank, 'attempt', attempt)
+open('up' + rank + attempt, 'w')
+while not all(os.path.exists('up' + r + attempt) for r in '01'):
+    time.sleep(0.01)
+if attempt == '1':
+    os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(60)
+"""
+    job = begin(tmp_path, make_plan(**torchrun(code), **policy(max_restarts=1)))
+    status = end_of(job)
+    assert (status["state"], status["attempts"][0]["first_failing_rank"], status["attempts"][0]["signal"]) == (
+        "succeeded",
+        1,
+        9,
+    )
+    assert [rank_log(job, 2, rank) for rank in (0, 1)] == ["rank 0 attempt 2\n", "rank 1 attempt 2\n"]
+
+
+def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp_path: Path) -> None:
+    plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(6)"), **policy(max_restarts=5))
+    job = begin(tmp_path, plan)
+    wait_for(lambda: state.judge(job).get("attempt") == 3 and state.judge(job)["state"] == "preparing")
+    os.kill(state.judge(job)["supervisor"]["pid"], signal.SIGKILL)
+    status = end_of(job)
+    assert (status["state"], status["code"]) == ("failed", 6)
+    assert status["reason"] == "rank 0 exited with code 6; its supervisor was killed before attempt 3"
+
+
+def kill_supervisor_and_adopt(job: Job) -> None:
+    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(supervisor))
+    supervise.adopt(job, AGENT_DIR)
+
+
+FAILS_ON_GO = """
+import os, sys, time
+print('attempt', os.environ['TORCHFERRY_ATTEMPT'], os.environ.get('PATH') is not None)
+while not os.path.exists('go'): time.sleep(0.02)
+sys.exit(7 if os.environ['TORCHFERRY_ATTEMPT'] == '1' else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("secret_names", "state_", "attempt"), [([], "succeeded", 2), (["TOKEN"], "failed", 1)], ids=["plain", "secret"]
+)
+def test_adopted_job_starts_again_unless_its_secrets_are_gone(
+    tmp_path: Path, secret_names: list[str], state_: str, attempt: int
+) -> None:
+    plan = make_plan(python(FAILS_ON_GO), secret_names=secret_names, **policy(max_restarts=1))
+    job = begin(tmp_path, plan)
+    said(job, "attempt 1")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    kill_supervisor_and_adopt(job)
+    (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], status["attempt"]) == (state_, attempt)
+    if secret_names:
+        assert "the supervisor that knew its secrets was killed" in status["reason"]
+    else:
+        assert rank_log(job, 2) == "attempt 2 True\n"
+
+
+# --- limits of time --------------------------------------------------------------------------------------------------
+
+
+def test_runtime_limit_stops_the_job_in_order_and_over_all_attempts(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))
+print('up')
+time.sleep(0.8)
+sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(60)
+"""
+    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=4)))
+    status = end_of(job)
+    assert (status["state"], status["code"], status["attempt"]) == ("stopped", 0, 2)
+    assert status["reason"] == "stopped after --max-runtime 4s"
+    assert rank_log(job, 2) == "up\nsaved\n"
+
+
+def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_last(tmp_path: Path) -> None:
+    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(60)"), **policy(stall_timeout_s=1.5))
+    status = end_of(begin(tmp_path, plan), timeout_s=20)
+    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, "no output for 1.5s")
+    assert [(r["rank"], r["running"], r["last_line"]) for r in status["stalled"]] == [(0, True, "two")]
+
+
+def test_program_that_goes_on_speaking_does_not_stall(tmp_path: Path) -> None:
+    code = "import time\nfor n in range(12):\n    print(n)\n    time.sleep(0.25)"
+    assert end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=1.5))))["state"] == "succeeded"
+
+
+STALLS_AT_FIRST = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+run = os.environ['TORCHFERRY_RUN_DIR']
+attempt = os.environ['TORCHFERRY_ATTEMPT']
+for step in range(1, 4):
+    with open(run + '/metrics.jsonl', 'a') as f:
+        f.write('{"step": %d}' % step + chr(10))
+    time.sleep(0.1)
+while attempt == '1':
+    print('words are no steps')
+    time.sleep(0.1)
+"""
+
+
+def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
+    plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=1, max_restarts=1))
+    job = begin(tmp_path, plan)
+    status = end_of(job, timeout_s=40)
+    assert (status["state"], status["attempt"]) == ("succeeded", 2)
+    first = status["attempts"][0]
+    assert (first["code"], first["reason"], first["step"]) == (124, "no step for 1s (last step 3)", 3)
+
+
+# --- out of memory ---------------------------------------------------------------------------------------------------
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+STARTS_IN_GROUP = """
+import json, os, sys
+from deployer.agent import supervise
+from deployer.agent.layout import Job
+open(sys.argv[3] + '/cgroup.procs', 'w').write('0')
+plan = json.load(open(sys.argv[1] + '/job.json'))['plan']
+launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
+supervise.spawn(Job(sys.argv[1]), sys.argv[2], launch)
+"""
+
+
+@pytest.mark.skipif(not os.access(MEMORY_GROUPS, os.W_OK), reason="needs root and cgroup v1 memory groups")
+def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_path: Path) -> None:
+    group = MEMORY_GROUPS / f"torchferry-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(150 << 20))
+        job = make_job(tmp_path, "j", make_plan(python("x = bytearray(400 << 20); print(len(x))")))
+        argv = [sys.executable, "-c", STARTS_IN_GROUP, job.path, AGENT_DIR, str(group)]
+        subprocess.run(argv, check=True, cwd=Path(AGENT_DIR).parents[1])
+        status = end_of(job)
+        assert (status["code"], status["reason"]) == (
+            137,
+            "rank 0 was killed by SIGKILL; the kernel ended it: out of memory",
+        )
+        assert "micro_batch_size" in status["hint"]
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
