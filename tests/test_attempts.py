@@ -30,7 +30,7 @@ def policy(**limits: Any) -> dict[str, Any]:
 
 
 def begin(root: Path, plan: dict[str, Any], **more: Any) -> Job:
-    return start(make_job(root, "j", plan), plan, **more)
+    return start(make_job(root, "attempts", plan), plan, **more)
 
 
 def rank_log(job: Job, attempt: int, rank: int = 0) -> str:
@@ -251,7 +251,7 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_pat
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(150 << 20))
-        job = make_job(tmp_path, "j", make_plan(python("x = bytearray(400 << 20); print(len(x))")))
+        job = make_job(tmp_path, "attempts", make_plan(python("x = bytearray(400 << 20); print(len(x))")))
         argv = [sys.executable, "-c", STARTS_IN_GROUP, job.path, AGENT_DIR, str(group)]
         subprocess.run(argv, check=True, cwd=Path(AGENT_DIR).parents[1])
         status = end_of(job)
