@@ -248,6 +248,35 @@ def doctor(as_json: bool, **place: Any) -> None:
     sys.exit(machine.doctor(host_of(**place), as_json=as_json))
 
 
+@cli.command(cls=Command, context_settings=CONTEXT)
+@at_a_place
+@click.option("--older-than", "older_than_s", type=parse_duration, metavar="30d", help="Also jobs that ended before.")
+@click.option("--max-size", "max_bytes", type=parse_size, metavar="SIZE", help="Also the oldest jobs, down to this.")
+@click.option("--keep-jobs", type=click.IntRange(min=0), metavar="N", help="Also ended jobs, but not the newest N.")
+@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
+@JSON
+def gc(
+    older_than_s: float | None,
+    max_bytes: int | None,
+    keep_jobs: int | None,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    **place: Any,
+) -> None:
+    """Remove from a host what no job needs any more: old files, data sets, environments, agents, leftovers.
+
+    Jobs go only when a limit is given, and only ended ones: --older-than those that ended before, --max-size the
+    oldest until all takes no more, and of these never the newest --keep-jobs. Results that were not pulled go with
+    them. What another job began from, or still needs, stays.
+    """
+    from deployer.commands import machine
+
+    limits = {"older_than_s": older_than_s, "max_bytes": max_bytes, "keep_jobs": keep_jobs}
+    machine.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
 def main() -> None:
     """Entry of `deploy.py` and of the console script."""
     _open_standard_streams()

@@ -2,20 +2,384 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import multiprocessing
+import os
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deployer.agent import gc, spare, state
 from deployer.agent.errors import AgentError
-from deployer.agent.layout import Root
+from deployer.agent.garbage import (
+    AGENT,
+    BLOB,
+    DATA,
+    ENV,
+    MIN_AGE_S,
+    SPARE,
+    TREE,
+    Inventory,
+    JobItem,
+    Policy,
+    Removals,
+    Thing,
+    choose,
+)
+from deployer.agent.layout import Job, Root
+from deployer.agent.store import Store
 from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
+from tests.ferry import Ferry
+from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.test_spare import keep
+
+DAY_S = 86400.0
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
     return Root(str(tmp_path / "root"))
+
+
+def job(name: str, *, ended_s: float | None = 10 * DAY_S, size: int = 10, names: Any = (), **more: Any) -> JobItem:
+    values = {"foreign": False, "settled": True, "known": True, **more}
+    return JobItem(name, size, ended_s, names=frozenset(names), **values)
+
+
+def inventory(*jobs: JobItem, things: Any = (), blobs_of: Any = None, names_of: Any = None) -> Inventory:
+    return Inventory(jobs, tuple(things), blobs_of or {}, names_of or {}, None)
+
+
+def gone(inventory: Inventory, **limits: Any) -> list[str]:
+    return sorted(job.id for job in choose(inventory, Policy(**limits)).jobs)
+
+
+# --- which jobs -------------------------------------------------------------------------------------------------------
+
+FIVE = inventory(*(job(f"j{n}", ended_s=n * DAY_S) for n in range(1, 6)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, []),
+        ({"older_than_s": 3.5 * DAY_S}, ["j4", "j5"]),
+        ({"keep_jobs": 2}, ["j3", "j4", "j5"]),
+        ({"keep_jobs": 0}, ["j1", "j2", "j3", "j4", "j5"]),
+        ({"max_bytes": 25}, ["j3", "j4", "j5"]),
+        ({"max_bytes": 25, "keep_jobs": 4}, ["j5"]),
+        ({"older_than_s": 0, "keep_jobs": 3}, ["j4", "j5"]),
+        ({"older_than_s": 4.5 * DAY_S, "max_bytes": 35}, ["j4", "j5"]),
+        ({"keep_jobs": 0, "only": frozenset({"j1", "j9"})}, ["j1"]),
+    ],
+)
+def test_ended_jobs_go_by_age_number_and_size(limits: dict[str, Any], expected: list[str]) -> None:
+    assert gone(FIVE, **limits) == expected
+
+
+@pytest.mark.parametrize("other", [{"ended_s": None}, {"foreign": True}])
+def test_a_job_that_runs_or_is_another_machine_s_never_goes(other: dict[str, Any]) -> None:
+    assert gone(inventory(job("a", **other)), older_than_s=0, max_bytes=0) == []
+
+
+def test_a_job_from_which_a_kept_one_began_stays_and_goes_with_it() -> None:
+    began = job("b", ended_s=DAY_S, names={"a"})
+    assert gone(inventory(job("a"), began), older_than_s=2 * DAY_S) == []
+    assert gone(inventory(job("a"), began), older_than_s=0) == ["a", "b"]
+
+
+def test_a_job_into_which_the_code_of_a_kept_one_links_stays() -> None:
+    linking = job("b", ended_s=DAY_S, names={"tree"})
+    assert gone(inventory(job("a"), linking, names_of={"tree": frozenset({"a"})}), older_than_s=2 * DAY_S) == []
+
+
+# --- what jobs share --------------------------------------------------------------------------------------------------
+
+
+def test_what_no_job_needs_goes_with_the_last_one_that_needed_it() -> None:
+    things = [Thing(kind, f"{kind}{n}", 1, 9 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT) for n in (1, 2)]
+    found = inventory(
+        job("a", names={"tree1", "data1", "env1", "agent1"}),
+        job("b", ended_s=None, names={"tree2", "data2", "env2", "agent2"}),
+        things=things,
+        blobs_of={"tree1": frozenset({"blob1"}), "tree2": frozenset({"blob2"})},
+    )
+    assert [thing.name for thing in choose(found, Policy()).things] == ["agent1"]  # an ended job runs no agent
+    assert {t.name for t in choose(found, Policy(keep_jobs=0)).things} == {"tree1", "blob1", "data1", "env1", "agent1"}
+
+
+def test_what_is_young_or_held_by_a_process_stays() -> None:
+    young = [Thing(kind, kind, 1, age_s - 1) for kind, age_s in MIN_AGE_S.items()]
+    held = [Thing(kind, kind + "2", 1, 99 * DAY_S, in_use=True) for kind in MIN_AGE_S]
+    assert choose(inventory(things=young + held), Policy()).things == ()
+    old = [thing._replace(age_s=MIN_AGE_S[thing.kind]) for thing in young]
+    assert len(choose(inventory(things=old), Policy()).things) == len(MIN_AGE_S)
+
+
+@pytest.mark.parametrize(
+    ("state", "stay"),
+    [({"known": False}, {TREE, BLOB, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
+)
+def test_while_a_job_s_needs_are_not_known_nothing_goes_that_it_might_need(state: dict[str, Any], stay: set[str]) -> None:
+    things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT, SPARE)]
+    found = inventory(job("a", ended_s=None, **state), things=things)
+    assert {TREE, BLOB, DATA, ENV, AGENT, SPARE} - {t.kind for t in choose(found, Policy()).things} == stay
+
+
+NAMES = [f"{kind}{n}" for kind in (TREE, DATA, ENV, AGENT) for n in range(4)]
+IDS = [f"job{n}" for n in range(6)]
+BLOBS = [f"blob{n}" for n in range(6)]
+AGES = st.sampled_from([0.0, 3599.0, 3601.0, 2 * DAY_S, 40 * DAY_S])
+
+
+@st.composite
+def inventories(draw: Any) -> Inventory:
+    words = st.frozensets(st.sampled_from(NAMES + IDS), max_size=6)
+    jobs = tuple(
+        JobItem(
+            name,
+            draw(st.integers(0, 100)),
+            draw(st.none() | AGES),
+            draw(st.booleans()),
+            draw(words) - {name},
+            draw(st.booleans()),
+            draw(st.booleans()),
+        )
+        for name in draw(st.sets(st.sampled_from(IDS)))
+    )
+    names = [*NAMES, *BLOBS, "spare0"]
+    things = tuple(Thing(name[:-1], name, 5, draw(AGES), draw(st.booleans())) for name in names)
+    trees = [name for name in NAMES if name.startswith(TREE)]
+    blobs = {tree: draw(st.frozensets(st.sampled_from(BLOBS))) for tree in trees}
+    links = {tree: draw(st.frozensets(st.sampled_from(IDS), max_size=1)) for tree in trees}
+    return Inventory(jobs, things, blobs, links, draw(st.none() | st.sampled_from(trees)))
+
+
+POLICIES = st.builds(
+    Policy, st.none() | AGES, st.none() | st.integers(0, 300), st.none() | st.integers(0, 4), st.none()
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(inventories(), POLICIES)
+def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) -> None:
+    removed = choose(found, policy)
+    ids, names = {j.id for j in removed.jobs}, {t.name for t in removed.things}
+    assert all(j.ended_s is not None and not j.foreign for j in removed.jobs)
+    for kept in (j for j in found.jobs if j.id not in ids):
+        trees = {name for name in kept.names if name.startswith(TREE)}
+        linked = {name for tree in trees for name in found.names_of[tree]}
+        blobs = {blob for tree in trees for blob in found.blobs_of[tree]}
+        agents = {name for name in kept.names if name.startswith(AGENT)} if kept.ended_s is not None else set()
+        assert not (kept.names | linked) - {kept.id} & ids
+        assert not ((kept.names | blobs) - agents) & names
+    left = {t.name for t in found.things if t.kind == TREE} - names
+    assert not {blob for tree in left for blob in found.blobs_of[tree]} & names  # a tree that is left is whole
+    assert choose(_without(found, removed), policy).things == ()  # and once more finds nothing
+
+
+def _without(found: Inventory, removed: Removals) -> Inventory:
+    return found._replace(
+        jobs=tuple(j for j in found.jobs if j not in removed.jobs),
+        things=tuple(t for t in found.things if t not in removed.things),
+    )
+
+
+# --- on the disk ------------------------------------------------------------------------------------------------------
+
+
+class Called:
+    """The call of a `gc` request; `found` is its answer."""
+
+    def __init__(self, root: Root, **head: Any) -> None:
+        self.head, self.found = head, {}  # type: dict[str, Any], dict[str, Any]
+        gc.gc(root, self)  # type: ignore[arg-type]
+
+    def send_event(self, name: str, value: Any) -> None:
+        self.found = {kind: row["count"] for kind, row in ((row["kind"], row) for row in value["rest"])}
+        self.jobs = [row["id"] for row in value["jobs"]]
+        self.kept = {row["what"]: row["count"] for row in value["kept_jobs"]}
+        self.value = value
+
+
+def make_old(folder: str | Path, *, days: float = 60) -> None:
+    then = time.time() - days * DAY_S
+    for path in [*Path(folder).rglob("*"), Path(folder)]:
+        os.utime(path, (then, then), follow_symlinks=False)
+
+
+def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str = "", **status: Any) -> Job:
+    """A job as it lies there after its end."""
+    made = make_job(Path(root.path), name, make_plan(["true"], tree=tree))
+    Path(made.config).write_text(text)
+    then = state.utc(time.time() - days * DAY_S)
+    supervisor = state.own_identity()._replace(start_time=1)._asdict()
+    state.write_status(made, {"state": "succeeded", "ended_at": then, "supervisor": supervisor, **status})
+    return made
+
+
+def blobs_in(root: Root) -> list[bytes]:
+    return sorted(path.read_bytes() for path in Path(root.blobs).rglob("*") if path.is_file())
+
+
+def test_files_of_trees_that_no_job_names_are_collected_and_others_stay_whole(root: Root, tmp_path: Path) -> None:
+    old, needed = keep(root, {"code/a": b"1", "code/b": b"shared"}), keep(root, {"code/c": b"2", "code/b": b"shared"})
+    ended(root, "a", needed)
+    make_old(root.path)
+    assert Called(root).found == {TREE: 1, BLOB: 1}
+    assert not Store(root).has_tree(old)
+    Store(root).materialise(needed, str(tmp_path / "copy"))
+    assert blobs_in(root) == [b"2", b"shared"]
+
+
+def test_a_dry_run_removes_nothing_and_tells_the_same(root: Root) -> None:
+    keep(root, {"code/a": b"1"})
+    make_old(root.path)
+    shown = Called(root, dry_run=True)
+    assert blobs_in(root) == [b"1"]
+    assert Called(root).found == shown.found == {TREE: 1, BLOB: 1}
+
+
+def test_what_came_within_the_hour_stays(root: Root) -> None:
+    keep(root, {"code/a": b"1"})
+    assert Called(root).found == {}
+
+
+def test_jobs_go_by_age_with_what_only_they_needed(root: Root) -> None:
+    ended(root, "old", keep(root, {"code/a": b"1"}), days=40)
+    ended(root, "new", keep(root, {"code/b": b"2"}), days=20)
+    make_old(Path(root.path) / "store")
+    called = Called(root, older_than_s=30 * DAY_S)
+    assert (called.jobs, called.found, blobs_in(root)) == (["old"], {TREE: 1, BLOB: 1}, [b"2"])
+    assert os.listdir(root.jobs) == ["new"] and os.listdir(root.tmp) == []
+
+
+def test_a_job_whose_checkpoint_another_one_began_from_stays(root: Root) -> None:
+    source = ended(root, "source")
+    ended(root, "follower", days=1, text=f"train:\n  resume: {source.path}/checkpoints/step_000010\n")
+    assert Called(root, older_than_s=30 * DAY_S).jobs == []
+    assert Called(root, older_than_s=0).jobs == ["follower", "source"]
+
+
+def test_a_job_of_another_machine_stays(root: Root) -> None:
+    elsewhere = state.own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    ended(root, "theirs", supervisor=elsewhere)
+    called = Called(root, older_than_s=0)
+    assert (called.jobs, called.kept) == ([], {"of other machines": 1})
+
+
+def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root) -> None:
+    plan = make_plan(python("print('up', flush=True); import time; time.sleep(60)"), tree=keep(root, {"code/a": b"1"}))
+    running = start(make_job(Path(root.path), "up", plan), plan)
+    said(running, "up")
+    make_old(root.path)
+    try:
+        assert (called := Called(root, older_than_s=0)).jobs == [] and called.kept == {"not ended": 1}
+        assert blobs_in(root) == [b"1"]
+    finally:
+        state.request_stop(running, 0)
+        end_of(running)
+    assert Called(root, older_than_s=0).jobs == ["up"] and blobs_in(root) == []
+
+
+def test_an_ended_job_of_which_a_process_runs_on_stays(root: Root) -> None:
+    left = ended(root, "left")
+    argv = ["sleep", "60"]
+    pid = os.posix_spawnp("sleep", argv, {**os.environ, "TORCHFERRY_JOB_ID": left.id})
+    try:
+        wait_for(lambda: b"TORCHFERRY_JOB_ID=left" in Path(f"/proc/{pid}/environ").read_bytes())
+        assert Called(root, older_than_s=0).jobs == []
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def test_a_job_that_somebody_is_starting_again_stays_with_what_it_began_from(root: Root) -> None:
+    source = ended(root, "source")
+    again = ended(root, "again", days=40, text=f"resume: {source.path}/checkpoints/step_1")
+    with open(again.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert Called(root, older_than_s=0).jobs == []
+    assert Called(root, older_than_s=0).jobs == ["again", "source"]
+
+
+def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: Root) -> None:
+    store = Store(root)
+    used, unused = keep(root, {"set/x": b"1"}), keep(root, {"set/y": b"2"})
+    for tree in (used, unused):
+        store.shared(tree, "set")
+    for folder in ("envs/0123/bin", "envs/4567/bin", "agent/aaaa/agent", "agent/bbbb/agent", "tmp/blob-1-ab"):
+        (Path(root.path) / folder).mkdir(parents=True)
+    slots = {"python": f"{root.envs}/0123/bin/python", "agent": f"{root.agents}/aaaa/agent"}
+    ended(root, "a", used, slots=slots)
+    make_old(root.path)
+    held = hold_agent(f"{root.agents}/bbbb")
+    assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}
+    assert (os.listdir(root.data), os.listdir(root.envs), os.listdir(root.agents)) == ([used], ["0123"], ["bbbb"])
+    assert held is not None and os.close(held) is None
+
+
+def test_an_environment_that_is_being_built_stays(root: Root) -> None:
+    (Path(root.envs) / "0123").mkdir(parents=True)
+    make_old(root.path)
+    with open(f"{root.envs}/0123.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert Called(root).found == {}
+    assert Called(root).found == {ENV: 1}
+
+
+def test_the_spare_keeps_its_tree_for_a_week(root: Root) -> None:
+    spare.make(root, keep(root, {"code/a": b"1"}))
+    make_old(root.path, days=6)
+    assert Called(root).found == {}
+    make_old(root.path, days=8)
+    assert Called(root).found == {TREE: 1, BLOB: 1, SPARE: 1}
+
+
+def test_a_collection_that_was_killed_half_way_is_finished_by_the_next(root: Root) -> None:
+    keep(root, {"code/a": b"1"})
+    os.unlink(next(path for path in Path(root.trees).iterdir()))
+    (Path(root.tmp) / "gc-1-ab" / "job").mkdir(parents=True)
+    make_old(root.path)
+    assert Called(root).found == {BLOB: 1, "tmp": 1}
+    assert Called(root).found == {}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_gc_asks_and_without_a_terminal_says_how_to_answer(ferry: Ferry) -> None:
+    done = ferry.run("gc", "--remote-root", str(ferry.root))
+    assert done.returncode == 2 and b"--yes removes" in done.stderr
+
+
+def test_gc_removes_old_jobs_and_the_next_launch_brings_what_it_needs_again(ferry: Ferry) -> None:
+    (ferry.project / "say.py").write_text("print('said')")
+    command = ("run", *ferry.where(), "--no-pull", "--", "python", "say.py")
+    for _ in range(2):
+        assert ferry.run(*command).stdout == b"said\n"
+    wait_for(lambda: (ferry.root / "store/spare/record.json").exists())
+    make_old(ferry.root)
+    done = ferry.run("gc", *ferry.where(), "--keep-jobs", "0", "--yes", "--json")
+    found = json.loads(done.stdout)
+    assert found["removed"] and len(found["jobs"]) == 2 and ferry.job_ids() == []
+    assert {row["kind"] for row in found["rest"]} == {TREE, BLOB, SPARE}
+    assert ferry.run(*command).stdout == b"said\n"
+
+
+def test_gc_shows_what_would_go(ferry: Ferry) -> None:
+    root = Root(str(ferry.root))
+    ended(root, "a", keep(root, {"code/a": b"1"}))
+    ended(root, "b", days=1)
+    shown = ferry.run("gc", *ferry.where(), "--older-than", "30d", "--dry-run")
+    assert b"job a" in shown.stdout and b"job b" not in shown.stdout and b"kept: 1 jobs, ended" in shown.stderr
+    assert ferry.job_ids() == ["a", "b"]
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ class Root:
         self.blobs = os.path.join(self.path, "store", "blobs")
         self.trees = os.path.join(self.path, "store", "trees")
         self.data = os.path.join(self.path, "data")
+        self.agents = os.path.join(self.path, "agent")
         self.envs = os.path.join(self.path, "envs")
         self.jobs = os.path.join(self.path, "jobs")
         self.tmp = os.path.join(self.path, "tmp")

@@ -55,4 +55,5 @@ def handlers(root: Root) -> Dict[str, Handler]:
         "last_lines": ask("following", "last_lines"),
         "exec": ask("commands", "execute"),
         "doctor": ask("checkup", "doctor"),
+        "gc": ask("gc", "gc"),
     }

@@ -128,7 +128,7 @@ class Store:
         except OSError as error:
             fail(error.filename or path, error)
         finally:
-            _remove_folder(aside)
+            remove_folder(aside)
         return path
 
     def _shared_path(self, root_hash: str, name: str) -> str:
@@ -329,7 +329,8 @@ def _publish(aside: str, path: str) -> None:
             os.chmod(path, 0o500)
 
 
-def _remove_folder(folder: str) -> None:
+def remove_folder(folder: str) -> None:
+    """As much of it as can be removed, read-only folders too."""
     for path, _, _ in os.walk(folder):
         os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)

@@ -67,15 +67,20 @@ def hold_agent(folder: str) -> Optional[int]:
     """Marks an agent's folder as in use for this process's life; the descriptor that does, None where it cannot."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH)
     except OSError:
         return None
     return fd
 
 
-def is_held(folder: str) -> bool:
-    """Whether a process holds the folder, or nobody can tell."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def is_held(path: str) -> bool:
+    """Whether a process holds a lock on a file or folder, or nobody can tell; what is missing is free."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

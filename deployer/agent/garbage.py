@@ -1,0 +1,161 @@
+"""What may go: pure decisions over what lies below a root. `inventory` reads it, `gc` removes it.
+
+A job names what it needs: its record, config and status hold the hashes of its trees, its environment, its agent, and
+the ids of jobs whose checkpoints it began from. Whatever a kept job names stays.
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+TREE, BLOB, DATA, ENV, AGENT, SPARE, TMP = "tree", "blob", "data", "env", "agent", "spare", "tmp"
+HOUR_S, DAY_S = 3600.0, 86400.0
+MIN_AGE_S = {
+    TREE: HOUR_S,
+    BLOB: HOUR_S,
+    DATA: HOUR_S,
+    TMP: HOUR_S,
+    ENV: DAY_S,
+    AGENT: DAY_S,
+    SPARE: 7 * DAY_S,
+}
+"""What nobody needs stays for so long all the same: who made it may be about to use it."""
+
+
+class JobItem(NamedTuple):
+    """A job folder."""
+
+    id: str
+    size: int  # bytes on the disk
+    ended_s: Optional[float]  # seconds since it ended; None: it has not, or nobody here can tell
+    foreign: bool  # another machine's, on a shared home
+    names: FrozenSet[str]  # every word of its record, config and status: hashes, environments, other jobs' ids
+    settled: bool  # those words hold its environment and agent too, as far as it will ever need them
+    known: bool  # it has a record; without one, what a job needs is anybody's guess
+
+
+class Thing(NamedTuple):
+    """Whatever else lies there."""
+
+    kind: str
+    name: str  # of a blob and tree the hash, else the name in its folder
+    size: int
+    age_s: float
+    in_use: bool = False  # a process of this host holds it
+
+
+class Inventory(NamedTuple):
+    jobs: Tuple[JobItem, ...]
+    things: Tuple[Thing, ...]
+    blobs_of: Mapping[str, FrozenSet[str]]  # tree -> its blobs
+    names_of: Mapping[str, FrozenSet[str]]  # tree -> words of its links' targets, which may lead into a job
+    spare_tree: Optional[str]
+
+
+class Policy(NamedTuple):
+    """Which ended jobs go. Without a limit none does."""
+
+    older_than_s: Optional[float] = None  # those that ended longer ago
+    max_bytes: Optional[int] = None  # the oldest, until everything takes no more than this
+    keep_jobs: Optional[int] = None  # the newest so many stay; without another limit all others go
+    only: Optional[FrozenSet[str]] = None  # none but these, whatever the limits say
+
+
+class Removals(NamedTuple):
+    jobs: Tuple[JobItem, ...]
+    things: Tuple[Thing, ...]
+
+
+def choose(inventory: Inventory, policy: Policy) -> Removals:
+    """What to remove: the jobs that the policy gives up, and what no other job needs."""
+    gone = _choose_jobs(inventory, policy)
+    kept = [job for job in inventory.jobs if job.id not in gone]
+    return Removals(tuple(job for job in inventory.jobs if job.id in gone), unneeded(inventory, kept))
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _choose_jobs(inventory: Inventory, policy: Policy) -> Set[str]:
+    ended = [job for job in inventory.jobs if job.ended_s is not None and not job.foreign]
+    oldest_first = sorted(ended, key=lambda job: (-(job.ended_s or 0.0), job.id))
+    candidates = oldest_first[: max(0, len(ended) - (policy.keep_jobs or 0))]
+    if policy.only is not None:
+        candidates = [job for job in candidates if job.id in policy.only]
+    named_by = _named_by(inventory)
+    gone: Set[str] = set()
+    while True:  # a job may go once the job that began from it has gone
+        before = len(gone)
+        for job in candidates:
+            if job.id not in gone and not named_by[job.id] - gone and _is_given_up(job, gone, inventory, policy):
+                gone.add(job.id)
+        if len(gone) == before:
+            return gone
+
+
+def _named_by(inventory: Inventory) -> Dict[str, Set[str]]:
+    """Job -> the others that began from its files, or whose code links to them."""
+    named: Dict[str, Set[str]] = {job.id: set() for job in inventory.jobs}
+    for job in inventory.jobs:
+        linked = (names for tree, names in inventory.names_of.items() if tree in job.names)
+        for name in job.names.union(*linked) & set(named):
+            named[name].add(job.id)
+    return {name: others - {name} for name, others in named.items()}
+
+
+def _is_given_up(job: JobItem, gone: Set[str], inventory: Inventory, policy: Policy) -> bool:
+    if policy.older_than_s is None and policy.max_bytes is None:
+        return policy.keep_jobs is not None
+    if policy.older_than_s is not None and (job.ended_s or 0.0) > policy.older_than_s:
+        return True
+    return policy.max_bytes is not None and _bytes_without(gone, inventory) > policy.max_bytes
+
+
+def _bytes_without(gone: Set[str], inventory: Inventory) -> int:
+    """What lies there once these jobs have gone, and what nobody needs then."""
+    kept = [job for job in inventory.jobs if job.id not in gone]
+    freed = sum(thing.size for thing in unneeded(inventory, kept))
+    return sum(job.size for job in kept) + sum(thing.size for thing in inventory.things) - freed
+
+
+# --- what jobs share --------------------------------------------------------------------------------------------------
+
+
+def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]:
+    """What goes when only these jobs are left."""
+    needed = _needed_by_kind(kept)
+    stays = {(t.kind, t.name) for t in inventory.things if _stays(t, needed[t.kind])}
+    trees = {name for kind, name in stays if kind == TREE}
+    if inventory.spare_tree and any(kind == SPARE for kind, _ in stays):
+        trees.add(inventory.spare_tree)
+        stays.add((TREE, inventory.spare_tree))
+    blobs: Set[str] = set().union(*(inventory.blobs_of.get(tree, frozenset()) for tree in trees))
+    stays.update((BLOB, name) for name in blobs)
+    return tuple(t for t in inventory.things if (t.kind, t.name) not in stays)
+
+
+def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
+    """Names that stay, of each kind; None: all of them, for a job may come to need any."""
+    unknown = any(job.ended_s is None and not job.known for job in kept)
+    unsettled = unknown or any(job.ended_s is None and not job.settled for job in kept)
+    words: Set[str] = set().union(*(job.names for job in kept))
+    running: Set[str] = set().union(*(job.names for job in kept if job.ended_s is None))
+    none: Set[str] = set()
+    return {
+        TREE: None if unknown else words,
+        DATA: None if unknown else words,
+        BLOB: None if unknown else none,
+        ENV: None if unsettled else words,
+        AGENT: None if unsettled else running,
+        SPARE: none,
+        TMP: none,
+    }
+
+
+def _stays(thing: Thing, needed: Optional[Set[str]]) -> bool:
+    return needed is None or thing.name in needed or thing.in_use or thing.age_s < MIN_AGE_S[thing.kind]
+
+
+def totals(things: Sequence[Thing]) -> List[Tuple[str, int, int, float]]:
+    """(kind, how many, bytes, seconds since the oldest was touched), in the order of MIN_AGE_S."""
+    kinds = [(kind, [t for t in things if t.kind == kind]) for kind in MIN_AGE_S]
+    return [(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of]

@@ -1,0 +1,170 @@
+"""Removing what no job needs any more, and ended jobs when asked to.
+
+What goes is renamed aside while no launch is under way, and removed afterwards: it may be terabytes. Killed anywhere,
+it leaves things that the next collection finds again. Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import errno
+import fcntl
+import os
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+
+from . import state
+from .garbage import (
+    AGENT,
+    BLOB,
+    DATA,
+    ENV,
+    SPARE,
+    TMP,
+    TREE,
+    Inventory,
+    JobItem,
+    Policy,
+    Removals,
+    Thing,
+    choose,
+    totals,
+    unneeded,
+)
+from .inventory import read_inventory
+from .layout import Job, Root
+from .probe import existing_folder
+from .store import remove_folder
+from .storelock import store_alone
+from .wire import Call
+
+
+def gc(root: Root, call: Call) -> Dict[str, Any]:
+    """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to."""
+    head = call.head
+    only = None if head.get("only") is None else frozenset(head["only"])
+    policy = Policy(head.get("older_than_s"), head.get("max_bytes"), head.get("keep_jobs"), only)
+    seen = read_inventory(root)
+    chosen, remaining = (choose(seen, policy), []) if head.get("dry_run") else collect(root, seen, policy)
+    call.send_event("gc", report(root, seen, chosen, remaining))
+    return {}
+
+
+def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:
+    """What was removed, and the paths that could not be. `seen`: an inventory of a moment ago, for its sizes.
+
+    Of the jobs none goes that was not chosen then. AgentError when launches leave no moment for it.
+    """
+    jobs = frozenset(job.id for job in choose(seen, policy).jobs)
+    with store_alone(root):
+        now = read_inventory(root, measure=_remembered(root, seen))
+        chosen = choose(now, policy._replace(only=jobs))
+        aside = os.path.join(root.tmp, "gc-%d-%s" % (os.getpid(), os.urandom(4).hex()))
+        os.makedirs(aside, mode=0o700)
+        gone = _take_jobs(root, chosen.jobs, aside)
+        kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
+        taken = Removals(gone, unneeded(now, kept))
+        refused = [path for path in _take_things(root, taken.things, aside) if os.path.lexists(path)]
+    remove_folder(aside)
+    return taken, refused + ([aside] if os.path.lexists(aside) else [])
+
+
+def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
+    """The sizes of an inventory, without another walk."""
+    folders = _folders(root)
+    sizes = {os.path.join(root.jobs, job.id): job.size for job in seen.jobs}
+    sizes.update((os.path.join(folders[t.kind], t.name), t.size) for t in seen.things if t.kind in folders)
+    return lambda path: sizes.get(path, 0)
+
+
+def _folders(root: Root) -> Dict[str, str]:
+    return {DATA: root.data, ENV: root.envs, AGENT: root.agents, TMP: root.tmp}
+
+
+def _take_jobs(root: Root, jobs: Sequence[JobItem], aside: str) -> Tuple[JobItem, ...]:
+    """Takes the jobs away and returns those that let themselves be taken; what one that stays began from stays too."""
+    gone: List[JobItem] = []
+    stays: Set[str] = set()
+    for item in sorted(jobs, key=lambda job: job.ended_s or 0.0):  # who began from another one is the newer
+        if item.id not in stays and _take_job(root.job(item.id), os.path.join(aside, item.id)):
+            gone.append(item)
+        else:
+            stays |= item.names
+    return tuple(gone)
+
+
+def _take_job(job: Job, aside: str) -> bool:
+    """False when somebody is starting it again."""
+    try:
+        os.makedirs(job.control, mode=0o700, exist_ok=True)
+        fd = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return state.judge(job)["state"] in state.FINAL and _take(job.path, aside)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _take_things(root: Root, things: Sequence[Thing], aside: str) -> Iterator[str]:
+    """Takes the things away, and yields each one's path. Trees go before blobs: a tree says that its blobs are here."""
+    folders = {**_folders(root), TREE: root.trees, SPARE: os.path.join(root.path, "store")}
+    for number, thing in enumerate(sorted(things, key=lambda thing: thing.kind == BLOB)):
+        if thing.kind == BLOB:
+            path = os.path.join(root.blobs, thing.name[:2], thing.name[2:])
+        else:
+            path = os.path.join(folders[thing.kind], thing.name)
+        if thing.kind in (TREE, BLOB):
+            _unlink(path)
+        else:
+            _take(path, os.path.join(aside, str(number)))
+        yield path
+
+
+def _take(path: str, aside: str) -> bool:
+    """Renames it aside; removes it where it is when that lies on another disk."""
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            return False
+        remove_folder(path)
+    return not os.path.lexists(path)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+# --- what is said of it -----------------------------------------------------------------------------------------------
+
+
+def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) -> Dict[str, Any]:
+    """For the client: what goes or went, why other jobs stay, and how much room there is now."""
+    disk = os.statvfs(existing_folder(root.path))
+    rest = [
+        {"kind": kind, "count": count, "size_bytes": size, "oldest_s": oldest_s}
+        for kind, count, size, oldest_s in totals(chosen.things)
+    ]
+    stay = [job for job in seen.jobs if job.id not in {gone.id for gone in chosen.jobs}]
+    groups = (
+        ("not ended", [job for job in stay if not job.foreign and job.ended_s is None]),
+        ("of other machines", [job for job in stay if job.foreign]),
+        ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
+    )
+    return {
+        "jobs": [{"id": job.id, "size_bytes": job.size, "ended_s": job.ended_s} for job in chosen.jobs],
+        "rest": rest,
+        "total_bytes": sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
+        "kept_jobs": [_summary(what, jobs) for what, jobs in groups if jobs],
+        "remaining": remaining,
+        "free_bytes": disk.f_bavail * disk.f_frsize,
+        "root": root.path,
+    }
+
+
+def _summary(what: str, jobs: List[JobItem]) -> Dict[str, Any]:
+    oldest: Optional[float] = max((job.ended_s or 0.0 for job in jobs), default=None)
+    return {"what": what, "count": len(jobs), "size_bytes": sum(job.size for job in jobs), "oldest_s": oldest}

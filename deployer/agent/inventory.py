@@ -1,0 +1,222 @@
+"""What lies below a root, read for `garbage` to decide: jobs, and what jobs share or left behind.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import calendar
+import json
+import os
+import re
+import time
+from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple
+
+from . import state
+from .garbage import AGENT, BLOB, DATA, ENV, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from .layout import JOB_ID, JOB_ID_ENV, Job, Root
+from .storelock import is_held
+from .tree import LINK, Entry, blobs_of, root_hash
+
+MAX_TEXT = 32 << 20
+LAUNCH_AGE_S = 86400.0
+"""A folder without a status may be a launch on another machine of a shared home; beyond this age it is none."""
+_WORD = re.compile(rb"[a-z0-9][a-z0-9._-]*")
+_BLOCK = 512  # of st_blocks, whatever the file system
+
+Measure = Callable[[str], int]
+
+
+def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventory:
+    """Everything below the root. `measure` gives a folder's size in bytes (default: the disk's blocks, which takes a
+    walk through all of its files). A folder that cannot be read counts as empty, a job that cannot as not ended."""
+    size = measure or disk_bytes
+    now, live = time.time(), _Live.read()
+    trees = dict(_read_trees(root))
+    things = [
+        *(Thing(TREE, name, os.stat(path).st_size, _age(path, now)) for name, path in _children(root.trees)),
+        *_blobs(root, now),
+        *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data)),
+        *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
+        *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents)),
+        *(Thing(TMP, name, size(path), _age(path, now)) for name, path in _children(root.tmp)),
+    ]
+    spare = os.path.join(root.path, "store", "spare")
+    if os.path.isdir(spare):
+        things.append(Thing(SPARE, "spare", size(spare), _age(spare, now)))
+    return Inventory(
+        jobs=tuple(_job(Job(path), size(path), now, live) for path in _job_folders(root)),
+        things=tuple(things),
+        blobs_of={name: frozenset(blobs_of(entries)) for name, entries in trees.items()},
+        names_of={name: _link_words(entries) for name, entries in trees.items()},
+        spare_tree=_spare_tree(spare),
+    )
+
+
+def disk_bytes(path: str) -> int:
+    """What a file or a folder takes on the disk; a file with several names in it once."""
+    seen: Set[Tuple[int, int]] = set()
+    total = 0
+    for name in _everything(path):
+        try:
+            info = os.lstat(name)
+        except OSError:
+            continue
+        if (info.st_dev, info.st_ino) not in seen:
+            total += info.st_blocks * _BLOCK
+        if info.st_nlink > 1:
+            seen.add((info.st_dev, info.st_ino))
+    return total
+
+
+def _everything(path: str) -> Iterator[str]:
+    yield path
+    for folder, folders, files in os.walk(path):
+        for name in folders + files:
+            yield os.path.join(folder, name)
+
+
+def _children(folder: str) -> List[Tuple[str, str]]:
+    """(name, path) of what lies in a folder."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [(name, os.path.join(folder, name)) for name in names]
+
+
+def _age(path: str, now: float) -> float:
+    """Seconds since it was changed; 0 when it has gone."""
+    try:
+        return now - os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def _job_folders(root: Root) -> List[str]:
+    return [path for name, path in _children(root.jobs) if JOB_ID.match(name) and os.path.isdir(path)]
+
+
+def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
+    try:
+        status = state.judge(job)
+    except (KeyError, TypeError, ValueError, OSError):
+        status = {}  # a broken folder: only a person can tell
+    texts = [_text(path) for path in (job.record, job.config, job.status)]
+    slots = status.get("slots")
+    return JobItem(
+        id=job.id,
+        size=size,
+        ended_s=None if job.id in live.jobs else _ended_s(job, status, now),
+        foreign=_is_foreign(status),
+        names=frozenset().union(*(_words(text) for text in texts)) - {job.id},
+        settled=isinstance(slots, dict) and "python" in slots,
+        known=bool(texts[0]),
+    )
+
+
+def _ended_s(job: Job, status: Dict[str, object], now: float) -> Optional[float]:
+    if status.get("state") not in state.FINAL:
+        return None
+    age_s = _age(job.path, now)
+    if "supervisor" not in status:  # nobody says on which machine it was started
+        return age_s if age_s > LAUNCH_AGE_S else None
+    try:
+        return now - calendar.timegm(time.strptime(str(status.get("ended_at")), "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return age_s
+
+
+def _is_foreign(status: Dict[str, object]) -> bool:
+    supervisor = state.supervisor_of(status)
+    return supervisor is not None and supervisor.machine_id != state.this_machine()
+
+
+def _text(path: str) -> bytes:
+    try:
+        with open(path, "rb") as f:
+            return f.read(MAX_TEXT)
+    except OSError:
+        return b""
+
+
+def _words(text: bytes) -> FrozenSet[str]:
+    text = text.replace(b"\\n", b"\n")  # JSON's way to write the end of a line would stick to the next word
+    return frozenset(word.decode("ascii") for word in _WORD.findall(text))
+
+
+# --- the store --------------------------------------------------------------------------------------------------------
+
+
+def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
+    """The trees that can be read; a damaged one is of no use to anybody."""
+    for name, path in _children(root.trees):
+        try:
+            yield name, [Entry(*row) for row in json.loads(_text(path).decode("ascii"))]
+        except (ValueError, TypeError):
+            continue
+
+
+def _link_words(entries: List[Entry]) -> FrozenSet[str]:
+    return frozenset().union(*(_words(os.fsencode(entry.hash)) for entry in entries if entry.mode == LINK))
+
+
+def _blobs(root: Root, now: float) -> Iterator[Thing]:
+    for prefix, folder in _children(root.blobs):
+        try:
+            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder)]
+        except OSError:
+            continue
+        for name, info in found:
+            yield Thing(BLOB, prefix + name, info.st_blocks * _BLOCK, now - info.st_mtime)
+
+
+def _spare_tree(spare: str) -> Optional[str]:
+    try:
+        record = json.loads(_text(os.path.join(spare, "record.json")).decode("ascii"))
+        return root_hash([Entry(*row) for row in record["entries"]])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+# --- environments and agents ------------------------------------------------------------------------------------------
+
+
+def _envs(root: Root) -> List[Tuple[str, str]]:
+    return [(name, path) for name, path in _children(root.envs) if os.path.isdir(path)]
+
+
+def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    in_use = os.path.realpath(path) == os.path.realpath(own) or name in live.words or is_held(path)
+    return Thing(AGENT, name, size, _age(path, now), in_use)
+
+
+class _Live(NamedTuple):
+    """What this user's processes say of themselves."""
+
+    words: FrozenSet[str]  # of their command lines
+    jobs: FrozenSet[str]  # ids of jobs of which a process runs
+
+    @classmethod
+    def read(cls) -> "_Live":
+        words: Set[str] = set()
+        jobs: Set[str] = set()
+        marker = re.compile(rb"(?:^|\0)" + JOB_ID_ENV.encode("ascii") + rb"=([^\0]*)")
+        for name in os.listdir("/proc"):
+            if name.isdigit() and name != str(os.getpid()) and _is_own("/proc/" + name):
+                words |= _words(_text("/proc/%s/cmdline" % name))
+                jobs |= {os.fsdecode(found) for found in marker.findall(_text("/proc/%s/environ" % name))}
+        return cls(frozenset(words), frozenset(jobs))
+
+    def names(self, name: str, path: str) -> bool:
+        """Whether a process was started from an environment, or one is being built there."""
+        return name in self.words or is_held(path + ".lock")
+
+
+def _is_own(path: str) -> bool:
+    try:
+        return os.stat(path).st_uid == os.getuid()
+    except OSError:
+        return False
