@@ -14,13 +14,12 @@ import click
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.render import invoked_as, notice, show_error
 from deployer.words import (
-    ACCEPT,
+    ACCESS,
     CONTEXT,
     JSON,
     PULL_MAX,
     ROOT,
     SSH,
-    SSH_KEY,
     Command,
     Commands,
     WithProgram,
@@ -31,6 +30,7 @@ from deployer.words import (
     parse_duration,
     parse_since,
     parse_size,
+    with_access,
 )
 
 GIVE_UP = click.option(
@@ -70,8 +70,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @SSH
-@SSH_KEY
-@ACCEPT
+@with_access
 @click.option("--gpus", metavar="0,2", help="GPU indices (nvidia-smi) or UUIDs; one process each.")
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="cpu: as many CPU processes as --gpus names."
@@ -119,7 +118,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
     pull_limit = parse_size(options.pop("pull_max")) or None
-    access = {name: options.pop(name) for name in ("ssh_key", "accept_new_host_key")}
+    access = {name: options.pop(name) for name in ACCESS}
     host = host_of(options["ssh"], options["root"], **access)
     if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
@@ -168,7 +167,7 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
     """Show a job's log, and follow it while it runs."""
     from deployer.commands import logs as command
 
-    place = {name: options.pop(name) for name in ("ssh", "root", "ssh_key", "accept_new_host_key")}
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     host, record = find_host(job_id, **place)
     wanted = command.Wanted(**options)
     sys.exit(command.logs(host, record.job_id if record else job_id, wanted, give_up_s=give_up_s))

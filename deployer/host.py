@@ -18,6 +18,9 @@ class Host:
     root: str
     ssh_key: str | None = None
     accept_new_host_key: bool = False
+    transport: str = "auto"
+    """`auto`, `fabric` or `openssh`."""
+    connect_timeout_s: float | None = None
     _transport: Transport | None = field(default=None, repr=False)
     _link: Link | None = field(default=None, repr=False)
 
@@ -46,5 +49,26 @@ class Host:
         self._link = Link.open(self._transport, root=self.root, request=request, payload=payload)
         return self._link
 
+    def run_shell(self, command: str | None) -> int:
+        """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
+        from deployer.transport.ssh import SshTransport
+
+        self.prefetch()
+        assert isinstance(self._transport, SshTransport)
+        try:
+            return self._transport.run_shell(command)
+        finally:
+            self._transport.close()
+
+    def at(self, ssh: str | None, root: str) -> Host:
+        """Another place, entered in the same way."""
+        return Host(ssh, root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
+
     def _make_transport(self) -> Transport:
-        return make_transport(self.ssh, ssh_key=self.ssh_key, accept_new_host_key=self.accept_new_host_key)
+        return make_transport(
+            self.ssh,
+            way=self.transport,
+            ssh_key=self.ssh_key,
+            accept_new_host_key=self.accept_new_host_key,
+            connect_timeout_s=self.connect_timeout_s,
+        )

@@ -25,6 +25,7 @@ class JobRecord:
     """Absolute folder on this machine."""
     created: str
     ssh_key: str | None = None
+    transport: str = "auto"
 
 
 def state_dir() -> Path:

@@ -13,6 +13,7 @@ import click
 
 from deployer.errors import UsageError
 from deployer.render import as_invoked
+from deployer.transport import WAYS
 
 if TYPE_CHECKING:
     from deployer.host import Host
@@ -72,13 +73,32 @@ ACCEPT = click.option(
     "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
 )
 ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
+TRANSPORT = click.option(
+    "--transport",
+    type=click.Choice(WAYS),
+    help="How to connect [auto: openssh, the ssh program, where a host's options need it; else fabric].",
+)
+CONNECT_TIMEOUT = click.option(
+    "--connect-timeout",
+    "connect_timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Seconds to connect and log in [ConnectTimeout of ssh_config, or 10].",
+)
+ACCESS = ("ssh_key", "accept_new_host_key", "transport", "connect_timeout_s")
+"""The options that say how to get in, as they reach a command."""
+
+
+def with_access(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say how to get in."""
+    for option in (CONNECT_TIMEOUT, TRANSPORT, ACCEPT, SSH_KEY):
+        command = option(command)
+    return command
 
 
 def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which host is meant and how to get in; they reach the command as `**place`."""
-    for option in (ROOT, ACCEPT, SSH_KEY, SSH):
-        command = option(command)
-    return command
+    return SSH(with_access(ROOT(command)))
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
@@ -119,10 +139,18 @@ def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
         raise UsageError(f"--since {text!r} is neither a duration nor a time", hint=hint) from None
 
 
-def host_of(ssh: str | None, root: str | None, *, ssh_key: str | None, accept_new_host_key: bool) -> Host:
+def host_of(
+    ssh: str | None,
+    root: str | None,
+    *,
+    ssh_key: str | None,
+    accept_new_host_key: bool,
+    transport: str | None,
+    connect_timeout_s: float | None,
+) -> Host:
     from deployer.host import Host
 
-    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key)
+    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key, transport or "auto", connect_timeout_s)
 
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
@@ -146,5 +174,7 @@ def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: A
     return host_of(record.ssh, record.root, **_access(record, **access)), record
 
 
-def _access(record: JobRecord, *, ssh_key: str | None, accept_new_host_key: bool) -> dict[str, Any]:
-    return {"ssh_key": ssh_key or record.ssh_key, "accept_new_host_key": accept_new_host_key}
+def _access(record: JobRecord, **access: Any) -> dict[str, Any]:
+    """As the command line says, else as the job was launched."""
+    remembered = {"ssh_key": record.ssh_key, "transport": record.transport}
+    return {**access, **{name: access[name] or value for name, value in remembered.items()}}

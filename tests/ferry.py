@@ -19,6 +19,7 @@ class Ferry:
     state: Path
     root: Path
     ssh: str | None = None
+    transport: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
     def argv(self, *words: str) -> list[str]:
@@ -28,7 +29,8 @@ class Ferry:
         return {**os.environ, "TORCHFERRY_STATE_DIR": str(self.state), "PYTHONPATH": str(REPO), **self.env}
 
     def where(self) -> list[str]:
-        return ["--remote-root", str(self.root), *(["--ssh", self.ssh] if self.ssh else [])]
+        way = ["--transport", self.transport] if self.transport else []
+        return ["--remote-root", str(self.root), *(["--ssh", self.ssh] if self.ssh else []), *way]
 
     def run(
         self, *words: str, timeout_s: float = 120, stdin: bytes | None = None

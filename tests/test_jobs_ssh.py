@@ -24,6 +24,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
         yield running
 
 
+@pytest.fixture(params=["fabric", "openssh"])
+def both(remote: Ferry, request: pytest.FixtureRequest) -> Ferry:
+    """`remote`, once over each transport."""
+    remote.transport = request.param
+    return remote
+
+
 @pytest.fixture
 def remote(ferry: Ferry, server: SshServer) -> Ferry:
     """The client of `ferry` with a host behind sshd."""
@@ -32,12 +39,12 @@ def remote(ferry: Ferry, server: SshServer) -> Ferry:
     return ferry
 
 
-def test_program_over_ssh_output_code_and_results(remote):
-    (remote.project / "hello.py").write_text("import sys; print('hello', sys.argv[1:]); sys.exit(3)")
-    done = remote.run("run", *remote.where(), "--", "python", "hello.py", "a b", "$HOME;'")
+def test_program_over_ssh_output_code_and_results(both):
+    (both.project / "hello.py").write_text("import sys; print('hello', sys.argv[1:]); sys.exit(3)")
+    done = both.run("run", *both.where(), "--", "python", "hello.py", "a b", "$HOME;'")
     assert done.stdout == b"hello ['a b', \"$HOME;'\"]\n"
     assert done.returncode == 3
-    assert list((remote.project / "results").glob("*/logs/attempt_1/rank_0.log"))
+    assert list((both.project / "results").glob("*/logs/attempt_1/rank_0.log"))
 
 
 def test_second_deploy_sends_only_what_changed(remote):
@@ -70,12 +77,12 @@ def test_login_shell_of_any_kind_and_a_noisy_one(ferry, tmp_path_factory, shell)
     assert done.stdout == b"it's ${X:-y} && <b> $(touch /tmp/pwned) `x` \"'\n"
 
 
-def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
-    (remote.project / "write.py").write_text(
+def test_connection_cut_while_following_no_byte_lost_or_twice(both, server):
+    (both.project / "write.py").write_text(
         "import itertools, os, time\nfor i in itertools.count():\n    print('line', i, flush=True)\n"
         "    time.sleep(0.01)\n    if os.path.exists(os.environ['TORCHFERRY_RUN_DIR'] + '/enough'): break\n"
     )
-    client = remote.start("run", *remote.where(), "--no-pull", "--", "python", "write.py")
+    client = both.start("run", *both.where(), "--no-pull", "--", "python", "write.py")
     assert client.stdout.readline() == b"line 0\n"
     for _ in range(2):
         cut = set(_sessions(server))
@@ -83,23 +90,23 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(remote, server):
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)  # the client is back
         assert client.poll() is None, client.communicate()[1].decode()
-    (remote.job() / "enough").touch()
+    (both.job() / "enough").touch()
     out, err = client.communicate(timeout=60)
     assert client.returncode == 0, err.decode()
     assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(out.count(b"\n") + 1))
-    assert b"line 0\n" + out == (remote.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
+    assert b"line 0\n" + out == (both.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
     assert b"trying again" in err
 
 
-def test_connection_cut_while_files_are_sent_one_job_and_it_is_followed(remote, server):
-    (remote.project / "data").write_bytes(os.urandom(90_000_000))
-    client = remote.start("run", *remote.where(), "--no-pull", "--", "sh", "-c", "echo ran")
-    wait_for(lambda: list((remote.root / "tmp").glob("blob-*")))
+def test_connection_cut_while_files_are_sent_one_job_and_it_is_followed(both, server):
+    (both.project / "data").write_bytes(os.urandom(90_000_000))
+    client = both.start("run", *both.where(), "--no-pull", "--", "sh", "-c", "echo ran")
+    wait_for(lambda: list((both.root / "tmp").glob("blob-*")))
     for pid in _sessions(server):
         os.kill(pid, signal.SIGKILL)
     out, err = client.communicate(timeout=60)
     assert (client.returncode, out) == (0, b"ran\n"), err.decode()
-    assert b"trying again" in err and len(remote.job_ids()) == 1
+    assert b"trying again" in err and len(both.job_ids()) == 1
 
 
 def test_pull_by_the_beginning_of_an_id_names_the_folder_by_the_whole(remote):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.errors import UsageError
-from deployer.target import Target, parse_settings, parse_target, resolve, ssh_query
+from deployer.ssh_config import parse_settings, resolve, ssh_argv
+from deployer.target import Target, parse_target
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None and "CI" not in os.environ, reason="no ssh here")
 
@@ -59,12 +60,12 @@ def test_parse_target_with_a_password_does_not_repeat_it() -> None:
 
 
 @given(st.text(max_size=30))
-def test_ssh_query_of_any_accepted_text_has_no_word_that_ssh_takes_for_an_option(text: str) -> None:
+def test_ssh_argv_of_any_accepted_text_has_no_word_that_ssh_takes_for_an_option(text: str) -> None:
     try:
         target = parse_target(text)
     except UsageError:
         return
-    argv = ssh_query(target, None)
+    argv = ssh_argv("-G", target=target, config_file=None)
     assert argv[-2] == "--"
     assert not any(word.startswith("-") for word in (target.host, target.user or ""))
 

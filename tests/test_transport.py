@@ -28,6 +28,7 @@ from deployer.transport.local import LocalTransport
 from tests.sshd import ALIAS, SshServer, free_port, login_user, make_key, start_sshd
 
 MIB = 1 << 20
+both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
 
 def connect(server: SshServer, config: str = "", **options: Any) -> Transport:
     """A connected transport, by the server's own client config unless another one is given."""
-    transport = make_transport(ALIAS, config_file=config or str(server.client_config_path), **options)
+    transport = make_transport(
+        ALIAS, **{"config_file": config or str(server.client_config_path), "way": "fabric", **options}
+    )
     transport.connect()
     return transport
 
@@ -56,7 +59,7 @@ def with_config(server: SshServer, folder: Path, **changes: str) -> str:
 def refusal(config: str, address: str = ALIAS, **options: Any) -> ConnectError:
     """The error of a connection that must not succeed."""
     with pytest.raises(ConnectError) as caught:
-        make_transport(address, config_file=config, **options).connect()
+        make_transport(address, **{"config_file": config, "way": "fabric", **options}).connect()
     return caught.value
 
 
@@ -67,9 +70,9 @@ def read_all(stream: Stream) -> bytes:
     return b"".join(parts)
 
 
-@pytest.fixture(params=["ssh", "local"])
+@pytest.fixture(params=["fabric", "openssh", "local"])
 def transport(request: pytest.FixtureRequest, server: SshServer) -> Iterator[Transport]:
-    made = connect(server) if request.param == "ssh" else LocalTransport()
+    made = connect(server, way=request.param) if request.param != "local" else LocalTransport()
     yield made
     made.close()
 
@@ -162,12 +165,13 @@ def test_local_process_ended_by_a_signal_has_a_shells_status() -> None:
 SHELLS = ["/bin/bash", "/bin/dash", "/usr/bin/fish", "/bin/tcsh", "/bin/zsh"]
 
 
+@both_ways
 @pytest.mark.parametrize("shell", SHELLS)
-def test_constant_command_line_passes_every_login_shell_unchanged(shell: str, tmp_path: Path) -> None:
+def test_constant_command_line_passes_every_login_shell_unchanged(shell: str, tmp_path: Path, way: str) -> None:
     program = base64.b64encode(b"import sys; print(sys.argv); print(sys.stdin.read())").decode()
     loader = 'exec python3 -S -c "import base64,sys; exec(base64.b64decode(sys.argv[1]))" "$0" "a  b"'
     with login_user(shell) as user, start_sshd(tmp_path, user=user) as server:
-        transport = connect(server)
+        transport = connect(server, way=way)
         stream = transport.open(f"/bin/sh -c '{loader}' {program}")
         stream.write("zürich\n".encode())
         stream.close_write()
@@ -205,65 +209,79 @@ def known_hosts_config(server: SshServer, folder: Path, lines: str) -> tuple[str
     return with_config(server, folder, UserKnownHostsFile=str(path)), path
 
 
-def test_unknown_host_key_without_a_terminal_is_refused_with_its_fingerprint(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_unknown_host_key_without_a_terminal_is_refused_with_its_fingerprint(
+    server: SshServer, tmp_path: Path, way: str
+) -> None:
     config, known = known_hosts_config(server, tmp_path, "")
-    error = refusal(config)
+    error = refusal(config, way=way)
     printed = subprocess.run(["ssh-keygen", "-lf", f"{server.host_key_path}.pub"], capture_output=True, text=True)
     assert printed.stdout.split()[1] in error.message
     assert "--accept-new-host-key" in error.hint and f"ssh-keyscan -p {server.port} 127.0.0.1" in error.hint
     assert known.read_text() == ""
 
 
-def test_unknown_host_key_accepted_by_option_is_written_down_once(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_unknown_host_key_accepted_by_option_is_written_down_once(server: SshServer, tmp_path: Path, way: str) -> None:
     known = tmp_path / "new" / "known"
+    if way == "openssh":  # which makes no folder but ~/.ssh
+        known.parent.mkdir(mode=0o700)
     config = with_config(server, tmp_path, UserKnownHostsFile=str(known))
     for _ in range(2):
-        transport = make_transport(ALIAS, config_file=config, accept_new_host_key=True)
+        transport = make_transport(ALIAS, config_file=config, accept_new_host_key=True, way=way)
         transport.connect()
         transport.close()
     assert known.read_text() == server.host_key_line()
-    assert (known.stat().st_mode & 0o777, known.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    if way == "fabric":
+        assert (known.stat().st_mode & 0o777, known.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     check = ["ssh", "-F", config, "-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes", ALIAS, "true"]
     assert subprocess.run(check, stdin=subprocess.DEVNULL).returncode == 0
 
 
+@both_ways
 @pytest.mark.parametrize("accept_new", [False, True])
 def test_changed_host_key_is_always_refused(
-    server: SshServer, tmp_path: Path, foreign_key: Path, accept_new: bool
+    server: SshServer, tmp_path: Path, foreign_key: Path, accept_new: bool, way: str
 ) -> None:
     lines = f"# a comment\n{server.host_name} {public(foreign_key)}\n"
     config, known = known_hosts_config(server, tmp_path, lines)
-    error = refusal(config, accept_new_host_key=accept_new)
+    error = refusal(config, accept_new_host_key=accept_new, way=way)
     assert "changed" in error.message
     assert f"{known}:2" in error.where
     assert known.read_text() == lines
 
 
-def test_changed_host_keys_hint_removes_exactly_the_line(server: SshServer, tmp_path: Path, foreign_key: Path) -> None:
+@both_ways
+def test_changed_host_keys_hint_removes_exactly_the_line(
+    server: SshServer, tmp_path: Path, foreign_key: Path, way: str
+) -> None:
     lines = f"other {public(foreign_key)}\n{server.host_name} {public(foreign_key)}\n"
     config, known = known_hosts_config(server, tmp_path, lines)
-    command = refusal(config).hint.splitlines()[-1].strip()
+    command = refusal(config, way=way).hint.splitlines()[-1].strip()
     assert command.startswith("ssh-keygen ")
     subprocess.run(command, shell=True, check=True, capture_output=True)
     assert known.read_text() == f"other {public(foreign_key)}\n"
 
 
-def test_host_known_by_another_type_of_key_counts_as_changed(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_host_known_by_another_type_of_key_counts_as_changed(server: SshServer, tmp_path: Path, way: str) -> None:
     ecdsa = make_key(tmp_path / "ecdsa", "ecdsa")
     config, _ = known_hosts_config(server, tmp_path, f"{server.host_name} {public(ecdsa)}\n")
-    assert "changed" in refusal(config, accept_new_host_key=True).message
+    assert "changed" in refusal(config, accept_new_host_key=True, way=way).message
 
 
-def test_revoked_host_key_is_refused_though_also_known(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_revoked_host_key_is_refused_though_also_known(server: SshServer, tmp_path: Path, way: str) -> None:
     config, _ = known_hosts_config(
         server, tmp_path, server.host_key_line() + "@revoked * " + public(server.host_key_path)
     )
-    assert "revoked" in refusal(config).message
+    assert "revoked" in refusal(config, way=way).message
 
 
+@both_ways
 @pytest.mark.parametrize("form", ["text", "KRL"])
 def test_host_key_in_a_revoked_keys_file_is_refused(
-    server: SshServer, tmp_path: Path, foreign_key: Path, form: str
+    server: SshServer, tmp_path: Path, foreign_key: Path, form: str, way: str
 ) -> None:
     revoked = tmp_path / "revoked"
     config = with_config(server, tmp_path, RevokedHostKeys=str(revoked))
@@ -274,9 +292,9 @@ def test_host_key_in_a_revoked_keys_file_is_refused(
             subprocess.run(["ssh-keygen", "-qkf", str(revoked), f"{key}.pub"], check=True)
 
     revoke(foreign_key)
-    connect(server, config=config).close()
+    connect(server, config=config, way=way).close()
     revoke(server.host_key_path)
-    assert "revoked" in refusal(config).message
+    assert "revoked" in refusal(config, way=way).message
 
 
 def test_certificate_authority_line_does_not_make_a_host_known(server: SshServer, tmp_path: Path) -> None:
@@ -284,8 +302,9 @@ def test_certificate_authority_line_does_not_make_a_host_known(server: SshServer
     assert "not known" in refusal(config).message
 
 
+@both_ways
 @pytest.mark.parametrize("form", ["hashed", "pattern", "port-less", "second file", "alias"])
-def test_host_key_known_in_any_form_lets_us_in(server: SshServer, tmp_path: Path, form: str) -> None:
+def test_host_key_known_in_any_form_lets_us_in(server: SshServer, tmp_path: Path, form: str, way: str) -> None:
     changes: dict[str, str] = {}
     line = server.host_key_line()
     if form == "hashed":
@@ -300,7 +319,7 @@ def test_host_key_known_in_any_form_lets_us_in(server: SshServer, tmp_path: Path
     known.write_text(line)
     files = f"{tmp_path}/none {known}" if form == "second file" else str(known)
     config = with_config(server, tmp_path, UserKnownHostsFile=files, **changes)
-    transport = make_transport(ALIAS, config_file=config)
+    transport = make_transport(ALIAS, config_file=config, way=way)
     transport.connect()
     transport.close()
 
@@ -354,7 +373,7 @@ import sys
 from deployer.errors import FerryError
 from deployer.transport import make_transport
 try:
-    transport = make_transport(sys.argv[1], config_file=sys.argv[2])
+    transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])
     transport.connect()
     stream = transport.open("echo in; exec cat >/dev/null")
     print("GOT", stream.read(100), flush=True)
@@ -364,14 +383,14 @@ except FerryError as error:
 """
 
 
-def at_terminal(config: str, answers: dict[str, str], *, program: str = _CLIENT) -> str:
+def at_terminal(config: str, answers: dict[str, str], *, way: str = "fabric", program: str = _CLIENT) -> str:
     """What a person sees who connects at a terminal and answers each prompt that contains a key of `answers`.
 
     After two seconds of silence the answer is typed again: a terminal drops what comes while it changes its mode.
     """
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", program, ALIAS, config])
+        os.execv(sys.executable, [sys.executable, "-c", program, ALIAS, config, way])
     seen, asked, typed = b"", 0, b""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -394,45 +413,49 @@ def at_terminal(config: str, answers: dict[str, str], *, program: str = _CLIENT)
     return seen.decode()
 
 
-def test_unknown_host_key_at_a_terminal_is_asked_and_remembered(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_unknown_host_key_at_a_terminal_is_asked_and_remembered(server: SshServer, tmp_path: Path, way: str) -> None:
     config, known = known_hosts_config(server, tmp_path, "")
-    screen = at_terminal(config, {"[yes/no]": "yes"})
+    screen = at_terminal(config, {"(yes/no": "yes", "[yes/no": "yes"}, way=way)
     assert "SHA256:" in screen and "GOT b'in" in screen
     assert known.read_text() == server.host_key_line()
 
 
-def test_unknown_host_key_at_a_terminal_answered_no_is_refused(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_unknown_host_key_at_a_terminal_answered_no_is_refused(server: SshServer, tmp_path: Path, way: str) -> None:
     config, known = known_hosts_config(server, tmp_path, "")
-    assert "REFUSED" in at_terminal(config, {"[yes/no]": "no"})
+    assert "REFUSED" in at_terminal(config, {"(yes/no": "no", "[yes/no": "no"}, way=way)
     assert known.read_text() == ""
 
 
+@both_ways
 def test_changed_host_key_at_a_terminal_is_refused_without_a_question(
-    server: SshServer, tmp_path: Path, foreign_key: Path
+    server: SshServer, tmp_path: Path, foreign_key: Path, way: str
 ) -> None:
     config, _ = known_hosts_config(server, tmp_path, f"{server.host_name} {public(foreign_key)}\n")
-    screen = at_terminal(config, {"[yes/no]": "yes"})
-    assert "REFUSED" in screen and "[yes/no]" not in screen
+    screen = at_terminal(config, {"(yes/no": "yes", "[yes/no": "yes"}, way=way)
+    assert "REFUSED" in screen and "yes/no" not in screen
 
 
 _SHELL = """
 import sys
-from deployer.target import parse_target
-from deployer.transport.fabric_ssh import open_shell
-print("STATUS", open_shell(parse_target(sys.argv[1]), COMMAND, config_file=sys.argv[2]))
+from deployer.transport import make_transport
+print("STATUS", make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3]).run_shell(COMMAND))
 """
 
 
-def test_shell_at_a_terminal_has_a_terminal_there_and_returns_its_status(server: SshServer) -> None:
+@both_ways
+def test_shell_at_a_terminal_has_a_terminal_there_and_returns_its_status(server: SshServer, way: str) -> None:
     ask = 'test -t 0 && printf "name? " && read x && echo got-$x; exit 3'
     program = _SHELL.replace("COMMAND", repr(f"exec bash -c '{ask}'"))
-    screen = at_terminal(str(server.client_config_path), {"name? ": "ada"}, program=program)
+    screen = at_terminal(str(server.client_config_path), {"name? ": "ada"}, program=program, way=way)
     assert "got-ada" in screen and "STATUS 3" in screen
 
 
-def test_login_shell_at_a_terminal_takes_what_is_typed(server: SshServer) -> None:
+@both_ways
+def test_login_shell_at_a_terminal_takes_what_is_typed(server: SshServer, way: str) -> None:
     program = _SHELL.replace("COMMAND", "None")
-    screen = at_terminal(str(server.client_config_path), {"# ": "exit 4", "$ ": "exit 4"}, program=program)
+    screen = at_terminal(str(server.client_config_path), {"# ": "exit 4", "$ ": "exit 4"}, program=program, way=way)
     assert "STATUS 4" in screen
 
 
@@ -456,37 +479,46 @@ def test_key_file_of_any_type_lets_us_in(server: SshServer, tmp_path: Path, kind
     connect(server, ssh_key=str(key)).close()
 
 
-def test_second_identity_file_is_tried_after_the_first(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_second_identity_file_is_tried_after_the_first(server: SshServer, tmp_path: Path, way: str) -> None:
     wrong = make_key(tmp_path / "wrong")
     config = with_config(server, tmp_path, IdentityFile=f"{wrong}\n    IdentityFile {server.key_path}")
-    transport = make_transport(ALIAS, config_file=config)
+    transport = make_transport(ALIAS, config_file=config, way=way)
     transport.connect()
     assert read_all(transport.open("echo in")) == b"in\n"
     transport.close()
 
 
-def test_wrong_key_names_the_key_the_user_and_what_the_host_accepts(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_wrong_key_names_the_key_the_user_and_what_the_host_accepts(
+    server: SshServer, tmp_path: Path, way: str
+) -> None:
     wrong = make_key(tmp_path / "wrong")
-    error = refusal(with_config(server, tmp_path, IdentityFile=str(wrong)))
+    error = refusal(with_config(server, tmp_path, IdentityFile=str(wrong)), way=way)
     assert repr(server.user) in error.message and "publickey" in error.message
     assert str(wrong) in error.where
     assert "authorized_keys" in error.hint
 
 
-def test_wrong_user_is_a_clear_error(server: SshServer) -> None:
-    error = refusal(str(server.client_config_path), address=f"nobody_here@{ALIAS}")
+@both_ways
+def test_wrong_user_is_a_clear_error(server: SshServer, way: str) -> None:
+    error = refusal(str(server.client_config_path), address=f"nobody_here@{ALIAS}", way=way)
     assert "'nobody_here'" in error.message
 
 
-def test_more_keys_than_the_server_lets_us_try_ends_in_a_clear_error(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_more_keys_than_the_server_lets_us_try_ends_in_a_clear_error(
+    server: SshServer, tmp_path: Path, way: str
+) -> None:
     keys = [make_key(tmp_path / f"k{n}") for n in range(8)]
-    error = refusal(with_config(server, tmp_path, IdentityFile="\n    IdentityFile ".join(map(str, keys))))
+    error = refusal(with_config(server, tmp_path, IdentityFile="\n    IdentityFile ".join(map(str, keys))), way=way)
     assert "Too many authentication failures" in error.where
     assert str(keys[0]) in error.where
 
 
-def test_no_key_at_all_says_how_to_make_one(server: SshServer, tmp_path: Path) -> None:
-    error = refusal(with_config(server, tmp_path, IdentityFile=f"{tmp_path}/none"))
+@both_ways
+def test_no_key_at_all_says_how_to_make_one(server: SshServer, tmp_path: Path, way: str) -> None:
+    error = refusal(with_config(server, tmp_path, IdentityFile=f"{tmp_path}/none"), way=way)
     assert "no key" in error.message and "ssh-keygen" in error.hint
 
 
@@ -496,12 +528,13 @@ def test_encrypted_key_without_a_terminal_is_named(server: SshServer, tmp_path: 
     assert f"{key} (it has a passphrase" in error.where
 
 
+@both_ways
 def test_encrypted_key_at_a_terminal_asks_for_its_passphrase_until_it_is_right(
-    server: SshServer, tmp_path: Path
+    server: SshServer, tmp_path: Path, way: str
 ) -> None:
     key = make_key(tmp_path / "locked", passphrase="open sesame")
     authorise(server, key)
-    screen = at_terminal(with_config(server, tmp_path, IdentityFile=str(key)), {"Passphrase of": "open sesame"})
+    screen = at_terminal(with_config(server, tmp_path, IdentityFile=str(key)), {"assphrase": "open sesame"}, way=way)
     assert "GOT b'in" in screen and "sesame" not in screen
 
 
@@ -559,13 +592,14 @@ def test_identities_only_leaves_other_keys_of_the_agent_alone(server: SshServer,
     assert str(wanted) in error.where and "agent:" not in error.where
 
 
-def test_certificate_beside_the_key_file_lets_us_in(tmp_path: Path) -> None:
+@both_ways
+def test_certificate_beside_the_key_file_lets_us_in(tmp_path: Path, way: str) -> None:
     authority, key = make_key(tmp_path / "ca"), make_key(tmp_path / "key")
     trust = f"TrustedUserCAKeys {authority}.pub"
     with start_sshd(tmp_path, extra_config=trust) as server:
         sign = ["ssh-keygen", "-q", "-s", str(authority), "-I", "me", "-n", server.user, f"{key}.pub"]
         subprocess.run(sign, check=True)
-        connect(server, ssh_key=str(key)).close()
+        connect(server, ssh_key=str(key), way=way).close()
 
 
 # --- jumps ------------------------------------------------------------------------------------------------------------
@@ -586,8 +620,9 @@ def jump_config(server: SshServer, hop: SshServer, folder: Path, **changes: str)
     return config
 
 
-def test_jump_host_carries_the_connection(server: SshServer, hop: SshServer, tmp_path: Path) -> None:
-    transport = make_transport(ALIAS, config_file=jump_config(server, hop, tmp_path))
+@both_ways
+def test_jump_host_carries_the_connection(server: SshServer, hop: SshServer, tmp_path: Path, way: str) -> None:
+    transport = make_transport(ALIAS, config_file=jump_config(server, hop, tmp_path), way=way)
     transport.connect()
     came_from = read_all(transport.open("echo $SSH_CONNECTION; cat /proc/$PPID/cmdline >/dev/null")).split()
     transport.close()
@@ -595,28 +630,34 @@ def test_jump_host_carries_the_connection(server: SshServer, hop: SshServer, tmp
     assert "Accepted publickey" in hop.log_path.read_text()
 
 
-def test_jump_host_that_refuses_our_key_is_named(server: SshServer, hop: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_jump_host_that_refuses_our_key_is_named(server: SshServer, hop: SshServer, tmp_path: Path, way: str) -> None:
     config = jump_config(server, hop, tmp_path)
     text = Path(config).read_text().replace(f"IdentityFile {hop.key_path}", f"IdentityFile {server.key_path}")
     Path(config).write_text(text)
-    error = refusal(config)
+    error = refusal(config, way=way)
     assert "jump host" in error.message and str(hop.port) in error.message
 
 
-def test_jump_host_with_an_unknown_key_is_refused(server: SshServer, hop: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_jump_host_with_an_unknown_key_is_refused(server: SshServer, hop: SshServer, tmp_path: Path, way: str) -> None:
     config = jump_config(server, hop, tmp_path)
     Path(config).write_text(Path(config).read_text().replace(str(hop.known_hosts_path), str(server.known_hosts_path)))
-    error = refusal(config)
+    error = refusal(config, way=way)
     assert "jump host" in error.message and f"[127.0.0.1]:{hop.port} is not known" in error.message
 
 
-def test_target_that_the_jump_host_cannot_reach_is_named(server: SshServer, hop: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_target_that_the_jump_host_cannot_reach_is_named(
+    server: SshServer, hop: SshServer, tmp_path: Path, way: str
+) -> None:
     port = free_port()
-    error = refusal(jump_config(server, hop, tmp_path, Port=str(port)))
+    error = refusal(jump_config(server, hop, tmp_path, Port=str(port)), way=way)
     assert f"127.0.0.1:{port}" in error.message and "cannot reach" in error.message
 
 
-def test_proxy_command_carries_the_connection(server: SshServer, tmp_path: Path) -> None:
+@both_ways
+def test_proxy_command_carries_the_connection(server: SshServer, tmp_path: Path, way: str) -> None:
     relay = "import socket,sys,threading,shutil\ns=socket.create_connection((sys.argv[1],int(sys.argv[2])))\n" + (
         "def up():\n while d:=__import__('os').read(0,65536): s.sendall(d)\n"
         "threading.Thread(target=up,daemon=True).start()\n"
@@ -624,7 +665,7 @@ def test_proxy_command_carries_the_connection(server: SshServer, tmp_path: Path)
     )
     (tmp_path / "relay.py").write_text(relay)
     command = f"{sys.executable} '{tmp_path}/relay.py' %h %p"
-    transport = make_transport(ALIAS, config_file=with_config(server, tmp_path, ProxyCommand=command))
+    transport = make_transport(ALIAS, config_file=with_config(server, tmp_path, ProxyCommand=command), way=way)
     transport.connect()
     assert read_all(transport.open("echo through")) == b"through\n"
     transport.close()
@@ -639,20 +680,23 @@ def address_config(folder: Path, host: str, port: int) -> str:
     return str(path)
 
 
-def test_closed_port_is_a_clear_error(tmp_path: Path) -> None:
+@both_ways
+def test_closed_port_is_a_clear_error(tmp_path: Path, way: str) -> None:
     port = free_port()
-    error = refusal(address_config(tmp_path, "127.0.0.1", port))
+    error = refusal(address_config(tmp_path, "127.0.0.1", port), way=way)
     assert error.message == f"127.0.0.1:{port} refuses connections"
 
 
-def test_unresolvable_host_name_is_a_clear_error(tmp_path: Path) -> None:
-    assert "cannot be resolved" in refusal(address_config(tmp_path, "no-such-host.invalid", 22)).message
+@both_ways
+def test_unresolvable_host_name_is_a_clear_error(tmp_path: Path, way: str) -> None:
+    assert "cannot be resolved" in refusal(address_config(tmp_path, "no-such-host.invalid", 22), way=way).message
 
 
-def test_silent_port_ends_by_the_connect_timeout(tmp_path: Path) -> None:
+@both_ways
+def test_silent_port_ends_by_the_connect_timeout(tmp_path: Path, way: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         begun = time.monotonic()
-        error = refusal(address_config(tmp_path, "127.0.0.1", listener.getsockname()[1]))
+        error = refusal(address_config(tmp_path, "127.0.0.1", listener.getsockname()[1]), way=way)
     assert "no SSH handshake came within 1 s" in error.message
     assert time.monotonic() - begun < 5
 
@@ -675,9 +719,10 @@ def serve_once(said: bytes) -> tuple[socket.socket, threading.Thread]:
     return listener, thread
 
 
-def test_port_that_speaks_something_else_is_named_so(tmp_path: Path) -> None:
+@both_ways
+def test_port_that_speaks_something_else_is_named_so(tmp_path: Path, way: str) -> None:
     listener, _ = serve_once(b"HTTP/1.1 400 Bad Request\r\n" * 101)
-    error = refusal(address_config(tmp_path, "127.0.0.1", listener.getsockname()[1]))
+    error = refusal(address_config(tmp_path, "127.0.0.1", listener.getsockname()[1]), way=way)
     listener.close()
     assert "does not speak SSH" in error.message
 
@@ -692,9 +737,10 @@ def test_connections_dropped_at_random_are_tried_again(tmp_path: Path) -> None:
             transport.close()
 
 
-def test_connection_that_breaks_raises_in_read_and_connects_again(tmp_path: Path) -> None:
+@both_ways
+def test_connection_that_breaks_raises_in_read_and_connects_again(tmp_path: Path, way: str) -> None:
     with start_sshd(tmp_path) as server:
-        transport = connect(server)
+        transport = connect(server, way=way)
         stream = transport.open("echo up; exec sleep 60")
         assert stream.read(100) == b"up\n"
         hang_up(server)
@@ -715,10 +761,11 @@ def hang_up(server: SshServer) -> None:
 # --- endpoints that run no commands -----------------------------------------------------------------------------------
 
 
-def test_forced_command_is_seen_by_who_waits_for_an_answer(tmp_path: Path) -> None:
+@both_ways
+def test_forced_command_is_seen_by_who_waits_for_an_answer(tmp_path: Path, way: str) -> None:
     relay = 'echo "Error: Your SSH client doesn\'t support PTY"; exit 1'
     with start_sshd(tmp_path, extra_config=f"ForceCommand {relay}") as server:
-        transport = connect(server)
+        transport = connect(server, way=way)
         stream = transport.open("anything")
         error = explain_no_answer(stream.stderr_text(), read_all(stream), stream.exit_status(5))
         transport.close()
@@ -731,6 +778,9 @@ class RelayServer(paramiko.ServerInterface):
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
         return paramiko.AUTH_SUCCESSFUL
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         return paramiko.OPEN_SUCCEEDED
@@ -756,11 +806,13 @@ def relay(tmp_path: Path, foreign_key: Path) -> Iterator[str]:
         thread.join(10)
 
 
-def test_server_that_refuses_to_run_commands_is_named_a_relay(relay: str) -> None:
-    transport = make_transport(ALIAS, config_file=relay, accept_new_host_key=True)
+@both_ways
+def test_server_that_refuses_to_run_commands_is_named_a_relay(relay: str, way: str) -> None:
+    transport = make_transport(ALIAS, config_file=relay, accept_new_host_key=True, way=way)
     transport.connect()
     with pytest.raises(HostError, match="runs no commands"):
-        transport.open("echo in")
+        stream = transport.open("echo in")
+        raise explain_no_answer(stream.stderr_text(), read_all(stream), stream.exit_status(5))
     transport.close()
 
 
@@ -783,13 +835,14 @@ def test_explain_no_answer_names_the_reason(stderr: str, noise: bytes, status: i
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", error.message + error.where)
 
 
-def test_client_that_ends_with_open_streams_says_nothing(server: SshServer) -> None:
+@both_ways
+def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way: str) -> None:
     code = (
         "import sys\nfrom deployer.transport import make_transport\n"
-        "transport = make_transport(sys.argv[1], config_file=sys.argv[2])\ntransport.connect()\n"
+        "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])\ntransport.connect()\n"
         "stream = transport.open('echo up; exec cat')\nprint(stream.read(10))"
     )
-    argv = [sys.executable, "-c", code, ALIAS, str(server.client_config_path)]
+    argv = [sys.executable, "-c", code, ALIAS, str(server.client_config_path), way]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (0, "b'up\\n'\n", "")
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from deployer import jobs
 from deployer.errors import UsageError
 from deployer.host import Host
-from deployer.target import parse_target
 
 
 def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:
@@ -27,11 +26,7 @@ def shell(host: Host, job_id: str | None) -> int:
     folder = jobs.read_status(host, job_id)["path"] + "/code" if job_id else None
     if host.ssh is None:
         return subprocess.call([os.environ.get("SHELL", "/bin/sh")], cwd=folder)
-    from deployer.transport.fabric_ssh import open_shell
-
     # the login shell may be fish or tcsh: it only hands on one constant text and one quoted word
     enter = 'exec /bin/sh -c \'cd "$0" && exec "${SHELL:-/bin/sh}" -l\''
     command = f"{enter} {shlex.quote(folder)}" if folder else None
-    return open_shell(
-        parse_target(host.ssh), command, ssh_key=host.ssh_key, accept_new_host_key=host.accept_new_host_key
-    )
+    return host.run_shell(command)

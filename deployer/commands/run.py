@@ -43,7 +43,7 @@ def run(
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     read, command = read_config(chosen)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
-        host = Host(read.target.ssh, read.target.root, host.ssh_key, host.accept_new_host_key)
+        host = host.at(read.target.ssh, read.target.root)
     if host.ssh is None and host.ssh_key is not None:
         raise UsageError("--ssh-key names a key for --ssh, and there is none: the job would run on this machine")
     if dry_run is None:
@@ -109,7 +109,8 @@ def _files_line(prepared: Prepared) -> str:
 def _record(prepared: Prepared, host: Host) -> JobRecord:
     plan = prepared.plan
     results = Path.cwd() / "results" / plan.job_id
-    return JobRecord(plan.job_id, plan.name, host.ssh, host.root, str(results), plan.created, host.ssh_key)
+    place = (host.ssh, host.root, str(results))
+    return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport)
 
 
 # --- dry run ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 STDERR_KEPT = 64 * 1024
+WAYS = ("auto", "fabric", "openssh")
 WRITE_TIMEOUT_S = 60.0
 """A write that makes no progress for so long counts as a lost connection."""
 
@@ -34,8 +35,9 @@ class Stream(Protocol):
 class Transport(Protocol):
     """A way to one host."""
 
-    description: str
-    """`root@host:22`, or `this machine`."""
+    @property
+    def description(self) -> str:
+        """`root@host:22`, or `this machine`."""
 
     def connect(self) -> None:
         """Connects unless connected. ConnectError with a hint."""
@@ -48,19 +50,35 @@ class Transport(Protocol):
 
 
 def make_transport(
-    ssh: str | None, *, ssh_key: str | None = None, accept_new_host_key: bool = False, config_file: str | None = None
+    ssh: str | None,
+    *,
+    way: str = "auto",
+    ssh_key: str | None = None,
+    accept_new_host_key: bool = False,
+    config_file: str | None = None,
+    connect_timeout_s: float | None = None,
 ) -> Transport:
     """The transport to an address as typed after `--ssh`; None is this machine. An SSH connection begins at once, in
-    the background; `connect` waits for it."""
+    the background; `connect` waits for it.
+
+    `way`: `fabric` (paramiko), `openssh` (the ssh program), or `auto`, which takes openssh where the options of the
+    host need it. `connect_timeout_s` bounds connecting and logging in, without the time in which a person is asked;
+    unless given it is ssh_config's ConnectTimeout, or 10 s.
+    """
     if ssh is None:
         from deployer.transport.local import LocalTransport
 
         return LocalTransport()
     from deployer.target import parse_target
-    from deployer.transport.fabric_ssh import FabricTransport
+    from deployer.transport.ssh import SshTransport
 
-    transport = FabricTransport(
-        parse_target(ssh), ssh_key=ssh_key, accept_new_host_key=accept_new_host_key, config_file=config_file
+    transport = SshTransport(
+        parse_target(ssh),
+        way=way,
+        ssh_key=ssh_key,
+        accept_new_host_key=accept_new_host_key,
+        config_file=config_file,
+        connect_timeout_s=connect_timeout_s,
     )
     transport.start_connect()
     return transport

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deployer.errors import ConnectError
 
@@ -70,3 +70,27 @@ class Questions:
         """From the waiting thread: answers whatever is asked until the background has finished."""
         while (question := self._queue.get()) is not None:
             question()
+
+
+class Attempt:
+    """Work in the background that may ask the person: what it raised comes out of `finish`."""
+
+    def __init__(self, run: Callable[[Questions], Any]) -> None:
+        self._questions = Questions()
+        self._failure: BaseException | None = None
+        self._run = run
+        threading.Thread(target=self._work, name="ssh-connect", daemon=True).start()
+
+    def finish(self) -> None:
+        """Waits, answers questions at the terminal, and raises what went wrong."""
+        self._questions.answer_until_finished()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        try:
+            self._run(self._questions)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._questions.finish()

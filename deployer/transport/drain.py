@@ -9,10 +9,14 @@ from deployer.transport import STDERR_KEPT
 
 
 class Drain:
-    """Reads with `read_some` until b"" in a thread of its own and keeps the first 64 KiB."""
+    """Reads with `read_some` until b"" in a thread of its own and keeps the first 64 KiB.
 
-    def __init__(self, read_some: Callable[[], bytes]) -> None:
+    `sift` sees all that comes, b"" at the end, and returns what of it is to be kept.
+    """
+
+    def __init__(self, read_some: Callable[[], bytes], sift: Callable[[bytes], bytes] = bytes) -> None:
         self._read_some = read_some
+        self._sift = sift
         self._kept = bytearray()
         self._thread = threading.Thread(target=self._run, name="stderr-drain", daemon=True)
         self._thread.start()
@@ -26,6 +30,7 @@ class Drain:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while data := self._read_some():
-            room = STDERR_KEPT - len(self._kept)
-            self._kept += data[: max(0, room)]
+        data = b"more"
+        while data:
+            data = self._read_some()
+            self._kept += self._sift(data)[: max(0, STDERR_KEPT - len(self._kept))]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import re
 import socket
+from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError, FerryError, HostError
+
+if TYPE_CHECKING:
+    from deployer.ssh_config import SshOptions
 
 _NO_EXEC = (
     r"(?i)(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
     r"|exec(ution)? (request )?(is )?not (supported|allowed|permitted)|command execution is (disabled|not)"
-    r"|does not provide shell access|only sftp|This service allows sftp connections only"
+    r"|exec request failed|does not provide shell access|only sftp|This service allows sftp connections only"
 )
 _NO_LOGIN = (
     r"(?i)account is (currently )?not available|account (has|is) (been )?(disabled|expired|locked)|/nologin|/bin/false"
@@ -37,7 +41,7 @@ def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -
     if re.search(_NO_LOGIN, said):
         return HostError(
             "the account on the host may not log in (disabled, or its shell is nologin)",
-            where=_quote(said),
+            where=quote(said),
             hint="use another user, or have the account enabled",
         )
     if re.search(_NO_EXEC, said) or (not said.strip() and exit_status is None):
@@ -48,23 +52,23 @@ def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -
 def _relay_without_exec(said: str) -> FerryError:
     return HostError(
         "this SSH endpoint runs no commands, it only opens interactive terminals",
-        where=_quote(said),
+        where=quote(said),
         hint="it is a relay: use the machine's direct SSH address (root@IP:PORT, 'SSH over exposed TCP') instead",
     )
 
 
 def _ended_without_answer(said: str, exit_status: int | None) -> FerryError:
     if re.search(r"/bin/sh(: | not |'?: )*(No such file|not found)", said):
-        return HostError("the host has no /bin/sh", where=_quote(said))
+        return HostError("the host has no /bin/sh", where=quote(said))
     status = "without an exit status" if exit_status is None else f"with exit status {exit_status}"
     return HostError(
         f"the host's shell ended {status} before it started our agent",
-        where=_quote(said),
+        where=quote(said),
         hint="try `ssh HOST /bin/sh -c true`: a start-up file that calls exec or exit, or a forced command, may be why",
     )
 
 
-def _quote(said: str) -> str:
+def quote(said: str) -> str:
     """The last lines of what the host said, each marked as its words."""
     lines = [line.strip()[:200] for line in said.splitlines() if line.strip()]
     return "\n".join(f"host: {line}" for line in lines[-5:])
@@ -89,7 +93,7 @@ def explain_socket_error(error: OSError, *, host: str, port: int, timeout_s: flo
     if isinstance(error, TimeoutError):
         return ConnectError(
             f"{where} did not answer within {timeout_s:g} s",
-            hint="the machine may be off, or a firewall drops the packets; ConnectTimeout in ssh_config waits longer",
+            hint="the machine may be off, or a firewall drops the packets; --connect-timeout waits longer",
         )
     if isinstance(error, ConnectionRefusedError):
         return ConnectError(
@@ -100,11 +104,33 @@ def explain_socket_error(error: OSError, *, host: str, port: int, timeout_s: flo
     return ConnectError(f"{where}: {error.strerror or error}")
 
 
+def blame_hop(error: ConnectError, *, before: SshOptions) -> ConnectError:
+    """The same error, said of the jump host before another host."""
+    message = f"the jump host before {before.hostname} failed: {error.message}"
+    return type(error)(message, where=error.where, hint=error.hint)
+
+
+def explain_no_way_on(reason: str, *, hop: SshOptions, target: SshOptions) -> ConnectError:
+    """The error for a jump host that let us in and cannot reach what comes next."""
+    return ConnectError(
+        f"the jump host {hop.description} cannot reach {target.hostname}:{target.port}: {reason}",
+        hint="the address is looked up on the jump host; AllowTcpForwarding may be off there",
+    )
+
+
 def explain_silence(*, where: str, timeout_s: float) -> ConnectError:
     """The error for a port that accepts a connection and does not speak SSH in time."""
     return ConnectError(
         f"{where} accepted the connection, but no SSH handshake came within {timeout_s:g} s",
         hint="is this the SSH port? An overloaded server may also be slow",
+    )
+
+
+def explain_stalled_login(*, where: str, timeout_s: float) -> ConnectError:
+    """The error for a server that began a login and does not go on with it."""
+    return ConnectError(
+        f"{where} did not finish the login within {timeout_s:g} s",
+        hint="the server may be overloaded, or wait for something itself; --connect-timeout waits longer",
     )
 
 
@@ -126,7 +152,7 @@ def explain_auth(
     """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept."""
     lines = [f"offered: {name}" for name in tried] + [f"not offered: {name}" for name in skipped]
     if banner:
-        lines.append(_quote(printable(banner)))
+        lines.append(quote(printable(banner)))
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return ConnectError(

@@ -6,21 +6,19 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
-from deployer.target import SshOptions, Target, resolve
+from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.ssh_config import SshOptions
 from deployer.transport import WRITE_TIMEOUT_S
-from deployer.transport.ask import Questions, has_terminal
+from deployer.transport.ask import Attempt, Questions
 from deployer.transport.drain import Drain
 from deployer.transport.explain import explain_no_answer
-from deployer.transport.sockets import SshSocket, connect_tcp
+from deployer.transport.sockets import connect_tcp
 
 if TYPE_CHECKING:
     import paramiko
 
     from deployer.transport.session import Session
 
-PING_EVERY_S = 15.0
-PONG_WITHIN_S = 30.0
 OPEN_TIMEOUT_S = 60.0
 DYING_S = 1.0
 """How long a broken connection may take to be known as broken."""
@@ -31,22 +29,16 @@ class FabricTransport:
 
     def __init__(
         self,
-        target: Target,
+        options: SshOptions,
         *,
-        ssh_key: str | None = None,
         accept_new_host_key: bool = False,
-        config_file: str | None = None,
     ) -> None:
-        self.description = target.text
-        self.options: SshOptions | None = None
-        self._target = target
-        self._ssh_key = ssh_key
+        self.description = options.description
+        self.options = options
         self._accept_new = accept_new_host_key
-        self._config_file = config_file
         self._session: Session | None = None
         self._spare: paramiko.Channel | None = None
-        self._attempt: _Attempt | None = None
-        self._keep_alive: KeepAlive | None = None
+        self._attempt: Attempt | None = None
         self._lock = threading.Lock()
 
     @property
@@ -59,7 +51,7 @@ class FabricTransport:
     def start_connect(self) -> None:
         """Begins to connect unless connected; failures wait for `connect`."""
         if self._attempt is None and (self._session is None or not self._session.is_active()):
-            self._attempt = _Attempt(self._connect)
+            self._attempt = Attempt(self._connect)
 
     def connect(self) -> None:
         """See Transport; connects again when the connection was lost."""
@@ -83,35 +75,35 @@ class FabricTransport:
             raise LostConnection(self.why_lost()) from None
         return SshStream(channel, self)
 
+    def run_shell(self, command: str | None) -> int:
+        """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
+        self.connect()
+        from deployer.transport.shell import run_shell
+
+        return run_shell(self.session, command)
+
     def close(self) -> None:
         """See Transport."""
-        if self._keep_alive is not None:
-            self._keep_alive.stop()
         if self._session is not None:
             self._session.close()
 
     def why_lost(self) -> str:
         """A sentence on the connection that is gone."""
-        if self._keep_alive is not None and self._keep_alive.silent:
-            return f"{self.description} has not answered for {PING_EVERY_S + PONG_WITHIN_S:g} s"
         reason = self._session.goodbye if self._session is not None else ""
         return f"the connection to {self.description} broke" + (f": {reason}" if reason else "")
 
     # --- in the background ------------------------------------------------------------------------------------------
 
     def _connect(self, questions: Questions) -> None:
-        importer = threading.Thread(target=_import_dial, name="paramiko-import", daemon=True)
+        importer = threading.Thread(target=import_dial, name="paramiko-import", daemon=True)
         importer.start()
-        options = resolve(self._target, self._ssh_key, config_file=self._config_file)
-        self.options, self.description = options, options.description
-        sock: SshSocket | None = None
+        options, sock = self.options, None
         if options.jump is None and options.proxy_command is None:
             sock = connect_tcp(options, timeout_s=options.connect_timeout_s)
         importer.join()
         from deployer.transport.dial import dial
 
         self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, sock=sock)
-        self._keep_alive = KeepAlive(self._session)
         self._spare = self._open_channel(self._session)
 
     def _open_channel(self, session: Session) -> paramiko.Channel:
@@ -138,35 +130,12 @@ def _start(channel: paramiko.Channel, command: str) -> None:
         patience.cancel()
 
 
-def _import_dial() -> None:
+def import_dial() -> None:
+    """Loads what connecting needs; it takes a tenth of a second."""
     from deployer.transport.paramiko_import import import_paramiko
 
     import_paramiko()
     import deployer.transport.dial  # noqa: F401
-
-
-class _Attempt:
-    """One connection being made in the background."""
-
-    def __init__(self, run: Any) -> None:
-        self._questions = Questions()
-        self._failure: BaseException | None = None
-        self._run = run
-        threading.Thread(target=self._work, name="ssh-connect", daemon=True).start()
-
-    def finish(self) -> None:
-        """Waits, answers questions at the terminal, and raises what went wrong."""
-        self._questions.answer_until_finished()
-        if self._failure is not None:
-            raise self._failure
-
-    def _work(self) -> None:
-        try:
-            self._run(self._questions)
-        except BaseException as error:
-            self._failure = error
-        finally:
-            self._questions.finish()
 
 
 class SshStream:
@@ -266,53 +235,3 @@ def _outlives_this(connection: paramiko.Transport) -> bool:
     while connection.is_active() and time.monotonic() < deadline:
         time.sleep(0.01)
     return connection.is_active()
-
-
-class KeepAlive:
-    """Ends a connection that no longer answers, so that nothing waits for it forever. Pings only in silence."""
-
-    def __init__(self, session: Session) -> None:
-        self.silent = False
-        self._session = session
-        self._stop = threading.Event()
-        threading.Thread(target=self._run, name="ssh-keepalive", daemon=True).start()
-
-    def stop(self) -> None:
-        """No more pings."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(PING_EVERY_S) and self._session.is_active():
-            asked = time.monotonic()
-            if asked - self._session.last_heard < PING_EVERY_S:
-                continue
-            # in a thread of its own: with a dead network even sending blocks
-            threading.Thread(target=self._session.ping, name="ssh-ping", daemon=True).start()
-            if self._stop.wait(PONG_WITHIN_S):
-                return
-            if self._session.last_heard < asked:
-                self.silent = True
-                self._session.close()
-
-
-def open_shell(
-    target: Target,
-    command: str | None = None,
-    *,
-    ssh_key: str | None = None,
-    accept_new_host_key: bool = False,
-    config_file: str | None = None,
-) -> int:
-    """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
-    if not has_terminal():
-        raise UsageError("a shell needs a terminal", hint="use `exec … -- COMMAND` from scripts")
-    transport = FabricTransport(
-        target, ssh_key=ssh_key, accept_new_host_key=accept_new_host_key, config_file=config_file
-    )
-    transport.connect()
-    from deployer.transport.shell import run_shell
-
-    try:
-        return run_shell(transport.session, command)
-    finally:
-        transport.close()

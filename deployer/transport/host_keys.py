@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deployer.errors import ConnectError
-from deployer.target import DEFAULT_PORT, SshOptions
+from deployer.ssh_config import DEFAULT_PORT, SshOptions
 from deployer.transport.ask import ask_yes
 from deployer.transport.known_hosts import (
     KnownKey,
@@ -58,7 +58,7 @@ class HostKeys:
                 hint="do not connect: somebody may have got hold of this key",
             )
         if verdict is Verdict.CHANGED:
-            raise self._changed(key_type, blob, lines)
+            raise self._changed(f"{key_type} {fingerprint(blob)}", lines)
         if verdict is Verdict.UNKNOWN:
             self._meet(key_type, blob, accept_new=accept_new, ask=ask)
 
@@ -67,14 +67,19 @@ class HostKeys:
         verdict, lines = judge(self.portless, blob)
         return (Verdict.UNKNOWN, []) if verdict is Verdict.CHANGED else (verdict, lines)
 
-    def _changed(self, key_type: str, blob: bytes, lines: list[KnownKey]) -> ConnectError:
+    def refusal(self, shown: str, *, changed: bool) -> ConnectError:
+        """The error for a key that the ssh program has refused; `shown`: its type and fingerprint."""
+        lines = [key for key in [*self.known, *self.portless] if not key.marker]
+        return self._changed(shown, lines) if changed else self._unknown(shown)
+
+    def _changed(self, shown: str, lines: list[KnownKey]) -> ConnectError:
         files = dict.fromkeys(line.path for line in lines)
         remove = "\n      ".join(
             f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files
         )
         known = "\n".join(f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines)
         return ConnectError(
-            f"the host key of {self.name} has changed: it shows {key_type} {fingerprint(blob)}",
+            f"the host key of {self.name} has changed: it shows {shown}",
             where=known,
             hint="the host was reinstalled, or somebody is in between. Only if you know why it changed:\n      "
             + remove,

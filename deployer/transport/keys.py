@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import re
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +13,13 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.agent import AgentSSH
 
 from deployer.errors import ConnectError
-from deployer.target import SshOptions
+from deployer.ssh_config import SshOptions
 from deployer.transport.ask import ask_secret
+from deployer.transport.key_files import UnusableKey, key_type, public_blob
 
 PASSPHRASE_TRIES = 3
 AGENT_TIMEOUT_S = 5.0
 _USABLE = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
-_MAGIC = b"openssh-key-v1\x00"
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class Candidate:
 
     label: str
     load: Callable[[], paramiko.PKey]
+    from_agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,6 @@ class Keyring:
     skipped: list[str]
 
 
-class UnusableKey(Exception):
-    """A key that cannot be offered; the text says why."""
-
-
 def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | None) -> Keyring:
     """All keys for a host. `ask` runs a question at the terminal; without it encrypted files are left out."""
     skipped: list[str] = []
@@ -53,7 +47,7 @@ def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | Non
     agent = _agent_keys(options, wanted, skipped)
     held = {key.asbytes() for key in agent}
     ready, locked = _file_candidates(files, held, ask, skipped)
-    found = [Candidate(f"agent: {key.comment} ({key.get_name()})", lambda key=key: key) for key in agent]  # type: ignore[misc]
+    found = [Candidate(f"agent: {key.comment} ({key.get_name()})", lambda key=key: key, True) for key in agent]  # type: ignore[misc]
     if options.pkcs11:
         skipped.append("PKCS11Provider (smart cards need the ssh program)")
     return Keyring([*found, *ready, *locked], skipped)
@@ -119,51 +113,6 @@ def _class_of(kind: str) -> type[paramiko.PKey]:
     if kind.startswith("sk-"):
         raise UnusableKey("a security key; it needs the ssh program: add it to ssh-agent or use another key")
     raise UnusableKey(f"{kind} is not supported")
-
-
-def key_type(text: str) -> str:
-    """The type of a private key file, read without its passphrase. UnusableKey when it is none."""
-    header = re.search(r"-----BEGIN ([A-Z0-9 ]*)PRIVATE KEY-----", text)
-    if header is None:
-        hint = "convert it with puttygen -O private-openssh" if text.startswith("PuTTY") else "it is no private key"
-        raise UnusableKey(hint)
-    if header[1] != "OPENSSH ":
-        return {"RSA ": "ssh-rsa", "EC ": "ecdsa-", "": "PKCS8", "ENCRYPTED ": "PKCS8"}.get(
-            header[1], header[1].strip()
-        )
-    return _first_string(_openssh_public_blob(text)).decode("ascii", "replace")
-
-
-def public_blob(path: Path) -> bytes | None:
-    """The public half of a private key file, without its passphrase; None when it cannot be told."""
-    try:
-        text = path.read_text(encoding="ascii")
-        if "BEGIN OPENSSH PRIVATE KEY" in text:
-            return _openssh_public_blob(text)
-        return base64.b64decode(path.with_name(path.name + ".pub").read_text().split()[1])
-    except (OSError, ValueError, IndexError, UnusableKey):
-        return None
-
-
-def _openssh_public_blob(text: str) -> bytes:
-    """PROTOCOL.key of OpenSSH: magic, cipher, KDF, KDF options, number of keys, public key."""
-    try:
-        body = text.split("PRIVATE KEY-----")[1].split("-----END")[0]
-        data = base64.b64decode(body)
-        if not data.startswith(_MAGIC):
-            raise ValueError
-        data = data[len(_MAGIC) :]
-        for _ in range(3):
-            data = data[4 + struct.unpack(">I", data[:4])[0] :]
-        size = struct.unpack(">I", data[4:8])[0]
-        return data[8 : 8 + size]
-    except (ValueError, IndexError, struct.error):
-        raise UnusableKey("the file is damaged") from None
-
-
-def _first_string(data: bytes) -> bytes:
-    size = struct.unpack(">I", data[:4])[0]
-    return data[4 : 4 + size]
 
 
 def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:

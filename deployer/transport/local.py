@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 
-from deployer.errors import ConnectError, LostConnection
-from deployer.transport import WRITE_TIMEOUT_S
-from deployer.transport.drain import Drain
+from deployer.errors import ConnectError
+from deployer.transport.pipes import PipeStream
 
 
 class LocalTransport:
@@ -24,15 +17,15 @@ class LocalTransport:
 
     def __init__(self, *, env: Mapping[str, str] | None = None) -> None:
         self._env = env if env is not None else activated(os.environ)
-        self._streams: list[LocalStream] = []
+        self._streams: list[PipeStream] = []
 
     def connect(self) -> None:
         """Nothing to do."""
 
-    def open(self, command: str) -> LocalStream:
+    def open(self, command: str) -> PipeStream:
         """Starts `command`. ConnectError when this machine cannot start a process."""
         try:
-            stream = LocalStream(command, env=self._env)
+            stream = PipeStream(["/bin/sh", "-c", command], host=self.description, env=self._env)
         except OSError as error:
             raise ConnectError(f"/bin/sh cannot be started on this machine: {error}") from None
         self._streams.append(stream)
@@ -50,90 +43,3 @@ def activated(env: Mapping[str, str]) -> dict[str, str]:
         return dict(env)
     path = os.pathsep.join([os.path.join(sys.prefix, "bin"), env.get("PATH", os.defpath)])  # noqa: PTH118
     return {**env, "VIRTUAL_ENV": sys.prefix, "PATH": path}
-
-
-class LocalStream:
-    """Stdin and stdout of a subprocess."""
-
-    def __init__(self, command: str, *, env: Mapping[str, str] | None) -> None:
-        self._process = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=env,
-            start_new_session=True,
-        )
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._stdin = self._process.stdin
-        self._stdout = self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
-        self._stderr = Drain(lambda stream=self._process.stderr: os.read(stream.fileno(), 1 << 15))  # type: ignore[misc]
-        self._wake, self._waker = socket.socketpair()
-        self._lock = threading.Lock()  # held for calls that do not block, so that no descriptor closes under them
-        self._closed = False
-
-    def read(self, size: int) -> bytes:
-        """See Stream."""
-        try:
-            poll = select.poll()
-            poll.register(self._stdout, select.POLLIN)
-            poll.register(self._wake, select.POLLIN)
-            poll.poll()
-        except ValueError:  # closed by us
-            return b""
-        with self._lock:
-            return b"" if self._closed else os.read(self._stdout.fileno(), size)
-
-    def write(self, data: bytes) -> None:
-        """See Stream."""
-        rest = memoryview(data)
-        deadline = time.monotonic() + WRITE_TIMEOUT_S
-        while rest:
-            sent = self._write_some(rest, deadline - time.monotonic())
-            if sent:
-                rest, deadline = rest[sent:], time.monotonic() + WRITE_TIMEOUT_S
-
-    def _write_some(self, data: memoryview, timeout_s: float) -> int:
-        if timeout_s <= 0:
-            raise LostConnection(f"the process on this machine took no input for {WRITE_TIMEOUT_S:g} s")
-        try:
-            poll = select.poll()
-            poll.register(self._stdin, select.POLLOUT)
-            poll.poll(timeout_s * 1000)
-            with self._lock:
-                return os.write(self._stdin.fileno(), data)
-        except BlockingIOError:
-            return 0
-        except (OSError, ValueError) as error:  # ValueError: closed by us
-            raise LostConnection(f"the process on this machine takes no more input: {error}") from None
-
-    def close_write(self) -> None:
-        """See Stream."""
-        with self._lock:
-            self._stdin.close()
-
-    def close(self) -> None:
-        """See Stream. A process that ends later is reaped in the background."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._stdin.close()
-            self._waker.close()  # wakes read()
-            self._stdout.close()
-        threading.Thread(target=self._process.wait, name="local-reaper", daemon=True).start()
-
-    def stderr_text(self) -> str:
-        """See Stream."""
-        self._stderr.wait(0.2 if self._process.poll() is not None else 0)
-        return self._stderr.text()
-
-    def exit_status(self, timeout_s: float) -> int | None:
-        """See Stream; a signal N counts as 128 + N, as a shell has it."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-        return code if code >= 0 else 128 + signal.Signals(-code).value

@@ -6,20 +6,27 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import paramiko
 from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
-from deployer.target import SshOptions
+from deployer.ssh_config import SshOptions
 from deployer.transport.ask import ask_secret, has_terminal
-from deployer.transport.explain import explain_auth, explain_handshake, explain_silence, printable
+from deployer.transport.deadline import Ask, Deadline
+from deployer.transport.explain import (
+    explain_auth,
+    explain_handshake,
+    explain_silence,
+    explain_stalled_login,
+    printable,
+)
 from deployer.transport.host_keys import HostKeys
-from deployer.transport.keys import Candidate, Keyring, UnusableKey, find_keys
-
-T = TypeVar("T")
+from deployer.transport.key_files import UnusableKey
+from deployer.transport.keys import Candidate, Keyring, find_keys
+from deployer.transport.retry import HandshakeCut
 
 WINDOW_BYTES = 4 << 20
 """What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
@@ -28,12 +35,6 @@ PERSON_TIMEOUT_S = 300.0
 """While a person may have to find a passphrase, a password or a security token."""
 PASSWORD_TRIES = 3
 FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
-
-
-class Ask(Protocol):
-    """Runs a question in the thread that may talk to the person, and returns the answer."""
-
-    def __call__(self, question: Callable[[], T], /) -> T: ...
 
 
 class EagerAuth(AuthHandler):
@@ -87,18 +88,6 @@ class Session(paramiko.Transport):
         """Host-key types without certificates: `@cert-authority` lines are not used."""
         return tuple(self._preferred_keys)
 
-    @property
-    def last_heard(self) -> float:
-        """When bytes last came, by time.monotonic()."""
-        return float(self.sock.last_heard)  # type: ignore[union-attr]
-
-    def ping(self) -> None:
-        """Asks the server for an answer to nothing; returns when it came or the connection ended."""
-        try:
-            self.global_request("keepalive@openssh.com", wait=True)
-        except (OSError, EOFError, paramiko.SSHException):
-            return
-
     def close(self) -> None:
         """Ends the connection, the jump hosts before it, and a ProxyCommand."""
         super().close()
@@ -122,30 +111,27 @@ def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, 
 # --- connecting -------------------------------------------------------------------------------------------------------
 
 
-def open_session_to(options: SshOptions, sock: Any, *, timeout_s: float, accept_new: bool, ask: Ask) -> Session:
+def open_session_to(options: SshOptions, sock: Any, *, deadline: Deadline, accept_new: bool, ask: Ask) -> Session:
     """An authenticated connection over a pipe to the server; its host key is checked before anything is told to it.
 
-    `timeout_s` is for the handshake. ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
+    ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
     """
-    can_ask = has_terminal() and not options.batch_mode
+    person = deadline.pausing(ask) if has_terminal() and not options.batch_mode else None
     host_keys = HostKeys(options)
     session = Session(sock, options, host_keys)
     try:
-        _shake_hands(session, timeout_s=timeout_s)
+        _shake_hands(session, deadline)
         key = session.get_remote_server_key()
-        host_keys.check(key.get_name(), key.asbytes(), accept_new=accept_new, ask=ask if can_ask else None)
-        _log_in(session, find_keys(options, ask if can_ask else None), ask=ask if can_ask else None)
+        host_keys.check(key.get_name(), key.asbytes(), accept_new=accept_new, ask=person)
+        _log_in(session, find_keys(options, person), deadline=deadline, ask=person)
     except BaseException:
         session.close()
         raise
     return session
 
 
-class HandshakeCut(ConnectError):
-    """The server hung up during the handshake: it may have too many connections just now."""
-
-
-def _shake_hands(session: Session, *, timeout_s: float) -> None:
+def _shake_hands(session: Session, deadline: Deadline) -> None:
+    timeout_s = max(1.0, deadline.left_s)
     begun = time.monotonic()
     session.banner_timeout = session.handshake_timeout = timeout_s
     done = threading.Event()
@@ -166,14 +152,18 @@ def _shake_hands(session: Session, *, timeout_s: float) -> None:
 # --- logging in -------------------------------------------------------------------------------------------------------
 
 
-def _log_in(session: Session, keyring: Keyring, *, ask: Ask | None) -> None:
+def _log_in(session: Session, keyring: Keyring, *, deadline: Deadline, ask: Ask | None) -> None:
     tried: list[str] = []
     skipped = list(keyring.skipped)
     methods: Sequence[str] = ()
     for candidate in keyring.candidates:
+        # where a person is, the agent may ask for a confirmation
+        session.auth_timeout = AUTH_TIMEOUT_S if candidate.from_agent and ask is not None else max(1.0, deadline.left_s)
         methods = _try_key(session, candidate, tried, skipped)
         if session.is_authenticated():
             return
+        if not deadline.left_s:
+            raise explain_stalled_login(where=session.options.description, timeout_s=deadline.timeout_s)
         if methods and "publickey" not in methods:
             break
     if ask is not None and session.options.password_auth and _try_password(session, methods, ask=ask):
@@ -212,7 +202,6 @@ def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event]
 
 def _try_key(session: Session, candidate: Candidate, tried: list[str], skipped: list[str]) -> Sequence[str]:
     """Offers one key; the methods that the server names after a refusal."""
-    session.auth_timeout = AUTH_TIMEOUT_S
     user = session.options.user
     try:
         key = candidate.load()

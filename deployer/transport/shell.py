@@ -9,6 +9,9 @@ from invoke.exceptions import UnexpectedExit
 
 from deployer.transport.session import Session
 
+KEEP_ALIVE_S = 15
+"""Without data of its own a dead connection would never be found out: see UNACKNOWLEDGED_MS."""
+
 
 class _Typing(Remote):  # type: ignore[misc]
     """Typing into a shell that has just ended is no error."""
@@ -29,6 +32,7 @@ def run_shell(session: Session, command: str | None) -> int:
 
     Fabric gets a connection that was made here, with the host key checked: its own would accept any key.
     """
+    session.set_keepalive(KEEP_ALIVE_S)
     client = paramiko.SSHClient()
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
     client._transport = session  # type: ignore[attr-defined]

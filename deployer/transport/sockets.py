@@ -8,15 +8,17 @@ import subprocess
 import time
 
 from deployer.errors import ConnectError
-from deployer.target import SshOptions
+from deployer.ssh_config import SshOptions
 from deployer.transport.explain import explain_socket_error
 
 QUICK_RECEIPTS = 300
 """Receipts after which the kernel may delay acknowledgements again: the handshake and first exec are over by then."""
+UNACKNOWLEDGED_MS = 45_000
+"""Data that the other side's kernel does not confirm for so long breaks the connection."""
 
 
 class SshSocket(socket.socket):
-    """A connected socket that acknowledges at once and knows when it last heard something.
+    """A connected socket that acknowledges at once, and breaks when the other side is gone.
 
     sshd writes SUCCESS, a host-keys note and the channel's confirmation as packets of their own and, with Nagle's
     algorithm on, waits for our ACK between them, which Linux would hold back for 40 ms. TCP_QUICKACK is not sticky, so
@@ -25,16 +27,16 @@ class SshSocket(socket.socket):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected.family, connected.type, connected.proto, fileno=connected.detach())
-        self.last_heard = time.monotonic()
         self._quick = QUICK_RECEIPTS if self.family != socket.AF_UNIX and hasattr(socket, "TCP_QUICKACK") else 0
         if self.family != socket.AF_UNIX:
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
         self._acknowledge()
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         data = super().recv(bufsize, flags)
-        self.last_heard = time.monotonic()
         self._acknowledge()
         return data
 

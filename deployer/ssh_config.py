@@ -1,0 +1,318 @@
+"""What OpenSSH's own configuration says about an address, asked from `ssh -G`."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deployer.errors import ConnectError, UsageError
+from deployer.target import Target, parse_target
+
+CONFIG_ENV = "TORCHFERRY_SSH_CONFIG"
+"""Names an ssh_config to use instead of ~/.ssh/config, like `ssh -F`."""
+
+DEFAULT_PORT = 22
+DEFAULT_CONNECT_TIMEOUT_S = 10.0
+MAX_HOPS = 8
+_DEFAULT_KEYS = ("~/.ssh/id_ed25519", "~/.ssh/id_ecdsa", "~/.ssh/id_rsa")
+_DEFAULT_USER_HOSTS = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+_DEFAULT_GLOBAL_HOSTS = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """All that is needed to connect to one host; `jump` is the host that the connection goes through."""
+
+    alias: str
+    hostname: str
+    port: int
+    user: str
+    identity_files: tuple[Path, ...] = ()
+    identities_only: bool = False
+    identity_agent: str | None = None
+    """Socket of the agent; None: no agent."""
+    user_known_hosts: tuple[Path, ...] = ()
+    global_known_hosts: tuple[Path, ...] = ()
+    revoked_host_keys: Path | None = None
+    host_key_alias: str | None = None
+    strict_host_key: str = "ask"
+    """`ask`, `yes` (unknown keys are refused) or `accept-new`; OpenSSH's `no` counts as `accept-new`."""
+    hash_known_hosts: bool = False
+    jump: SshOptions | None = None
+    proxy_command: str | None = None
+    connect_timeout_s: float = DEFAULT_CONNECT_TIMEOUT_S
+    address_family: socket.AddressFamily = socket.AF_UNSPEC
+    bind_address: str | None = None
+    batch_mode: bool = False
+    password_auth: bool = True
+    pkcs11: bool = False
+    certificate_files: tuple[Path, ...] = ()
+    gssapi: bool = False
+    control_path: str | None = None
+    """Where the user's own ControlMaster would listen, `%C` and the like not expanded."""
+    known_hosts_command: bool = False
+    proxy_passes_socket: bool = False
+    resets: tuple[str, ...] = ()
+    """`Keyword=value` for settings of the user's that would change what our `ssh HOST COMMAND` does."""
+
+    @property
+    def hops(self) -> tuple[SshOptions, ...]:
+        """The jump hosts, the one nearest to the target first."""
+        return () if self.jump is None else (self.jump, *self.jump.hops)
+
+    @property
+    def description(self) -> str:
+        """`user@host:port`, IPv6 in brackets."""
+        host = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return f"{self.user}@{host}:{self.port}"
+
+
+def resolve(
+    target: Target,
+    ssh_key: str | None = None,
+    *,
+    config_file: str | None = None,
+    connect_timeout_s: float | None = None,
+) -> SshOptions:
+    """The options by which `ssh` itself would connect, asked from `ssh -G`; a short list of them where no ssh exists.
+
+    `ssh_key` replaces the identity files of the target (not those of its jump hosts), `connect_timeout_s` the
+    ConnectTimeout of all. UsageError when the key file is missing or ssh rejects its configuration.
+    """
+    key = key_path(ssh_key)
+    config_file = chosen_config(config_file)
+    if shutil.which("ssh") is None:
+        options = _resolve_without_ssh(target, key, config_file)
+    else:
+        options = _resolve_by_ssh(target, key, config_file, jump=None, depth=0)
+    return options if connect_timeout_s is None else _with_timeout(options, connect_timeout_s)
+
+
+def chosen_config(config_file: str | None) -> str | None:
+    """The ssh_config to use instead of the user's own; None: none."""
+    return config_file or os.environ.get(CONFIG_ENV) or None
+
+
+def _with_timeout(options: SshOptions, timeout_s: float) -> SshOptions:
+    jump = options.jump and _with_timeout(options.jump, timeout_s)
+    return replace(options, jump=jump, connect_timeout_s=timeout_s)
+
+
+def key_path(ssh_key: str | None) -> Path | None:
+    if ssh_key is None:
+        return None
+    path = Path(ssh_key).expanduser()
+    if not path.is_file():
+        raise UsageError(f"the key file {str(path)!r} does not exist", hint="--ssh-key names a private key file")
+    return path
+
+
+def _resolve_by_ssh(
+    target: Target, key: Path | None, config_file: str | None, *, jump: str | None, depth: int
+) -> SshOptions:
+    if depth > MAX_HOPS:
+        raise UsageError(f"{target.text!r} is reached through more than {MAX_HOPS} jump hosts", hint="see ProxyJump")
+    settings = parse_settings(_ask_ssh(target, config_file, jump=jump))
+    options = build_options(target, settings, key=key)
+    hops = settings.get("proxyjump", ["none"])[0]
+    if hops.lower() == "none":
+        return options
+    before, _, last = hops.rpartition(",")
+    hop = _resolve_by_ssh(parse_target(last), None, config_file, jump=before or None, depth=depth + 1)
+    return replace(options, jump=hop, proxy_command=None)
+
+
+def ssh_argv(*flags: str, target: Target, config_file: str | None, jump: str | None = None) -> list[str]:
+    """`ssh` with these flags for a target; a command may follow."""
+    argv = ["ssh", *flags]
+    for flag, value in (("-F", config_file), ("-J", jump), ("-l", target.user), ("-p", target.port)):
+        if value is not None:
+            argv += [flag, str(value)]
+    return [*argv, "--", target.host]
+
+
+def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None) -> str:
+    argv = ssh_argv("-G", target=target, config_file=config_file, jump=jump)
+    try:
+        answer = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConnectError(
+            f"`{' '.join(argv)}` did not end within 30 s", hint="a `Match exec` command in ssh_config may hang"
+        ) from None
+    if answer.returncode != 0:
+        reason = answer.stderr.strip() or f"exit status {answer.returncode}"
+        raise UsageError(f"ssh rejects {target.text!r} or its configuration: {reason}")
+    return answer.stdout
+
+
+def parse_settings(output: str) -> dict[str, list[str]]:
+    """What `ssh -G` printed: each lower-case key with its values in order."""
+    settings: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        key, _, value = line.partition(" ")
+        settings.setdefault(key.lower(), []).append(value)
+    return settings
+
+
+def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key: Path | None = None) -> SshOptions:
+    """SshOptions out of the settings of `ssh -G`, tokens and `~` expanded as OpenSSH does."""
+
+    def one(name: str, default: str = "none") -> str:
+        return settings.get(name, [default])[0]
+
+    def on(name: str, default: str = "no") -> bool:
+        return one(name, default).lower() in ("yes", "true")
+
+    def none_or(name: str) -> str | None:
+        return None if one(name).lower() == "none" else one(name)
+
+    hostname, port, user = one("hostname", target.host), int(one("port", "22")), one("user", _local_user())
+    alias = none_or("hostkeyalias")
+    tokens = _tokens(target.host, hostname, port=port, user=user, host_key_alias=alias)
+    files = [key] if key else [_expand_path(name, tokens) for name in settings.get("identityfile", ())]
+    timeout = one("connecttimeout")
+    command, revoked, control = none_or("proxycommand"), none_or("revokedhostkeys"), none_or("controlpath")
+    return SshOptions(
+        alias=target.host,
+        hostname=hostname,
+        port=port,
+        user=user,
+        identity_files=tuple(files) if on("pubkeyauthentication", "yes") else (),
+        identities_only=on("identitiesonly") or key is not None,
+        identity_agent=_agent_socket(one("identityagent", "SSH_AUTH_SOCK"), tokens),
+        user_known_hosts=_split_paths(one("userknownhostsfile", " ".join(_DEFAULT_USER_HOSTS)), tokens),
+        global_known_hosts=_split_paths(one("globalknownhostsfile", " ".join(_DEFAULT_GLOBAL_HOSTS)), tokens),
+        revoked_host_keys=_expand_path(revoked, tokens) if revoked else None,
+        host_key_alias=alias,
+        strict_host_key=_STRICTNESS.get(one("stricthostkeychecking", "ask").lower(), "ask"),
+        hash_known_hosts=on("hashknownhosts"),
+        proxy_command=_expand_tokens(command, tokens) if command else None,
+        connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) > 0 else DEFAULT_CONNECT_TIMEOUT_S,
+        address_family=_FAMILIES.get(one("addressfamily", "any"), socket.AF_UNSPEC),
+        bind_address=none_or("bindaddress"),
+        batch_mode=on("batchmode"),
+        password_auth=on("passwordauthentication", "yes") or on("kbdinteractiveauthentication", "yes"),
+        pkcs11=none_or("pkcs11provider") is not None,
+        certificate_files=tuple(_expand_path(name, tokens) for name in settings.get("certificatefile", ())),
+        gssapi=on("gssapiauthentication"),
+        control_path=str(_expand_path(control, tokens)) if control else None,
+        known_hosts_command=none_or("knownhostscommand") is not None,
+        proxy_passes_socket=on("proxyusefdpass"),
+        resets=tuple(
+            f"{name}={value}" for name, value in _RESETS.items() if one(name, value).lower() not in (value, "false")
+        ),
+    )
+
+
+_RESETS = {
+    "remotecommand": "none",
+    "sessiontype": "default",
+    "stdinnull": "no",
+    "forkafterauthentication": "no",
+    "tunnel": "no",
+}
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+_STRICTNESS = {"yes": "yes", "true": "yes"} | dict.fromkeys(("accept-new", "no", "false", "off"), "accept-new")
+
+
+def _agent_socket(value: str, tokens: Mapping[str, str]) -> str | None:
+    if value.lower() == "none":
+        return None
+    if value == "SSH_AUTH_SOCK":
+        return os.environ.get("SSH_AUTH_SOCK") or None
+    if value.startswith("$") and not value.startswith("${"):
+        return os.environ.get(value[1:]) or None
+    return str(_expand_path(value, tokens))
+
+
+def _split_paths(value: str, tokens: Mapping[str, str]) -> tuple[Path, ...]:
+    """The files of one line of `ssh -G`, which loses quotes: a space belongs to a name unless a path follows it."""
+    if value.lower() == "none":
+        return ()
+    return tuple(_expand_path(part, tokens) for part in re.split(r" (?=[/~%$])", value) if part != "/dev/null")
+
+
+def _tokens(alias: str, hostname: str, *, port: int, user: str, host_key_alias: str | None) -> dict[str, str]:
+    local = socket.gethostname()
+    return {
+        "%": "%",
+        "d": str(_home()),
+        "h": hostname,
+        "n": alias,
+        "p": str(port),
+        "r": user,
+        "u": _local_user(),
+        "i": str(os.getuid()),
+        "k": host_key_alias or alias,
+        "l": local,
+        "L": local.partition(".")[0],
+    }
+
+
+def _expand_tokens(text: str, tokens: Mapping[str, str]) -> str:
+    return re.sub(r"%(.)", lambda found: tokens.get(found[1], found[0]), text)
+
+
+def _expand_path(text: str, tokens: Mapping[str, str]) -> Path:
+    text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), _expand_tokens(text, tokens))
+    if text == "~" or text.startswith("~/"):
+        return _home() / text[2:]
+    return Path(text).expanduser()
+
+
+def _home() -> Path:
+    """The home that OpenSSH uses: the account's, whatever HOME says."""
+    try:
+        import pwd
+
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except (ImportError, KeyError):
+        return Path.home()
+
+
+def _local_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "root"
+
+
+# --- no ssh on this machine -------------------------------------------------------------------------------------------
+
+_KNOWN_WITHOUT_SSH = ("hostname", "port", "user", "identityfile", "identitiesonly", "userknownhostsfile")
+
+
+def _resolve_without_ssh(target: Target, key: Path | None, config_file: str | None) -> SshOptions:
+    path = Path(config_file) if config_file else _home() / ".ssh" / "config"
+    settings: dict[str, list[str]] = {"identityfile": list(_DEFAULT_KEYS)}
+    if path.is_file():
+        settings.update(_read_config(path, target.host))
+    for name, value in (("user", target.user), ("port", target.port)):
+        if value is not None:
+            settings[name] = [str(value)]
+    return build_options(target, settings, key=key)
+
+
+def _read_config(path: Path, host: str) -> dict[str, list[str]]:
+    from deployer.transport.paramiko_import import import_paramiko
+
+    paramiko = import_paramiko()
+    try:
+        found = paramiko.SSHConfig.from_path(str(path)).lookup(host)
+    except Exception as error:
+        raise UsageError(f"{path} cannot be read without ssh: {error}", hint="install the OpenSSH client") from None
+    odd = sorted({"proxyjump", "proxycommand"} & set(found))
+    if odd:
+        raise UsageError(f"{path} uses {odd[0]} for {host!r}", hint="install the OpenSSH client, which resolves it")
+    return {
+        name: value if isinstance(value, list) else [value]
+        for name, value in found.items()
+        if name in _KNOWN_WITHOUT_SSH
+    }

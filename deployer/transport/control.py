@@ -1,0 +1,53 @@
+"""A place for control sockets: short enough for an address, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from deployer.errors import ConnectError
+
+MAX_ADDRESS = 104
+"""Bytes of a Unix socket's address on the strictest system."""
+BIND_SUFFIX = 17
+"""What ssh appends to the name while it binds."""
+
+
+def control_path() -> str:
+    """A path for a new control socket, in a folder of ours (0700). ConnectError when no folder will do."""
+    name = f"tf-{secrets.token_hex(6)}"
+    refusals = []
+    for folder in _folders():
+        path = folder / name
+        if len(os.fsencode(path)) + BIND_SUFFIX >= MAX_ADDRESS or "%" in str(path):
+            refusals.append(f"{folder}: too long")
+            continue
+        try:
+            _make_private(folder)
+            return str(path)
+        except OSError as error:
+            refusals.append(f"{folder}: {error.strerror or error}")
+    raise ConnectError(
+        "there is no place for ssh's control socket",
+        where="\n".join(refusals),
+        hint="set XDG_RUNTIME_DIR to a short folder of yours, or use --transport fabric",
+    )
+
+
+def _folders() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    shared = Path(f"/tmp/torchferry-{os.getuid()}")
+    return [Path(runtime) / "torchferry", shared] if runtime else [shared]
+
+
+def _make_private(folder: Path) -> None:
+    """OSError when the folder cannot be made, or is a link or somebody else's or open to others."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(0, "not a folder of yours alone (mode 0700)")

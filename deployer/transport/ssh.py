@@ -1,0 +1,216 @@
+"""Which of the two ways to a host: paramiko, or the ssh program where the host's options need it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deployer.ssh_config import SshOptions, chosen_config, resolve
+from deployer.transport import Stream
+from deployer.transport.ask import Attempt
+
+if TYPE_CHECKING:
+    from deployer.target import Target
+    from deployer.transport.fabric_ssh import FabricTransport
+    from deployer.transport.openssh import OpenSSHTransport
+
+AGENT_TIMEOUT_S = 1.0
+_announced: set[str] = set()
+
+
+class SshTransport:
+    """A connection to one SSH host by `auto`, `fabric` or `openssh`; it begins in the background, `connect` waits."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        way: str = "auto",
+        ssh_key: str | None = None,
+        accept_new_host_key: bool = False,
+        config_file: str | None = None,
+        connect_timeout_s: float | None = None,
+    ) -> None:
+        self._reason = ""
+        self._target = target
+        self._way = way
+        self._ssh_key = ssh_key
+        self._accept_new = accept_new_host_key
+        self._config_file = chosen_config(config_file)
+        self._connect_timeout_s = connect_timeout_s
+        self._chosen: FabricTransport | OpenSSHTransport | None = None
+        self._attempt: Attempt | None = None
+
+    @property
+    def description(self) -> str:
+        """See Transport."""
+        return self._chosen.description if self._chosen is not None else self._target.text
+
+    def start_connect(self) -> None:
+        """Begins to connect unless connected; failures wait for `connect`."""
+        if self._chosen is not None:
+            self._chosen.start_connect()
+        elif self._attempt is None:
+            self._attempt = Attempt(lambda _: self._choose())
+
+    def connect(self) -> None:
+        """See Transport; connects again when the connection was lost."""
+        chosen = self._decide()
+        if self._reason not in ("", *_announced):
+            _announced.add(self._reason)
+            sys.stderr.write(f"{self.description}: connecting with the ssh program: {self._reason}\n")
+        chosen.connect()
+
+    def open(self, command: str) -> Stream:
+        """See Transport. HostError when the server runs no commands."""
+        return self._decide().open(command)
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._chosen is not None:
+            self._chosen.close()
+
+    def run_shell(self, command: str | None) -> int:
+        """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
+        return self._decide().run_shell(command)
+
+    def _decide(self) -> FabricTransport | OpenSSHTransport:
+        self.start_connect()
+        if self._attempt is not None:
+            attempt, self._attempt = self._attempt, None
+            attempt.finish()
+        assert self._chosen is not None
+        return self._chosen
+
+    def _choose(self) -> None:
+        if self._way == "fabric":
+            from deployer.transport.fabric_ssh import import_dial
+
+            threading.Thread(target=import_dial, name="paramiko-import", daemon=True).start()
+        options = resolve(
+            self._target, self._ssh_key, config_file=self._config_file, connect_timeout_s=self._connect_timeout_s
+        )
+        lives = self._way != "fabric" and self._users_master_lives(options)
+        self._reason = why_openssh(options, users_master=lives) if self._way == "auto" else ""
+        if self._way == "openssh" or self._reason:
+            self._chosen = self._openssh(options, users_master=lives)
+        else:
+            from deployer.transport.fabric_ssh import FabricTransport
+
+            self._chosen = FabricTransport(options, accept_new_host_key=self._accept_new)
+        self._chosen.start_connect()
+
+    def _openssh(self, options: SshOptions, *, users_master: bool) -> OpenSSHTransport:
+        from deployer.transport.openssh import OpenSSHTransport
+
+        return OpenSSHTransport(
+            self._target,
+            options,
+            config_file=self._config_file,
+            ssh_key=self._ssh_key,
+            accept_new_host_key=self._accept_new,
+            users_master=users_master,
+        )
+
+    def _users_master_lives(self, options: SshOptions) -> bool:
+        path = options.control_path
+        if path is None or shutil.which("ssh") is None or ("%" not in path and not Path(path).exists()):
+            return False
+        from deployer.transport.openssh import users_master_lives
+
+        return users_master_lives(self._target, self._config_file)
+
+
+def why_openssh(options: SshOptions, *, users_master: bool = False) -> str:
+    """What of the options only the ssh program can do, in words; "" when nothing. `Match exec` is none of it, since
+    `ssh -G` has answered it already."""
+    if shutil.which("ssh") is None:
+        return ""
+    if users_master:
+        return "a ControlMaster of yours is connected"
+    if options.pkcs11:
+        return "PKCS11Provider"
+    if options.known_hosts_command:
+        return "KnownHostsCommand"
+    if options.proxy_passes_socket:
+        return "ProxyUseFdpass"
+    if options.jump is not None and (of_hop := why_openssh(options.jump)):
+        return f"{of_hop} (for {options.jump.description})"
+    if options.gssapi and _has_ticket():
+        return "Kerberos ticket"
+    return _why_identities(options) or _why_host_keys(options)
+
+
+def _why_identities(options: SshOptions) -> str:
+    from deployer.transport.key_files import blob_type, public_blob
+
+    for path in options.identity_files:
+        if not path.is_file():
+            continue
+        if blob_type(public_blob(path)).startswith("sk-"):
+            return f"{path} is a security key: touch it when it blinks"
+        certificate = path.with_name(path.name + "-cert.pub")
+        if certificate.is_file():
+            return f"certificate {certificate}"
+    if options.certificate_files:
+        return f"certificate {options.certificate_files[0]}"
+    held = [] if options.identities_only or options.identity_agent is None else agent_key_types(options.identity_agent)
+    odd = next((kind for kind in held if kind.startswith("sk-") or "-cert-v" in kind), "")
+    return f"the agent holds a key of the type {odd}" if odd else ""
+
+
+def _why_host_keys(options: SshOptions) -> str:
+    for path in [*options.user_known_hosts, *options.global_known_hosts]:
+        try:
+            if b"@cert-authority" in path.read_bytes():
+                return f"{path} trusts a certificate authority"
+        except OSError:
+            continue
+    return ""
+
+
+def _has_ticket() -> bool:
+    """Whether Kerberos has a ticket that is not over; asked only where a cache of tickets may be."""
+    cache = os.environ.get("KRB5CCNAME") or f"/tmp/krb5cc_{os.getuid()}"
+    kind, _, path = cache.rpartition(":")
+    if kind in ("", "FILE") and not Path(path).exists():
+        return False
+    try:
+        return subprocess.run(["klist", "-s"], stdin=subprocess.DEVNULL, timeout=1.0, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def agent_key_types(path: str) -> list[str]:
+    """Types of the keys that the agent behind a socket holds; none when it does not answer in a second."""
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(AGENT_TIMEOUT_S)
+            sock.connect(path)
+            sock.sendall(b"\0\0\0\1\x0b")  # SSH_AGENTC_REQUEST_IDENTITIES
+            with sock.makefile("rb") as answer:
+                size = struct.unpack(">I", answer.read(4))[0]
+                return _parse_identities(answer.read(min(size, 1 << 20)))
+    except (OSError, ValueError, struct.error):
+        return []
+
+
+def _parse_identities(answer: bytes) -> list[str]:
+    """SSH_AGENT_IDENTITIES_ANSWER: a byte, the number of keys, then for each a blob and a comment."""
+    from deployer.transport.key_files import blob_type, first_string
+
+    count, rest = struct.unpack(">I", answer[1:5])[0], answer[5:]
+    types = []
+    for _ in range(min(count, 1000)):
+        blob = first_string(rest)
+        types.append(blob_type(blob))
+        rest = rest[4 + len(blob) :]
+        rest = rest[4 + len(first_string(rest)) :]
+    return types
