@@ -26,8 +26,13 @@ def clean(text: object) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", str(text))
 
 
+def escapes() -> bool:
+    """Whether a terminal may be given control sequences at all."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def _style(text: str, **style: Any) -> str:
-    return text if os.environ.get("NO_COLOR") else click.style(text, **style)
+    return click.style(text, **style) if escapes() else text
 
 
 def invoked_as() -> str:
@@ -108,7 +113,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         grid.add_column(Text(clean(column)), no_wrap=number == 0, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(clean(cell)) for cell in row))
-    Console(width=None if sys.stdout.isatty() else 200).print(grid)
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the program with 1
+            raise BrokenPipeError
+
+    Output(width=None if sys.stdout.isatty() else 200, color_system="auto" if escapes() else None).print(grid)
 
 
 def checks(items: Sequence[Mapping[str, Any]]) -> None:
@@ -134,7 +144,7 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     def update(done: int, total: int) -> None:
         nonlocal bar, last
         last = (done, total)
-        if bar is None and sys.stderr.isatty() and time.monotonic() - begun > 0.3:
+        if bar is None and sys.stderr.isatty() and escapes() and time.monotonic() - begun > 0.3:
             bar = _make_bar(label, total)
         if bar is not None:
             bar.update(0, completed=done, total=total)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sys
 from collections.abc import Callable
 from datetime import datetime, time, timedelta
 from pathlib import Path
@@ -43,6 +45,19 @@ class Commands(Command, click.Group):
             _check_no_slip(args[first], list(self.commands))
             args = [*args[:first], "run", *args[first:]]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Ends with 141, as by SIGPIPE, once nobody reads the output any more (click would say 1)."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(null, stream.fileno())  # what is still buffered leaves no complaint at the end
+            sys.exit(141)
 
 
 def _check_no_slip(word: str, commands: list[str]) -> None:

@@ -2,12 +2,9 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,26 +185,3 @@ def test_doctor_over_ssh_lists_checks_with_what_to_do(remote):
     names = {check["name"] for check in found["checks"]}
     assert {"connection"} < names and all({"status", "detail", "hint"} <= set(c) for c in found["checks"])
     assert done.returncode == (1 if any(c["status"] == "fail" for c in found["checks"]) else 0)
-
-
-@pytest.mark.soak
-def test_connection_cut_twenty_times_during_50_mb_of_mixed_log_byte_equal(remote, server):
-    (remote.project / "mix.py").write_text(
-        "import random, sys, time\nrandom.seed(1)\n"
-        "for i in range(1000):\n"
-        "    sys.stdout.buffer.write(random.randbytes(40_000).replace(b'\\r', b'') + b'%d\\n' % i * 1000)\n"
-        "    sys.stdout.flush(); time.sleep(0.02)\n"
-    )
-    client = remote.start("run", *remote.where(), "--no-pull", "--", "python", "mix.py")
-    seen = [client.stdout.read(1)]
-    reader = threading.Thread(target=lambda: seen.extend(iter(lambda: client.stdout.read(1 << 16), b"")))
-    reader.start()
-    for _ in range(20):
-        cut = set(_sessions(server))
-        for pid in cut:
-            os.kill(pid, signal.SIGKILL)
-        wait_for(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)
-        time.sleep(random.uniform(0, 0.5))
-    reader.join(120)
-    assert client.wait(30) == 0
-    assert b"".join(seen) == (remote.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()

@@ -212,6 +212,9 @@ def _launch(
             raise
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
+    except BrokenPipeError:
+        screen.left_behind("nobody reads the output any more")
+        raise
     finally:
         screen.close()
     if final is None:

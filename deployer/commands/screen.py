@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -87,8 +86,8 @@ class Screen(Watcher):
     def left_behind(self, what: str) -> None:
         """Three lines for one who stops following: what happened, how the job is, how to come back to it."""
         job_id, me = self.record.job_id, render.invoked_as()
-        ago = time.monotonic() - self._heard_at
-        when = f"was {self._known_state} {render.age(ago)} ago" if ago >= 2 else f"is {self._known_state}"
+        ago = render.age(time.monotonic() - self._heard_at)
+        when = f"was {self._known_state} {ago} ago" if self._waiting else f"is {self._known_state}"
         render.notice(what)
         render.notice(f"{job_id} {when}; it goes on without this client")
         render.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
@@ -122,7 +121,7 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
         bare=bare,
         raw=raw,
         launcher=launcher,
-        escapes=not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb",
+        escapes=render.escapes(),
     )
 
 
