@@ -130,12 +130,27 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
 @cli.command(cls=Command, context_settings=CONTEXT)
 @at_a_place
 @click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
+@click.option(
+    "-w",
+    "--watch",
+    "every_s",
+    is_flag=False,
+    flag_value=2.0,
+    type=click.FloatRange(min=0.2),
+    metavar="[S]",
+    help="Draw the table anew every S seconds [2].",
+)
 @JSON
-def ps(show_all: bool, as_json: bool, **place: Any) -> None:
+def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
     """List the jobs of every host that was used from here, or of one host."""
     from deployer.commands import look
 
-    look.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
+    if every_s is None:
+        look.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
+    elif as_json:
+        raise UsageError("ps --json is for scripts and --watch for the eye", hint="give one of the two")
+    else:
+        look.watch(hosts_of(**place), show_all=show_all, every_s=every_s)
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -174,15 +189,24 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_ids", metavar="ID...", nargs=-1)
 @at_a_place
-@click.option("--grace", type=click.FloatRange(min=0), default=120.0, metavar="S", help="Seconds to save in [120].")
-def stop(job_id: str, grace: float, **place: Any) -> None:
-    """Stop a job: ask it to save, wait, then end every process of it and look that the GPUs are free."""
+@click.option("--all", "every", is_flag=True, help="Every job that has not ended, of --ssh or of all known hosts.")
+@click.option("--grace", "grace_s", type=click.FloatRange(min=0), metavar="S", help="Seconds to save in [120].")
+@click.option("--force", is_flag=True, help="Kill at once; what is not saved is lost.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
+@JSON
+def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> None:
+    """Stop jobs: ask them to save, wait, then end every process of them and look that the GPUs are free."""
     from deployer.commands import stop as command
 
-    host, record = find_host(job_id, **place)
-    sys.exit(command.stop(host, record.job_id if record else job_id, grace_s=grace))
+    how = {name: options.pop(name) for name in ("grace_s", "force", "as_json")}
+    if every == bool(job_ids):
+        raise UsageError("name the jobs to stop, or give --all", hint="deploy.py ps lists them")
+    if every:
+        sys.exit(command.stop_all(hosts_of(**options), yes=yes, **how))
+    found = [(job_id, *find_host(job_id, **options)) for job_id in dict.fromkeys(job_ids)]
+    sys.exit(command.stop([(host, record.job_id if record else job_id) for job_id, host, record in found], **how))
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)

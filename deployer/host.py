@@ -9,6 +9,8 @@ from deployer.errors import UsageError
 from deployer.link import Link
 from deployer.transport import Transport, make_transport
 
+HERE = "this machine"
+
 
 @dataclass
 class Host:
@@ -32,7 +34,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        return self.ssh or "this machine"
+        return self.ssh or HERE
 
     def prefetch(self) -> None:
         """Begins to connect in the background."""

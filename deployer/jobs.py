@@ -5,53 +5,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, BinaryIO
 
 from deployer.errors import FerryError, HostError
 from deployer.host import Host
 from deployer.link import Call
-from deployer.registry import JobRecord
 
-# --- looking ----------------------------------------------------------------------------------------------------------
+AT_ONCE = 16
+"""Jobs of one host that are stopped at the same time."""
 
-
-def list_jobs(hosts: Sequence[Host], records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """Every job of the hosts, newest last; those of hosts that do not answer come from the records, as unreachable."""
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        answers = list(pool.map(_ask_jobs, hosts))
-    rows = [row for answer in answers if isinstance(answer, list) for row in answer]
-    for host, answer in zip(hosts, answers, strict=True):
-        if isinstance(answer, FerryError):
-            rows += [_unreachable(r, answer) for r in records if (r.ssh, r.root) == (host.ssh, host.root)]
-    return sorted(rows, key=lambda row: str(row.get("created") or ""))
-
-
-def _ask_jobs(host: Host) -> list[dict[str, Any]] | FerryError:
-    try:
-        with host.connect(request={"op": "ps"}) as link:
-            jobs = link.first.result("jobs")
-        return [_job_row(job, host) for job in jobs]
-    except FerryError as error:
-        return error
-    except (AttributeError, TypeError, ValueError, LookupError) as error:
-        return HostError(f"{host.name} sent a list of jobs that is not understood: {error!r}")
-
-
-def _job_row(job: dict[str, Any], host: Host) -> dict[str, Any]:
-    gpus = [str(gpu) for gpu in job.get("gpus") or []]
-    return {**job, "id": str(job["id"]), "state": str(job["state"]), "gpus": gpus, "where": host.name}
-
-
-def _unreachable(record: JobRecord, error: FerryError) -> dict[str, Any]:
-    return {
-        "id": record.job_id,
-        "name": record.name,
-        "state": "unreachable",
-        "reason": error.message,
-        "created": record.created,
-        "where": record.ssh or "this machine",
-    }
+# --- looking and stopping ---------------------------------------------------------------------------------------------
 
 
 def read_status(host: Host, job_id: str) -> dict[str, Any]:
@@ -59,16 +23,60 @@ def read_status(host: Host, job_id: str) -> dict[str, Any]:
         return dict(link.first.result("status"))
 
 
-def stop_job(host: Host, job_id: str, *, grace_s: float, on_state: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Stops a job and returns its final status. Idempotent; the host goes on stopping it if the connection breaks."""
-    with host.connect(request={"op": "stop", "job": job_id, "grace_s": grace_s}) as link:
-        final: dict[str, Any] = {}
-        for name, value, _ in link.first.events():
+End = dict[str, Any] | FerryError
+"""How a stop went: the job's final status, or why it was not stopped."""
+
+
+def stop_jobs(
+    places: Sequence[tuple[Host, str]], *, grace_s: float, force: bool, on_state: Callable[[str, dict[str, Any]], None]
+) -> list[End]:
+    """Stops jobs at the same time, over one connection to each host; how each ended, in their order.
+
+    Idempotent; a host goes on stopping if the connection breaks. `on_state` is told the id and each new status.
+    """
+    by_host: dict[tuple[str | None, str], list[int]] = {}
+    for number, (host, _) in enumerate(places):
+        by_host.setdefault((host.ssh, host.root), []).append(number)
+    ends: dict[int, End] = {}
+
+    def one_host(numbers: list[int]) -> None:
+        request: dict[str, Any] = {"op": "stop", "grace_s": grace_s, "force": force}
+        host = places[numbers[0]][0]
+        for start in range(0, len(numbers), AT_ONCE):
+            part = numbers[start : start + AT_ONCE]
+            try:
+                with host.connect(request={**request, "job": places[part[0]][1]}) as link:
+                    calls = [link.first, *(link.call(**request, job=places[n][1]) for n in part[1:])]
+                    _in_threads([partial(one_job, n, call) for n, call in zip(part, calls, strict=True)])
+            except FerryError as error:
+                ends.update({n: error for n in part if n not in ends})
+
+    def one_job(number: int, call: Call) -> None:
+        ends[number] = _end_of(call, lambda status: on_state(places[number][1], status))
+
+    _in_threads([partial(one_host, numbers) for numbers in by_host.values()])
+    return [ends[number] for number in range(len(places))]
+
+
+def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    """Runs all at the same time to their end; an interrupted client leaves without them."""
+    threads = [threading.Thread(target=task, daemon=True) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_of(call: Call, on_state: Callable[[dict[str, Any]], None]) -> End:
+    try:
+        for name, value, _ in call.events():
             if name == "state":
                 on_state(value)
             elif name == "status":
-                final = dict(value)
-        return final
+                return dict(value)
+    except FerryError as error:
+        return error
+    return HostError("the host ended the stop without a status")
 
 
 def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:

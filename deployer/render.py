@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deployer.errors import FerryError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # control characters of a host's text (C0, DEL, C1) could drive the terminal
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -105,6 +108,16 @@ def age(seconds: float) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout; wide enough for whole ids when stdout is no terminal."""
     from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:  # rich would end the program with 1
+            raise BrokenPipeError
+
+    width = None if sys.stdout.isatty() else 200
+    Output(width=width, color_system="auto" if escapes() else None).print(_grid(columns, rows))
+
+
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -113,12 +126,24 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         grid.add_column(Text(clean(column)), no_wrap=number == 0, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(clean(cell)) for cell in row))
+    return grid
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the program with 1
-            raise BrokenPipeError
 
-    Output(width=None if sys.stdout.isatty() else 200, color_system="auto" if escapes() else None).print(grid)
+@contextmanager
+def live_table(columns: Sequence[str]) -> Iterator[Callable[[Sequence[Sequence[object]]], None]]:
+    """A table on stdout's terminal that each call draws anew in its place; of too many rows the last ones."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+
+        def draw(rows: Sequence[Sequence[object]]) -> None:
+            room = max(1, console.height - 2)
+            live.update(_grid(columns, rows[-room:]), refresh=True)
+
+        draw([])
+        yield draw
 
 
 def checks(items: Sequence[Mapping[str, Any]]) -> None:

@@ -21,12 +21,12 @@ from deployer.command import agent_hash, agent_sources, build_command, build_wor
 from deployer.errors import HostError, UnknownJob, UsageError
 from deployer.follow import Watcher
 from deployer.host import Host
-from deployer.jobs import list_jobs
 from deployer.launch import launch_and_follow
 from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
 from deployer.pulling import pull
 from deployer.registry import JobRecord
+from deployer.roster import ask_all, rows_of
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
 
@@ -189,7 +189,8 @@ def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, ro
     code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
     odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
     known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
-    (row,) = list_jobs([odd, sound], [known])
+    hosts = [odd, sound]
+    (row,) = rows_of(hosts, ask_all(hosts), [known])
     assert (row["id"], row["state"]) == ("j1", "unreachable") and "not understood" in row["reason"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import state
+from deployer.agent import listing, state
 from deployer.agent.layout import Job, Root
 from deployer.agent.procs import Process, is_running, job_processes, process_of, send
 from tests.jobs import make_job, make_plan, wait_for
@@ -63,8 +63,8 @@ def test_zombie_is_not_running() -> None:
 
 def test_marker_is_matched_whole() -> None:
     with subprocess.Popen(["sleep", "60"], env={"TORCHFERRY_JOB_ID": "job-12"}) as child:
-        assert wait_for(lambda: [p.pid for p in job_processes("TORCHFERRY_JOB_ID=job-12")]) == [child.pid]
-        assert job_processes("TORCHFERRY_JOB_ID=job-1") == []
+        assert wait_for(lambda: [p.pid for p in job_processes(Job("/tf/jobs/job-12"))]) == [child.pid]
+        assert job_processes(Job("/tf/jobs/job-1")) == []
         child.kill()
 
 
@@ -180,11 +180,11 @@ def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
     odd = make_job(tmp_path, "odd", make_plan([]))
     Path(odd.status).write_text('{"state": "running", "supervisor": 5, "attempt": "x"}')
     Path(root.jobs, "a file").touch()
-    jobs = {j["id"]: j for j in state.list_jobs(root)}
+    jobs = {j["id"]: j for j in listing.list_jobs(root)}
     assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "preparing", "odd": "lost"}
     assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
     assert good.id == "j" and jobs["j"]["host"] == state.own_identity().hostname
 
 
 def test_list_of_a_root_without_jobs_is_empty(tmp_path: Path) -> None:
-    assert state.list_jobs(Root(str(tmp_path / "none"))) == []
+    assert listing.list_jobs(Root(str(tmp_path / "none"))) == []

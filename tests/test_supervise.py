@@ -97,7 +97,7 @@ def test_launchers_own_code_is_the_third_source() -> None:
 )
 def test_stop_requested_before_the_end_makes_it_stopped(codes: Any, requested_at_s: float, expected: str) -> None:
     ranks = [record(i, code, at=10_000_000_000) for i, code in enumerate(codes)]
-    found = ending.decide_ending(ranks, nproc=2, launcher_code=0, stop_requested_at=requested_at_s)
+    found = ending.decide_ending(ranks, nproc=2, launcher_code=0, stop_requested_mono=requested_at_s)
     assert found is not None and found.state == expected
 
 
@@ -325,7 +325,7 @@ time.sleep(120)
 
 
 def leftovers(job: Job) -> list[Process]:
-    return job_processes(f"{JOB_ID_ENV}={job.id}")
+    return job_processes(job)
 
 
 def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> None:

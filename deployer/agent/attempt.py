@@ -7,23 +7,21 @@ import os
 import signal
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import oom, progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
-from .layout import JOB_ID_ENV, Job, Root
+from .layout import Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
-from .procs import Process, is_running, job_processes, process_of
+from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from .statusfile import StatusFile
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
-SWEEP_S = 5.0
-"""What a job left running gets so long after TERM; after a stop, what is left of the grace."""
 
 
 class Stopped(Exception):
@@ -61,6 +59,7 @@ class Attempt:
         self.plan: Dict[str, Any] = launch_input["plan"]
         self.status = status
         self.children = children
+        self.subreaper = Subreaper(job, children.reap)
         self.nproc = int(self.plan.get("nproc") or 1)
         self.main: Optional[Process] = None
         self._adopted = False
@@ -114,8 +113,17 @@ class Attempt:
         """How long what it left running may take after its TERM, in seconds."""
         return self._stop.left_s() if self._stop is not None else SWEEP_S
 
+    def settle_s(self) -> float:
+        """How long what it left running may take to go by itself, in seconds."""
+        stop = state.read_stop(self.job)
+        return 0.0 if stop is not None and stop.force else SETTLE_S
+
+    def seen(self) -> Set[Process]:
+        """The processes that it had when it was stopped."""
+        return self._stop.seen if self._stop is not None else set()
+
     def leftovers(self) -> List[Process]:
-        return job_processes("%s=%s" % (JOB_ID_ENV, self.job.id), supervisor=os.getpid())
+        return job_processes(self.job, supervisor=os.getpid())
 
     # --- start ---
 
@@ -206,7 +214,9 @@ class Attempt:
         if self._stop is None:
             flagged = self._is_trainer and self._stall_request is None
             early = len(self._ranks()) < self.nproc
-            self._stop = Stopping(self.main, self._ranks, self.leftovers, flagged=flagged, early=early)
+            self._stop = Stopping(
+                self.main, self._ranks, self.leftovers, subreaper=self.subreaper, flagged=flagged, early=early
+            )
         phase = self._stop.advance(request)
         if phase != self.status.values.get("phase"):
             self.status.save(phase=phase, grace_s=request.grace_s)
@@ -234,8 +244,7 @@ class Attempt:
         timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s") or 0.0
         self._stalled = stalling.stalled_ending(self.job, timeout_s, is_trainer=self._is_trainer)
         self.status.save(stalled=stalling.describe_ranks(self.job, self.number, self._ranks()))
-        now = time.time()
-        self._stall_request = state.StopRequest(stalling.STALL_GRACE_S, now, now + stalling.STALL_GRACE_S)
+        self._stall_request = state.new_stop(stalling.STALL_GRACE_S)
 
     def _note_memory(self) -> None:
         if first_failure(self._ranks()) is None:
@@ -273,13 +282,17 @@ class Attempt:
             nproc=self.nproc,
             launcher_code=self.children.code(self.main.pid) if self.main and not self._adopted else None,
             launcher_log=self._launcher_log(),
-            stop_requested_at=stop.requested_at if stop else None,
+            stop_requested_mono=stop.requested_mono if stop else None,
             stop_reason=stop.reason if stop else "",
         )
         if ending is not None and self._oom.has_killed():
             ending = with_oom(ending, reason=oom.REASON, hint=oom.HINT)
         ending = with_outcome(ending, state.read_json(self.job.outcome))
-        return ending or Ending(state.LOST, state.TOOL_FAILED, "the job's processes are gone and left no exit record")
+        if self.main is None:
+            lost = "the launch did not complete: its supervisor was killed"
+        else:
+            lost = "the job's processes are gone and left no exit record"
+        return ending or Ending(state.LOST, state.TOOL_FAILED, lost)
 
     def _error(self, ending: Ending) -> str:
         """The words by which a failure is known again."""

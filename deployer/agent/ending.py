@@ -82,17 +82,17 @@ def decide_ending(
     nproc: int,
     launcher_code: Optional[int],
     launcher_log: str = "",
-    stop_requested_at: Optional[float] = None,
+    stop_requested_mono: Optional[float] = None,
     stop_reason: str = "",
 ) -> Optional[Ending]:
     """The verdict on a job whose processes are gone.
 
-    launcher_code: of the process that the supervisor started, None when nobody saw its end. stop_requested_at: Unix
-    time in seconds, None without a request; stop_reason: why, unless somebody asked for it. None when the ranks'
-    records do not tell and there is no launcher's code.
+    launcher_code: of the process that the supervisor started, None when nobody saw its end. stop_requested_mono: on
+    the monotonic clock in seconds, None without a request; stop_reason: why, unless somebody asked for it. None when
+    the ranks' records do not tell and there is no launcher's code.
     """
     natural = _by_ranks(ranks, nproc, launcher_code) or _by_launcher(launcher_code, launcher_log)
-    if stop_requested_at is None or _ended_before(ranks, nproc, stop_requested_at):
+    if stop_requested_mono is None or _ended_before(ranks, nproc, stop_requested_mono):
         return natural
     code, rank, signum = (natural.code, natural.first_failing_rank, natural.signal) if natural else (None, None, None)
     return Ending(STOPPED, code, stop_reason or "stopped on request", rank, signum)
@@ -155,9 +155,9 @@ def _failed_rank(rank: int, code: int, signum: Optional[int]) -> Ending:
     return Ending(FAILED, code, reason, rank, signum)
 
 
-def _ended_before(ranks: Sequence[RankRecord], nproc: int, time_s: float) -> bool:
+def _ended_before(ranks: Sequence[RankRecord], nproc: int, mono_s: float) -> bool:
     """Whether the job's fate was sealed at that time: a rank had failed, or all had ended."""
-    ended: List[RankRecord] = [r for r in ranks if r.code is not None and r.ended_at_ns < time_s * 1e9]
+    ended: List[RankRecord] = [r for r in ranks if r.code is not None and r.ended_mono_ns < mono_s * 1e9]
     return any(r.code for r in ended) or len(ended) >= nproc
 
 

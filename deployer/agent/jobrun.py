@@ -5,14 +5,14 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 from . import probe, progress, restarts, stalling, state
-from .attempt import SWEEP_S, Attempt, wait
+from .attempt import Attempt, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
 from .layout import Job
-from .procs import Process, command_of, end_all
+from .procs import Process, describe, end_all
 from .statusfile import StatusFile, say
 
 
@@ -31,6 +31,7 @@ class JobRun:
         self.status = StatusFile(job, self._first_status())
         self.attempt: Optional[Attempt] = None
         self._swept = 0
+        self._seen: Set[Process] = set()
         self._remaining: List[Process] = []
         self._limited = False
 
@@ -149,8 +150,14 @@ class JobRun:
         """Ends what the attempt left running."""
         if self.attempt is None:
             return
-        told, self._remaining = end_all(self.attempt.leftovers, term_s=self.attempt.term_s(), idle=self.children.reap)
-        self._swept += told
+        told, self._remaining = end_all(
+            self.attempt.leftovers,
+            term_s=self.attempt.term_s(),
+            settle_s=self.attempt.settle_s(),
+            subreaper=self.attempt.subreaper,
+        )
+        self._swept += len(told)
+        self._seen |= told | self.attempt.seen()
 
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""
@@ -159,27 +166,20 @@ class JobRun:
             **ending._asdict(),
             "ended_at": state.utc(time.time()),
             "swept": self._swept,
-            "remaining": [{"pid": p.pid, "cmdline": command_of(p.pid)} for p in self._remaining],
+            "remaining": [describe(p) for p in self._remaining],
             "phase": None,
         }
         if ending.state == STOPPED:
-            final["gpus_free"] = _gpus_free(self.plan, self.input.get("base_env") or dict(os.environ))
+            final["ended"] = len(self._seen - set(self._remaining))
+            final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
         self.status.save_last(**final)
 
+    def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
+        """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
+        if self.plan.get("device") != "cuda" or self.attempt is None:
+            return None, []
+        from .gpufree import wait_until_free
 
-def _gpus_free(plan: Dict[str, Any], env: Dict[str, str]) -> Optional[bool]:
-    """Whether nobody holds the job's GPUs any more; None when the job has none or nobody can tell."""
-    if plan.get("device") != "cuda":
-        return None
-    from . import gpus
-
-    deadline = time.monotonic() + SWEEP_S
-    while True:  # the driver frees a dead process's memory a little later
-        try:
-            wanted = {gpu.uuid for gpu in gpus.check_gpus(plan["gpus"], env, True)}
-            free = not any(h.gpu_uuid in wanted for h in gpus.holders(env))
-        except Exception:  # whatever nvidia-smi does, the job's verdict must be written
-            return None
-        if free or time.monotonic() >= deadline:
-            return free
-        time.sleep(0.2)
+        env = self.input.get("base_env") or dict(os.environ)
+        pids = {process.pid for process in self._seen}
+        return wait_until_free(self.plan["gpus"], env, pids, allow_busy=bool(self.plan.get("allow_busy")))

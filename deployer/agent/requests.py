@@ -4,12 +4,13 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-import time
+import signal
 from typing import Any, Dict
 
-from . import progress, state, supervise
+from . import adopting, listing, progress, state
 from .errors import AgentError
 from .layout import Job, Root
+from .procs import Process, send
 from .wire import Call
 
 
@@ -31,7 +32,7 @@ def find_job(root: Root, job_id: str) -> Job:
 
 
 def ps(root: Root, call: Call) -> Dict[str, Any]:
-    call.send_event("jobs", state.list_jobs(root))
+    call.send_event("jobs", listing.list_jobs(root))
     return {}
 
 
@@ -47,30 +48,41 @@ def status(root: Root, call: Call) -> Dict[str, Any]:
 
 
 def stop(root: Root, call: Call) -> Dict[str, Any]:
-    """Asks the supervisor to stop the job and reports how it goes until the job has ended. Idempotent."""
+    """Asks the supervisor to stop the job and reports how it goes until the job has ended. Idempotent. Of a job that
+    has ended already, what it left running is ended."""
     job = find_job(root, call.head["job"])
     before = state.judge(job)
-    if before["state"] not in state.FINAL:
-        state.request_stop(job, float(call.head.get("grace_s", 120.0)))
-        shown = ""
-        while not call.cancelled.is_set():
-            now = state.judge(job)
-            if now.get("unsupervised"):
-                _adopt(job)
-            phase = str(now.get("phase") or now["state"])
-            if phase != shown:
-                shown = phase
-                call.send_event("state", now)
-            if now["state"] in state.FINAL:
-                break
-            time.sleep(0.1)
-    call.send_event("status", dict(state.judge(job), job_id=job.id, was=before["state"]))
+    _check_here(job, before)
+    if before["state"] in state.FINAL:
+        final = before if before.get("on_host") else adopting.sweep_ended(job)
+    else:
+        state.request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
+        final = _await_end(job, call)
+    call.send_event("status", dict(final, job_id=job.id, was=before["state"]))
     return {}
 
 
-def _adopt(job: Job) -> None:
-    try:
-        supervise.adopt(job, os.path.dirname(os.path.abspath(__file__)))
-    except AgentError:
-        if state.judge(job).get("unsupervised"):  # else another agent was first
-            raise
+def _check_here(job: Job, status: Dict[str, Any]) -> None:
+    if status.get("on_host") and status["state"] not in state.FINAL:
+        raise AgentError(
+            "host",
+            "job %s runs on host %s, and this is host %s" % (job.id, status["on_host"], os.uname().nodename),
+            "connect to that host: deploy.py stop %s --ssh %s" % (job.id, status["on_host"]),
+        )
+
+
+def _await_end(job: Job, call: Call) -> Dict[str, Any]:
+    supervisor = state.supervisor_of(state.judge(job))
+    if supervisor is not None:
+        send(Process(supervisor.pid, supervisor.start_time), signal.SIGCONT)  # a halted one would stop nothing
+    shown = ""
+    while True:
+        now = state.judge(job)
+        if now.get("unsupervised"):
+            adopting.adopt(job)
+        phase = str(now.get("phase") or now["state"])
+        if phase != shown:
+            shown = phase
+            call.send_event("state", now)
+        if now["state"] in state.FINAL or call.cancelled.wait(0.1):
+            return now

@@ -5,12 +5,18 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import sys
+import threading
 from typing import Any, BinaryIO, Dict
 
 from . import frames
 from .layout import Root
 from .storelock import hold_agent
 from .wire import Conversation, Handler, Sender
+
+ADOPT_AFTER_S = 1.0
+"""The client's own request comes first; a short one has its answer by then."""
+ADOPTION_S = 15.0
+"""The agent stays at most so long for others' jobs after its client has gone."""
 
 
 def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
@@ -20,8 +26,25 @@ def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
     sender = Sender(_take_stdout())
     hello = {"hello": {"python": "%d.%d.%d" % sys.version_info[:3], "root": root.path, "pid": os.getpid()}}
     sender.write(first["nonce"].encode("ascii") + frames.encode(hello))
-    Conversation(stdin, sender, handlers(root)).run(first.get("request"))
+    conversation = Conversation(stdin, sender, handlers(root))
+    adoption = _adopt_soon(root, conversation.ended)
+    conversation.run(first.get("request"))
+    adoption.join(ADOPTION_S)
     os._exit(0)  # threads may still wait for a client that is gone
+
+
+def _adopt_soon(root: Root, client_gone: threading.Event) -> threading.Thread:
+    """Looks after the jobs whose supervisor was killed beside what the client asks for."""
+
+    def look_after() -> None:
+        client_gone.wait(ADOPT_AFTER_S)
+        from .adopting import adopt_all
+
+        adopt_all(root, within_s=ADOPTION_S)
+
+    thread = threading.Thread(target=look_after, name="adopting", daemon=True)
+    thread.start()
+    return thread
 
 
 def _take_stdout() -> int:

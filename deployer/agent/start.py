@@ -3,15 +3,13 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Optional
 
 from . import gpus, logs, probe, runtime, spare, state, supervise, tree
 from .bring import bring_trees, trees_of
@@ -39,7 +37,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
         _check_gpus(plan, env)
         with store_in_use(root):
             bring_trees(Store(root), trees_of(plan), call)
-            with _locked(job):
+            with state.locked(job):
                 already = _existing(job, plan)
                 if not already:
                     try:
@@ -129,14 +127,6 @@ def _existing(job: Job, plan: Dict[str, Any]) -> bool:
         if json.load(f)["plan_hash"] != plan_hash(plan):
             raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
     return True
-
-
-@contextmanager
-def _locked(job: Job) -> Iterator[None]:
-    os.makedirs(job.control, mode=0o700, exist_ok=True)
-    with open(job.lock, "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
 
 
 def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any]) -> None:

@@ -5,13 +5,15 @@ supervisor is gone and the ranks go on. A host judges only jobs of its own machi
 Stdlib only, Python 3.8, Linux.
 """
 
+import fcntl
 import json
 import os
 import time
-from typing import Any, Dict, List, NamedTuple, Optional
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_outcome
-from .layout import JOB_ID_ENV, Job, Root
+from .layout import Job, Root
 from .procs import Process, is_running, job_processes, process_of
 
 PREPARING, RUNNING, LOST = "preparing", "running", "lost"
@@ -34,10 +36,14 @@ class Identity(NamedTuple):
 
 
 class StopRequest(NamedTuple):
+    """`_mono` times are of this boot's monotonic clock, in seconds: the wall clock may jump while a job stops."""
+
     grace_s: float
-    requested_at: float  # Unix time of the first request
-    deadline_at: float  # Unix time; a later request may only bring it forward
+    requested_at: float  # Unix time of the first request, for the eye
+    requested_mono: float
+    deadline_mono: float  # a later request may only bring it forward
     reason: str = ""  # why the supervisor itself asks; empty for a request from outside
+    force: bool = False  # KILL at once
 
 
 def this_machine() -> str:
@@ -155,15 +161,22 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
     return sorted(ranks)
 
 
-def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = "") -> StopRequest:
-    """Asks for an orderly end within `grace_s` seconds. Harmless to repeat: only a shorter time replaces the first."""
-    now = time.time()
-    wanted = StopRequest(grace_s, now, now + grace_s, reason)
+def new_stop(grace_s: float, *, reason: str = "", force: bool = False) -> StopRequest:
+    """A request that begins now."""
+    now = time.monotonic()
+    return StopRequest(grace_s, time.time(), now, now + grace_s, reason, force)
+
+
+def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = "", force: bool = False) -> StopRequest:
+    """Asks for an orderly end within `grace_s` seconds, or with `force` for one at once. Harmless to repeat: only a
+    shorter time, or force, replaces the first."""
+    wanted = new_stop(0.0 if force else grace_s, reason=reason, force=force)
     before = read_stop(job)
     if before is not None:
-        if wanted.deadline_at >= before.deadline_at:
+        if before.force or (wanted.deadline_mono >= before.deadline_mono and not force):
             return before
-        wanted = wanted._replace(requested_at=before.requested_at, reason=before.reason)
+        first = {key: getattr(before, key) for key in ("requested_at", "requested_mono", "reason")}
+        wanted = wanted._replace(**first)
     os.makedirs(job.control, mode=0o700, exist_ok=True)
     write_json(job.stop, wanted._asdict())
     return wanted
@@ -177,10 +190,12 @@ def read_stop(job: Job) -> Optional[StopRequest]:
         return None
     try:
         data = read_json(job.stop) or {}
-        times = float(data["grace_s"]), float(data["requested_at"]), float(data["deadline_at"])
-        return StopRequest(*times, reason=str(data.get("reason", "")))
+        times = [float(data[key]) for key in ("grace_s", "requested_at", "requested_mono", "deadline_mono")]
+        reason, force = str(data.get("reason", "")), data.get("force") is True
+        return StopRequest(times[0], times[1], times[2], times[3], reason, force)
     except (KeyError, TypeError, ValueError):
-        return StopRequest(DEFAULT_GRACE_S, touched_at, touched_at + DEFAULT_GRACE_S)
+        mono = time.monotonic() - max(0.0, time.time() - touched_at)
+        return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
 
 
 def judge(job: Job) -> Dict[str, Any]:
@@ -235,14 +250,21 @@ def _without_status(job: Job) -> Dict[str, Any]:
         age_s = time.time() - os.stat(job.path).st_mtime
     except OSError:
         return {"state": LOST, "code": TOOL_FAILED, "reason": "the job has no folder"}
-    if age_s < LAUNCH_S or _is_locked(job.lock):
+    if abs(age_s) < LAUNCH_S or _is_locked(job.lock):
         return {"state": PREPARING}
     return {"state": LOST, "code": TOOL_FAILED, "reason": "the launch did not complete"}
 
 
-def _is_locked(path: str) -> bool:
-    import fcntl
+@contextmanager
+def locked(job: Job) -> Iterator[None]:
+    """Holds the job against a launch, a resume or a sweep at the same moment."""
+    os.makedirs(job.control, mode=0o700, exist_ok=True)
+    with open(job.lock, "a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
 
+
+def _is_locked(path: str) -> bool:
     try:
         with open(path) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -275,7 +297,7 @@ def _any_running(job: Job, status: Dict[str, Any], ranks: List[RankRecord]) -> b
     if any(is_running(p) for p in processes + ([main] if main else [])):
         return True
     # a supervisor that was killed early may not have noted what it had started
-    return main is None and bool(job_processes("%s=%s" % (JOB_ID_ENV, job.id)))
+    return main is None and bool(job_processes(job))
 
 
 def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:
@@ -284,7 +306,7 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
         ranks,
         nproc=int(status.get("nproc", 1)),
         launcher_code=None,
-        stop_requested_at=stop.requested_at if stop else None,
+        stop_requested_mono=stop.requested_mono if stop else None,
         stop_reason=stop.reason if stop else "",
     )
     ending = with_outcome(ending, read_json(job.outcome))
@@ -299,41 +321,24 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
         return {**kept, "reason": reason}
     if rebooted:
         reason = "the host was rebooted"
-    elif status.get("state") == PREPARING:
+    elif main_process(status) is None:
         reason = "the launch did not complete: its supervisor is gone"
     else:
         reason = "the supervisor and the job's processes are gone and left no exit record"
     return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "ended_at": utc(time.time())}
 
 
-def list_jobs(root: Root) -> List[Dict[str, Any]]:
-    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
+def is_unswept(status: Dict[str, Any]) -> bool:
+    """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
+    identity = supervisor_of(status)
+    here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
+    return here and status.get("state") in FINAL and "swept" not in status
+
+
+def all_jobs(root: Root) -> List[Job]:
+    """Every job folder of this root."""
     try:
         names = os.listdir(root.jobs)
     except OSError:
         return []
-    jobs = [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]
-    return sorted((_summary(job) for job in jobs), key=lambda s: (s["created"], s["id"]), reverse=True)
-
-
-def _summary(job: Job) -> Dict[str, Any]:
-    try:
-        status = judge(job)
-    except (KeyError, TypeError, ValueError, OSError) as e:
-        status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
-    plan = read_plan(job)
-    supervisor = status.get("supervisor")
-    summary = {
-        key: status.get(key) for key in ("state", "code", "reason", "on_host", "attempt", "started_at", "ended_at")
-    }
-    return {
-        **summary,
-        "id": job.id,
-        "unsupervised": bool(status.get("unsupervised")),
-        "name": str(plan.get("name", "")),
-        "kind": plan.get("kind"),
-        "created": str(plan.get("created", "")),
-        "gpus": plan.get("gpus", []),
-        "nproc": plan.get("nproc"),
-        "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
-    }
+    return [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]

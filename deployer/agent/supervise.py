@@ -18,7 +18,7 @@ from . import state
 from .children import AWAITED
 from .errors import AgentError
 from .jobrun import JobRun
-from .layout import Job
+from .layout import SUPERVISOR_ENV, Job
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
@@ -58,7 +58,14 @@ def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
     ]
     with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
         process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/", start_new_session=True, close_fds=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env={**os.environ, SUPERVISOR_ENV: job.path},
+            start_new_session=True,
+            close_fds=True,
         )
     threading.Thread(target=process.wait, daemon=True).start()  # no zombie while this agent lives
     assert process.stdin is not None

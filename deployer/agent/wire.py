@@ -130,15 +130,16 @@ class Conversation:
         self._calls = {}  # type: Dict[int, Call]
         self._lock = threading.Lock()
         self._last = time.monotonic()
-        self._ended = threading.Event()
+        self.ended = threading.Event()  # the client is gone
 
     def run(self, first: Optional[Dict[str, Any]]) -> None:
         """Returns when the client has closed its end, or has been silent for IDLE_S."""
         if first is not None:
             self._start(first)  # before the reader: what it reads may belong to this call
         threading.Thread(target=self._read, name="reader", daemon=True).start()
-        while not self._ended.wait(1.0) and time.monotonic() - self._last < IDLE_S:
+        while not self.ended.wait(1.0) and time.monotonic() - self._last < IDLE_S:
             pass
+        self.ended.set()
         with self._lock:
             calls = list(self._calls.values())
         for call in calls:
@@ -157,7 +158,7 @@ class Conversation:
                 self._dispatch(frame)
         except (ProtocolError, OSError, ValueError):
             pass  # a client that cannot be understood is a client that is gone
-        self._ended.set()
+        self.ended.set()
 
     def _dispatch(self, frame: Frame) -> None:
         if "ping" in frame.head:

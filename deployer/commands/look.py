@@ -3,53 +3,123 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Any
 
 import click
 
-from deployer import jobs, render
+from deployer import jobs, lastseen, render
 from deployer.agent.state import FINAL
 from deployer.attempts import attempt_line, silence_line
 from deployer.commands.screen import next_commands, state_line
+from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.host import Host
+from deployer.lastseen import Row
 from deployer.registry import read_records
+from deployer.roster import Asker, ask_all, rows_of, unreachable
 
 SHOWN_ENDED = 20
+COLUMNS = ("ID", "STATE", "GPUS", "STEP", "AGE", "WHERE")
 
 
 def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
-    rows = jobs.list_jobs(hosts, read_records())
+    answers = ask_all(hosts)
+    rows = rows_of(hosts, answers, read_records())
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    if not show_all:
-        ended = [row for row in rows if row["state"] in FINAL]
-        rows = [row for row in rows if row not in ended[:-SHOWN_ENDED]]
+    rows = rows if show_all else without_old(rows)
+    if rows:
+        render.table(COLUMNS, [_cells(row) for row in rows])
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, FerryError):
+            render.notice(f"{host.name} cannot be asked: {answer.message}")
     if not rows:
         render.notice("no jobs")
-        return
-    render.table(("ID", "STATE", "GPUS", "AGE", "WHERE"), [_row(row) for row in rows])
 
 
-def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    more = {"failed": row.get("code"), "unreachable": row.get("reason")}.get(row["state"])
-    state = row["state"] if more is None else f"{row['state']}({more})"
-    gpus = ",".join(row.get("gpus") or []) or "-"
-    return row["id"], state, gpus, _age(row.get("created")), row["where"]
+def without_old(rows: Sequence[Row]) -> list[Row]:
+    """Without all but the last ended ones."""
+    ended = [row for row in rows if row["state"] in FINAL]
+    return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
 
 
-def _age(created: object) -> str:
+def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
+    """The table of `ps`, drawn anew every `every_s` seconds until it is interrupted. A host that is slow or gone keeps
+    no other one waiting."""
+    if not sys.stdout.isatty():
+        raise UsageError("ps --watch draws on a terminal, and stdout is none", hint="deploy.py ps --json for a script")
+    askers = [Asker(host) for host in hosts]
+    records = read_records()
     try:
-        then = datetime.fromisoformat(str(created).replace("Z", "+00:00"))
-    except ValueError:
-        return "?"
-    return render.age((datetime.now(timezone.utc) - then).total_seconds())
+        with render.live_table(COLUMNS) as draw:
+            while True:
+                for asker in askers:
+                    asker.ask()
+                deadline = time.monotonic() + every_s
+                answers = [asker.wait(max(0.0, deadline - time.monotonic())) for asker in askers]
+                rows = rows_of(hosts, answers, records)
+                draw([_cells(row) for row in (rows if show_all else without_old(rows))])
+                time.sleep(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for asker in askers:
+            asker.close()
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    step = row.get("step")
+    gpus = ",".join(row.get("gpus") or []) or "-"
+    return row["id"], state_of(row), gpus, "-" if step is None else step, _age(row), row["where"]
+
+
+def state_of(row: Row) -> str:
+    """A job's state in the words of the table."""
+    state = str(row["state"])
+    if state == "unreachable":
+        if row.get("last_state") is None:
+            return f"unreachable({row.get('reason')})"
+        return f"unreachable ({row['last_state']} {render.age(_since(row.get('seen_at')) or 0)} ago)"
+    if state == "failed":
+        return f"failed({row.get('code')})"
+    notes = []
+    if row.get("unsupervised"):
+        notes.append("unsupervised")
+    if state not in FINAL and row.get("on_host"):
+        notes.append(f"on {row['on_host']}")
+    position = (row.get("queue") or {}).get("position") if isinstance(row.get("queue"), dict) else None
+    if state == "queued" and position:
+        notes.append(f"position {position}")
+    if state not in FINAL and (row.get("attempt") or 1) != 1:
+        notes.append(f"attempt {row['attempt']}")
+    return f"{state} ({', '.join(notes)})" if notes else state
+
+
+def _age(row: Row) -> str:
+    """By the host's own clock where it tells; what went by since it was last seen is added."""
+    age_s = row.get("age_s")
+    if isinstance(age_s, (int, float)):
+        return render.age(age_s + (_since(row.get("seen_at")) or 0))
+    since = _since(row.get("created"))
+    return "?" if since is None else render.age(since)
+
+
+def _since(then: object) -> float | None:
+    try:
+        return (datetime.now(timezone.utc) - datetime.fromisoformat(str(then).replace("Z", "+00:00"))).total_seconds()
+    except (ValueError, TypeError):
+        return None
 
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:
-    found = jobs.read_status(host, job_id)
+    try:
+        found = jobs.read_status(host, job_id)
+    except (ConnectError, LostConnection) as error:
+        _show_last_seen(host, job_id, error, as_json=as_json)
+        raise
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
@@ -61,6 +131,17 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None)
+
+
+def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool) -> None:
+    seen = [row for row in lastseen.recall(host.ssh, host.root) if row["id"] == job_id]
+    if not seen:
+        return
+    row = unreachable(seen[0], error)
+    if as_json:
+        click.echo(json.dumps(row, indent=1))
+    else:
+        render.table((job_id, ""), [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
 
 
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from deployer import render
+from deployer import lastseen, render
 from deployer.attempts import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
+from deployer.host import HERE
 from deployer.logview import LogView
 from deployer.registry import JobRecord, write_record
 
@@ -62,6 +63,7 @@ class Screen(Watcher):
             render.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
 
     def state(self, status: dict[str, Any]) -> None:
+        self._note(status)
         self._known_state = str(status["state"])
         attempt = number_of(status)
         if attempt != self._attempt:
@@ -91,6 +93,12 @@ class Screen(Watcher):
         render.notice(what)
         render.notice(f"{job_id} {when}; it goes on without this client")
         render.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
+
+    def _note(self, status: dict[str, Any]) -> None:
+        """Keeps what the host said, for a `ps` when it cannot be reached."""
+        record = self.record
+        known = {"id": record.job_id, "name": record.name, "created": record.created, "where": record.ssh or HERE}
+        lastseen.note(record.ssh, record.root, {**known, "state": str(status.get("state"))})
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:

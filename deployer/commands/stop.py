@@ -2,34 +2,112 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from typing import Any
 
+import click
+
 from deployer import jobs, render
-from deployer.agent.state import FINAL
+from deployer.agent.state import DEFAULT_GRACE_S, FINAL
+from deployer.errors import FerryError, UsageError
 from deployer.host import Host
+from deployer.roster import ask_all
+
+Place = tuple[Host, str]
+"""A job: its host, its id."""
 
 
-def stop(host: Host, job_id: str, *, grace_s: float) -> int:
-    """Stops a job; 0 when nothing of it remains, 1 when something does."""
-    told = False
+def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json: bool) -> int:
+    """Stops jobs; 0 when nothing of them remains, 1 when something does, an error's code when one was not stopped."""
+    if force and grace_s is not None:
+        raise UsageError("--force gives no time to save, so --grace has no meaning with it", hint="give one of the two")
+    within_s = 0.0 if force else DEFAULT_GRACE_S if grace_s is None else grace_s
+    told: set[str] = set()
 
-    def tell(status: dict[str, Any]) -> None:
-        nonlocal told
-        if not told:  # a job that has ended tells nothing
-            render.notice(f"stopping {job_id}: up to {grace_s:g} s to save (--grace)")
-            told = True
-        phase = status.get("phase")
-        if phase:
-            render.notice(f"  {render.clean(phase)}")
+    def tell(job_id: str, status: dict[str, Any]) -> None:
+        if job_id not in told:  # a job that has ended tells nothing
+            told.add(job_id)
+            how = "at once (--force)" if force else f"up to {within_s:g} s to save (--grace)"
+            render.notice(f"stopping {job_id}: {how}")
+        if status.get("phase"):
+            render.notice(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}")
 
-    final = jobs.stop_job(host, job_id, grace_s=grace_s, on_state=tell)
-    if final.get("was") in FINAL:
-        render.notice(f"{final['job_id']} had ended already: {final['state']}")
-        return 0
-    remaining = final.get("remaining") or []
+    try:
+        ends = jobs.stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
+    except KeyboardInterrupt:
+        render.notice("the host goes on stopping " + ", ".join(job_id for _, job_id in places))
+        raise
+    if as_json:
+        click.echo(json.dumps([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)], indent=1))
+    errors = [end for end in ends if isinstance(end, FerryError)]
+    if len(places) == len(errors) == 1:
+        raise errors[0]
+    return max((_report(end) for end in ends), default=0)
+
+
+def _as_json(job_id: str, end: dict[str, Any] | FerryError) -> dict[str, Any]:
+    if isinstance(end, FerryError):
+        return {"id": job_id, "error": end.message, "hint": end.hint}
+    keys = ("state", "was", "code", "reason", "ended", "remaining", "gpus_free", "gpu_holders")
+    return {"id": end["job_id"], **{key: end.get(key) for key in keys}}
+
+
+def _report(end: dict[str, Any] | FerryError) -> int:
+    """Says what was ended and what remains; the exit code for it."""
+    if isinstance(end, FerryError):
+        render.show_error(end)
+        return end.exit_code
+    remaining, held = end.get("remaining") or [], end.get("gpu_holders") or []
     for process in remaining:
-        render.notice(f"  still there: pid {process.get('pid')} {render.clean(process.get('cmdline'))}")
-    if final.get("gpus_free") is False:
-        render.notice("  its GPUs are not free: nvidia-smi on the host shows who holds them")
-    render.notice(f"{final['job_id']} {final['state']}")
-    return 1 if remaining or final.get("gpus_free") is False else 0
+        kernel = " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
+        render.notice(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}")
+    for holder in held:
+        who = f"pid {holder['pid']} " if holder.get("pid") else ""
+        render.notice(
+            f"  GPU {holder.get('gpu')} is not free: {who}{holder.get('command')}, {holder['memory_mib']} MiB"
+        )
+    render.notice(_summary(end))
+    return 1 if remaining or end.get("gpus_free") is False else 0
+
+
+def _summary(end: dict[str, Any]) -> str:
+    ended = end.get("ended")
+    counted = f"{ended} process{'' if ended == 1 else 'es'} ended" if ended else ""
+    if end.get("was") in FINAL:
+        return f"{end['job_id']} had ended already: {end['state']}" + (f"; {counted} that it had left" if ended else "")
+    free = end.get("gpus_free")
+    gpus = "" if free is None else f"its GPUs are {'free' if free else 'not free'}"
+    return f"{end['job_id']} {end['state']}" + "".join(f"; {text}" for text in (counted, gpus) if text)
+
+
+def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: bool, as_json: bool) -> int:
+    """Stops every job of these hosts that has not ended; asks before. As `stop` returns, 125 for a host that could not
+    be asked."""
+    places: list[Place] = []
+    unasked = 0
+    for host, answer in zip(hosts, ask_all(hosts), strict=True):
+        if isinstance(answer, FerryError):
+            render.notice(f"{host.name}: {answer.message}; none of its jobs is stopped")
+            unasked = answer.exit_code
+            continue
+        live = [row for row in answer if row["state"] not in FINAL]
+        for row in (row for row in live if row.get("on_host")):
+            render.notice(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it")
+        places += [(host, row["id"]) for row in live if not row.get("on_host")]
+    if not places:
+        render.notice("no job to stop")
+        return unasked
+    if not yes:
+        _ask(places)
+    return max(stop(places, grace_s=grace_s, force=force, as_json=as_json), unasked)
+
+
+def _ask(places: Sequence[Place]) -> None:
+    for host, job_id in places:
+        render.notice(f"  {job_id} on {host.name}")
+    number = "this job" if len(places) == 1 else f"these {len(places)} jobs"
+    if not sys.stdin.isatty():
+        raise UsageError(f"{number} would be stopped; there is no terminal to ask on", hint="add --yes")
+    click.confirm(f"stop {number}?", abort=True, err=True)

@@ -1,0 +1,54 @@
+"""Jobs whose supervisor was killed: whoever connects next gives them a new one, and ends what an ended one left over.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import time
+from typing import Any, Dict
+
+from . import state, supervise
+from .errors import AgentError
+from .layout import Job, Root
+from .procs import SWEEP_S, describe, end_all, job_processes
+
+_AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
+
+
+def adopt_all(root: Root, *, within_s: float) -> None:
+    """Adopts every job of this root and machine that runs unsupervised, and sweeps those that ended so."""
+    deadline = time.monotonic() + within_s
+    for job in state.all_jobs(root):
+        if time.monotonic() > deadline:
+            return
+        try:
+            status = state.judge(job)
+            if status.get("unsupervised"):
+                adopt(job)
+            elif state.is_unswept(status):
+                sweep_ended(job)
+        except (AgentError, OSError, KeyError, TypeError, ValueError):
+            continue  # a job that is broken must not keep the others waiting
+
+
+def adopt(job: Job) -> None:
+    """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
+    try:
+        supervise.adopt(job, _AGENT_DIR)
+    except AgentError:
+        if state.judge(job).get("unsupervised"):
+            raise
+
+
+def sweep_ended(job: Job) -> Dict[str, Any]:
+    """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
+    with state.locked(job):
+        status = state.judge(job)
+        if status["state"] not in state.FINAL:
+            return status
+        told, remaining = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
+        swept = {"swept": int(status.get("swept") or 0) + len(told), "remaining": [describe(p) for p in remaining]}
+        final = {**status, **swept}
+        if final != status and state.supervisor_of(status) is not None:
+            state.write_status(job, final)
+        return {**final, "ended": len(told) - len(remaining)}

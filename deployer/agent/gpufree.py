@@ -1,0 +1,94 @@
+"""Whether a stopped job's GPUs are free again, as nvidia-smi says: no process of the job, and no memory that nobody
+explains.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import re
+import time
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from . import gpus
+from .gpus import BUSY_MIB, Gpu, Holder
+from .procs import command_of
+
+WAIT_S = 5.0
+"""The driver frees a dead process's memory a little later."""
+_POLL_S = 0.2
+_DEVICE = re.compile(r"/dev/nvidia\d+\Z")
+
+
+class Held(NamedTuple):
+    """What still holds a GPU of the job. `pid` is None for memory that no process seen here explains."""
+
+    gpu: int
+    pid: Optional[int]
+    command: str
+    memory_mib: int
+
+
+def still_held(
+    wanted: Sequence[Gpu], using: Sequence[Holder], ours: Collection[int], *, allow_busy: bool = False
+) -> List[Held]:
+    """What the job left on its GPUs. `ours` are the pids that it had; with `allow_busy` processes that are not seen
+    here (of another container) may have been there before it."""
+    held: List[Held] = []
+    for gpu in wanted:
+        here = [h for h in using if h.gpu_uuid == gpu.uuid]
+        left = [h for h in here if h.pid in ours or (h.user == "?" and not allow_busy)]
+        held += [Held(gpu.index, h.pid, h.command, h.memory_mib) for h in left]
+        unexplained = gpu.memory_used_mib - sum(h.memory_mib for h in here)
+        if not left and unexplained > BUSY_MIB and all(h.memory_mib for h in here):
+            held.append(Held(gpu.index, None, "no process that is seen here", unexplained))
+    return held
+
+
+def wait_until_free(
+    names: Sequence[str], env: Dict[str, str], ours: Collection[int], *, allow_busy: bool = False
+) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
+    """(whether the GPUs of these names are free, what holds them), once they are free or WAIT_S have passed.
+
+    None when nobody can tell: whatever nvidia-smi does, the job's verdict must be written.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            wanted = gpus.check_gpus(names, env, True)
+            held = still_held(wanted, gpus.holders(env), ours, allow_busy=allow_busy)
+        except Exception:
+            return None, []
+        if not held or time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    if any(h.pid is None for h in held):
+        held += device_holders()
+    return not held, [h._asdict() for h in held]
+
+
+def device_holders(devices: "re.Pattern[str]" = _DEVICE) -> List[Held]:
+    """The processes that have a GPU's device file open, as far as this user may see; a forked child that only
+    inherited the descriptor is in no list of nvidia-smi, and keeps the memory all the same."""
+    found = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        device = _open_device(pid, devices)
+        if device is not None:
+            number = re.sub(r".*\D", "", device)
+            found.append(Held(int(number or 0), pid, "%s holds %s" % (command_of(pid), device), 0))
+    return found
+
+
+def _open_device(pid: int, devices: "re.Pattern[str]") -> Optional[str]:
+    folder = "/proc/%d/fd" % pid
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    for name in names:
+        try:
+            target = os.readlink(os.path.join(folder, name))
+        except OSError:
+            continue
+        if devices.match(target):
+            return target
+    return None

@@ -1,0 +1,58 @@
+"""What each host last said about its jobs, kept on this client for the time when a host cannot be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from deployer.registry import state_dir
+
+Row = dict[str, Any]
+"""One job as `ps` lists it, with `seen_at`, a time of this client."""
+
+
+def stamp() -> str:
+    """Now, as rows have it in `seen_at`."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def remember(ssh: str | None, root: str, rows: list[Row]) -> None:
+    """Keeps a host's answer, whole or not at all. A disk that takes no note must not end a look at jobs."""
+    path = _path(ssh, root)
+    temporary = None
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(fd, "w") as f:
+            json.dump({"ssh": ssh, "root": root, "jobs": rows}, f)
+        Path(temporary).replace(path)
+    except OSError:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def note(ssh: str | None, root: str, row: Row) -> None:
+    """Keeps what is known of one job now; of what is known already only these keys are replaced."""
+    rows = recall(ssh, root)
+    before = next((known for known in rows if known["id"] == row["id"]), None)
+    others = [known for known in rows if known is not before]
+    remember(ssh, root, [*others, {**(before or {}), **row, "seen_at": stamp()}])
+
+
+def recall(ssh: str | None, root: str) -> list[Row]:
+    """What the host said last; nothing when it was never seen or the note is torn."""
+    try:
+        data = json.loads(_path(ssh, root).read_text())
+        return [row for row in data["jobs"] if {"id", "state", "where", "seen_at"} <= row.keys()]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
+def _path(ssh: str | None, root: str) -> Path:
+    name = hashlib.blake2b(repr((ssh, root)).encode(), digest_size=16).hexdigest()
+    return state_dir() / "hosts" / f"{name}.json"
