@@ -126,7 +126,9 @@ def test_what_is_young_or_held_by_a_process_stays() -> None:
     ("state", "stay"),
     [({"known": False}, {TREE, BLOB, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
 )
-def test_while_a_job_s_needs_are_not_known_nothing_goes_that_it_might_need(state: dict[str, Any], stay: set[str]) -> None:
+def test_while_a_job_s_needs_are_not_known_nothing_goes_that_it_might_need(
+    state: dict[str, Any], stay: set[str]
+) -> None:
     things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT, SPARE)]
     found = inventory(job("a", ended_s=None, **state), things=things)
     assert {TREE, BLOB, DATA, ENV, AGENT, SPARE} - {t.kind for t in choose(found, Policy()).things} == stay
