@@ -39,8 +39,11 @@ MAX_EVENT = 64 << 20
 class Link:
     """An open conversation with the agent of one host. Use `call`; close it when done."""
 
-    def __init__(self, stream: Stream, *, host: str) -> None:
+    def __init__(
+        self, stream: Stream, *, host: str, ping_every_s: float = PING_EVERY_S, dead_after_s: float = DEAD_AFTER_S
+    ) -> None:
         self.host = host
+        self._ping_every_s, self._dead_after_s = ping_every_s, dead_after_s
         self.hello: dict[str, Any] = {}
         self._stream = stream
         self._calls: dict[int, Call] = {}
@@ -62,10 +65,12 @@ class Link:
         root: str,
         request: dict[str, Any] | None = None,
         payload: dict[str, Any] | None = None,
+        **bounds: float,
     ) -> Link:
         """Connects, starts the agent and, when given, its first `request` (its call is then `first`).
 
         What must not show in the host's process list (environment values, secrets) is `payload`: it follows on stdin.
+        `bounds`: ping_every_s and dead_after_s, other than PING_EVERY_S and DEAD_AFTER_S.
         """
         transport.connect()
         nonce = secrets.token_hex(16)
@@ -77,7 +82,7 @@ class Link:
             message["request"] = {"op": request["op"], "id": 0, "payload": True}
             payload = {**request, **(payload or {})}
             word = build_word(message)
-        link = cls(transport.open(build_command(word)), host=transport.description)
+        link = cls(transport.open(build_command(word)), host=transport.description, **bounds)
         if request is not None:
             link._calls[0] = Call(link, 0)
         if payload is not None:
@@ -188,15 +193,19 @@ class Link:
         if not self._greeted.wait(ANSWER_TIMEOUT_S):
             self._fail(LostConnection(f"{self.host} gave no answer within {ANSWER_TIMEOUT_S:g} s"))
         while self._lost is None:
-            time.sleep(PING_EVERY_S)
-            if time.monotonic() - self._heard > DEAD_AFTER_S:
-                self._fail(LostConnection(f"{self.host} has not answered for {DEAD_AFTER_S:g} s"))
+            time.sleep(self._ping_every_s)
+            if time.monotonic() - self._heard > self._dead_after_s:
+                self._fail(LostConnection(f"{self.host} has not answered for {self._dead_after_s:g} s"))
                 self._stream.close()
                 return
-            try:
-                self.send({"ping": 1})
-            except FerryError as error:
-                self._fail(error)
+            # in a thread of its own: with a dead network even a ping may block
+            threading.Thread(target=self._ping, name="link-ping", daemon=True).start()
+
+    def _ping(self) -> None:
+        try:
+            self.send({"ping": 1})
+        except FerryError as error:
+            self._fail(error)
 
     def _fail(self, error: FerryError) -> None:
         with self._lock:

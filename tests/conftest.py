@@ -1,10 +1,14 @@
 """What every test has: state, results and homes of its own, never the user's."""
 
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ferry import Ferry
+from tests.sshd import SshServer, make_key, start_sshd
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +22,36 @@ def ferry(tmp_path: Path) -> Ferry:
     project = tmp_path / "project"
     project.mkdir()
     return Ferry(project, tmp_path / "state", tmp_path / "root")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """A real sshd, for the tests of one file."""
+    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def foreign_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key that nobody knows."""
+    return make_key(tmp_path_factory.mktemp("foreign") / "key")
+
+
+@pytest.fixture(scope="module")
+def hop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """Another one, as a jump host."""
+    with start_sshd(tmp_path_factory.mktemp("hop"), key_type="ecdsa") as running:
+        yield running
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Path]:
+    """An ssh-agent's socket."""
+    path = tmp_path / "agent"
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", str(path)], stdout=subprocess.DEVNULL)
+    while not path.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    yield path
+    process.terminate()
+    process.wait()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,6 @@ import pytest
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
-        yield running
 
 
 @pytest.fixture(params=["fabric", "openssh"])
