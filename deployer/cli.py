@@ -31,6 +31,9 @@ from deployer.words import (
     parse_since,
     parse_size,
     with_access,
+    with_limits,
+    with_results,
+    with_values,
 )
 
 GIVE_UP = click.option(
@@ -77,27 +80,14 @@ def cli(ctx: click.Context, debug: bool) -> None:
 )
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
 @click.option("--name", metavar="NAME", help="Name of the run; begins its id.")
-@click.option("--env", multiple=True, metavar="K=V", help="Environment variable of the job. Repeatable.")
-@click.option(
-    "--secret", "secrets", multiple=True, metavar="NAME", help="Pass on a variable; its value is kept nowhere."
-)
+@with_values
 @ROOT
 @click.option("--python", metavar="PATH", help="The job's interpreter on the host.")
 @click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
 @click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet.")
-@click.option("--detach", is_flag=True, help="Return once the job has started.")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
-@click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
-@click.option(
-    "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
-)
-@click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
-@click.option("--queue", is_flag=True, help="Wait for the GPUs on the host, first in, first out.")
-@click.option("--max-restarts", type=click.IntRange(min=0), metavar="N", help="Start again after a failure, N times.")
-@click.option("--max-runtime", "max_runtime_s", type=parse_duration, metavar="1h30m", help="Then save and stop.")
-@click.option(
-    "--stall-timeout", "stall_timeout_s", type=parse_duration, metavar="10m", help="Fail without a step for so long."
-)
+@with_results
+@with_limits
 @click.option(
     "--log-max", "log_max_bytes", type=parse_size, metavar="SIZE", help="Keep this much of a rank's log [10GB]; 0: all."
 )
@@ -125,6 +115,43 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     from deployer.commands import run as command
 
     sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
+
+
+@cli.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@at_a_place
+@click.option("--gpus", metavar="0,2", help="Other GPUs than before; one process each.")
+@with_values
+@with_results
+@with_limits
+@GIVE_UP
+@JSON
+def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
+    """Start a job that has ended again: same id, same code, from its newest complete checkpoint.
+
+    \b
+      deploy.py resume ID                     after a failure, a stop, a reboot
+      deploy.py resume ID train.steps=4000    go on after its end
+      deploy.py resume ID --gpus 0,1          on other GPUs
+    """
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    ways = {name: options.pop(name) for name in ("detach", "as_json")}
+    ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
+    host, record = find_host(job_id, **place)
+    from deployer.commands import resume as command
+
+    sys.exit(
+        command.resume(
+            host,
+            record,
+            record.job_id if record else job_id,
+            overrides=overrides,
+            changes=options,
+            give_up_s=give_up_s,
+            **ways,
+        )
+    )
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)

@@ -171,3 +171,29 @@ def _cancel(link: Link, watcher: Watcher) -> None:
     finally:
         timer.cancel()
         link.close()
+
+
+def resume_and_follow(
+    connect: Connect,
+    plan: LaunchPlan,
+    *,
+    attempt: int,
+    payload: dict[str, Any],
+    view: LogView | None,
+    watcher: Watcher,
+    give_up_s: float = GIVE_UP_AFTER_S,
+) -> dict[str, Any] | None:
+    """Starts this attempt of a job that has ended, and returns the final status as `launch_and_follow` does."""
+    request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": plan_to_json(plan)}
+    request["follow"] = view is not None
+    link, call = _until_acknowledged(
+        lambda: connect(request=request, payload=payload or None), Shipment({}, {}), watcher
+    )
+    if view is None:
+        call.result()
+        link.close()
+        return None
+    own = {"from_attempt": attempt}
+    return follow_to_end(
+        connect, plan.job_id, view=view, watcher=watcher, opened=(link, call), request=own, give_up_s=give_up_s
+    )

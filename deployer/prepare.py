@@ -78,7 +78,7 @@ def read_config(options: Options) -> tuple[Config, Command | None]:
     """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
     try:
         config = load_config(options.config, options.overrides) if options.config else _config_of_command(options)
-        config = _with_options(config, options)
+        config = with_options(config, options)
         check_config(config)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
@@ -111,7 +111,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
     for scan in (*includes.values(), *([wheels] if wheels else [])):
         trees[root_hash(scan.entries)] = scan.entries
         sources |= scan.sources
-    payload = _payload(config)
+    payload = payload_of(config)
     plan = build_plan(
         config,
         job_id=new_job_id(config.run.name),
@@ -130,7 +130,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
-        config_yaml=None if command else config_to_yaml(_without_client_keys(config)),
+        config_yaml=None if command else config_to_yaml(without_client_keys(config)),
     )
     return Prepared(plan, Shipment(trees, sources), code, payload)
 
@@ -186,7 +186,8 @@ def _config_of_command(options: Options) -> Config:
     return Config(run=RunConfig(name=name), target=TargetConfig())
 
 
-def _with_options(config: Config, options: Options) -> Config:
+def with_options(config: Config, options: Options) -> Config:
+    """The config as the command line's options change it; not checked yet."""
     target, run = config.target, config.run
     if options.ssh is not None:
         target = replace(target, ssh=options.ssh)
@@ -230,18 +231,21 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _payload(config: Config) -> dict[str, Any]:
+def payload_of(config: Config) -> dict[str, Any]:
+    """Values of the job's environment and secrets. UsageError with every secret that this shell has not."""
     missing = [name for name in config.target.secrets if name not in os.environ]
     if missing:
+        what = f"the secret {missing[0]} is" if len(missing) == 1 else f"the secrets {', '.join(missing)} are"
+        values = "its value goes" if len(missing) == 1 else "their values go"
         raise UsageError(
-            f"the secret {missing[0]} is not set in this shell",
-            hint=f"export {missing[0]}=… first; its value goes to the job's environment only",
+            f"{what} not set in this shell", hint=f"export {missing[0]}=… first; {values} to the job's environment only"
         )
     secrets = {name: os.environ[name] for name in config.target.secrets}
     return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
 
 
-def _without_client_keys(config: Config) -> Config:
+def without_client_keys(config: Config) -> Config:
+    """The config as the host keeps it."""
     # values of --env stay out of config.yaml on the host: the plan names them, the job's environment holds them
     return replace(config, target=replace(config.target, env={}, ssh=None))
 

@@ -116,6 +116,48 @@ def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
     return SSH(with_access(ROOT(command)))
 
 
+def with_values(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that give a job its environment."""
+    env = click.option("--env", multiple=True, metavar="K=V", help="Environment variable of the job. Repeatable.")
+    secret = click.option(
+        "--secret", "secrets", multiple=True, metavar="NAME", help="Pass on a variable; its value is kept nowhere."
+    )
+    return env(secret(command))
+
+
+def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say how long this client stays with a job, and what it brings home."""
+    detach = click.option("--detach", is_flag=True, help="Return once the job has started.")
+    no_pull = click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
+    pull_max = click.option(
+        "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
+    )
+    return detach(no_pull(pull_max(command)))
+
+
+def with_limits(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say what the host does with a job by itself."""
+    for option in (
+        click.option(
+            "--stall-timeout",
+            "stall_timeout_s",
+            type=parse_duration,
+            metavar="10m",
+            help="Fail without a step for so long.",
+        ),
+        click.option(
+            "--max-runtime", "max_runtime_s", type=parse_duration, metavar="1h30m", help="Then save and stop."
+        ),
+        click.option(
+            "--max-restarts", type=click.IntRange(min=0), metavar="N", help="Start again after a failure, N times."
+        ),
+        click.option("--queue", is_flag=True, help="Wait for the GPUs on the host, first in, first out."),
+        click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using."),
+    ):
+        command = option(command)
+    return command
+
+
 JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 
 

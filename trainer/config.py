@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from trainer.config_fields import NULL_WORDS, Word, build_config, fit
-from trainer.config_files import YAML_SUFFIXES, read_python, read_yaml, read_yaml_text
+from trainer.config_files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
 from trainer.config_keys import (
     Places,
     field_kinds,
@@ -31,6 +31,7 @@ __all__ = [
     "check_config",
     "config_from_dict",
     "config_notes",
+    "config_from_yaml",
     "config_to_dict",
     "config_to_yaml",
     "load_config",
@@ -56,6 +57,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         written, places = read_python(path)
         config = build_config({name: getattr(written, name) for name in field_kinds(Config)}, places)
     config, places = _apply_overrides(config, overrides, places=places)
+    check_config(config, places=places)
+    return config
+
+
+def config_from_yaml(text: str, file: str, overrides: Sequence[str] = ()) -> Config:
+    """The checked Config of a YAML text with overrides, as `load_config` gives it; `file` names the text in errors."""
+    tree, places = parse_yaml(text.encode(), file)
+    config, places = _apply_overrides(_config_from_tree(tree, places), overrides, places=places)
     check_config(config, places=places)
     return config
 

@@ -193,15 +193,19 @@ def _line_in(trace: TracebackType | None, filename: str) -> int | None:
 
 def read_yaml(path: Path) -> tuple[dict[str, object], Places]:
     """The nested values of a YAML config, unquoted scalars as `Word`, with the line of every key and list element."""
-    source = read_source(path)
-    node = _compose(source, str(path))
+    return parse_yaml(read_source(path), str(path))
+
+
+def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:
+    """The same of a YAML config's bytes; `file` names them in errors."""
+    node = _compose(source, file)
     if node is None:
-        raise ConfigError(f"config {path} is empty", where=str(path))
+        raise ConfigError(f"config {file} is empty", where=file)
     lines: dict[str, str] = {}
-    tree = node_value(node, "", str(path), lines)
+    tree = node_value(node, "", file, lines)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is not a mapping of sections", where=f"{path}:{node.start_mark.line + 1}")
-    return tree, Places(str(path), lines)
+        raise ConfigError(f"{file} is not a mapping of sections", where=f"{file}:{node.start_mark.line + 1}")
+    return tree, Places(file, lines)
 
 
 def read_yaml_text(text: str, key: str, place: str) -> object:

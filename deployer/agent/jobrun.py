@@ -55,8 +55,11 @@ class JobRun:
             return before
         number = int(self.input["attempt"])
         most = number + int(self.policy.get("max_restarts") or 0)
-        kept = {"attempts": before.get("attempts") or []} if number > 1 else {}
-        return {"state": state.PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most, **kept}
+        first = {"state": state.PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
+        if number == 1:
+            return first
+        from_step = progress.newest_checkpoint(self.job) if self._is_trainer else None
+        return {**first, "attempts": before.get("attempts") or [], "resumed_from": from_step}
 
     def _begin(self) -> bool:
         self.status.save(supervisor=state.own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))

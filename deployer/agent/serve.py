@@ -69,6 +69,8 @@ def handlers(root: Root) -> Dict[str, Handler]:
     return {
         "launch": ask("start", "launch"),
         "slots": ask("start", "slots"),
+        "plan": ask("resume", "read_plan"),
+        "resume": ask("resume", "resume"),
         "follow": ask("following", "follow"),
         "ps": ask("requests", "ps"),
         "status": ask("requests", "status"),

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 from . import gpus, logs, probe, runtime, spare, state, supervise, tree
 from .bring import bring_trees, trees_of
@@ -139,7 +139,7 @@ def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any
     for include in plan["includes"]:
         _link_include(store, job, include)
     if plan.get("config_yaml") is not None:
-        _write_private(job.config, plan["config_yaml"].encode())
+        write_private(job.config, plan["config_yaml"].encode())
     record = {
         "format": FORMAT_VERSION,
         "plan": plan,
@@ -149,14 +149,14 @@ def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any
         "created_at": time.time(),
         "agent_python": sys.version.split()[0],
     }
-    _write_private(job.record, json.dumps(record, indent=1).encode())
+    write_private(job.record, json.dumps(record, indent=1).encode())
 
 
 def _keep_patch(job: Job, call: Call) -> None:
     """Keeps what the project had beyond its commit, for whoever takes the job over; at most MAX_PATCH bytes."""
     patch = b"".join(frame.body for frame in call.receive())
     if len(patch) <= MAX_PATCH:
-        _write_private(os.path.join(job.path, "git.patch"), patch)
+        write_private(os.path.join(job.path, "git.patch"), patch)
 
 
 def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
     os.symlink(target, where)
 
 
-def _write_private(path: str, data: bytes) -> None:
+def write_private(path: str, data: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "wb") as f:
         f.write(data)
@@ -182,14 +182,26 @@ def _write_private(path: str, data: bytes) -> None:
         os.fsync(f.fileno())
 
 
-def _start(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], env: Dict[str, str]) -> None:
+def start_next(
+    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], *, attempt: int, commit: Callable[[], None]
+) -> None:
+    """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more."""
+    env = _base_env()
+    _check_gpus(plan, env)
+    commit()
+    _start(root, job, plan, request, env, attempt=attempt)
+
+
+def _start(
+    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], env: Dict[str, str], *, attempt: int = 1
+) -> None:
     python = dict(plan["python"], wheels=_wheels_folder(root, plan))
     launch_input = {
         "plan": dict(plan, python=python),
         "env": request.get("env", {}),
         "secrets": request.get("secrets", {}),
         "base_env": env,
-        "attempt": 1,
+        "attempt": attempt,
     }
     supervise.spawn(job, AGENT_DIR, launch_input)
 

@@ -6,6 +6,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
 from deployer.host import Host
 from deployer.launch import launch_and_follow
+from deployer.logview import LogView
 from deployer.plan import PYTHON_RULE, plan_to_json, render_command, render_cwd, shell_slots
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
@@ -187,10 +189,9 @@ def _launch(
     pulls: bool,
 ) -> int:
     plan = prepared.plan
-    screen = Screen(record)
-    view = None if detach else log_view(bare=plan.nproc == 1)
-    try:
-        final = launch_and_follow(
+
+    def start(screen: Screen, view: LogView | None) -> dict[str, Any] | None:
+        return launch_and_follow(
             host.connect,
             plan,
             shipment=prepared.shipment,
@@ -200,6 +201,32 @@ def _launch(
             watcher=screen,
             give_up_s=give_up_s,
         )
+
+    bare = plan.nproc == 1
+    return follow_through(
+        start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
+    )
+
+
+def follow_through(
+    start: Callable[[Screen, LogView | None], dict[str, Any] | None],
+    host: Host,
+    record: JobRecord,
+    *,
+    bare: bool,
+    detach: bool,
+    as_json: bool,
+    pull_limit: int | None,
+    pulls: bool,
+) -> int:
+    """Starts a job or its next attempt, follows it, brings the results home; the exit code of the command.
+
+    `start` returns the final status, None once the host has acknowledged the job when it gets no view.
+    """
+    screen, job_id = Screen(record), record.job_id
+    view = None if detach else log_view(bare=bare)
+    try:
+        final = start(screen, view)
     except KeyboardInterrupt:
         if not screen.acknowledged:
             render.notice("\ncancelled: nothing was started")
@@ -219,13 +246,13 @@ def _launch(
         screen.close()
     if final is None:
         if as_json:
-            click.echo(json.dumps({"id": plan.job_id, "where": host.name, "folder": screen.folder}))
+            click.echo(json.dumps({"id": job_id, "where": host.name, "folder": screen.folder}))
         else:
-            next_commands(plan.job_id)
+            next_commands(job_id)
         return 0
     if pulls:
         _bring_home(host, record, pull_limit)
-    tell_end(host, plan.job_id, final)
+    tell_end(host, job_id, final)
     return exit_code_of(final)
 
 
@@ -242,7 +269,8 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
     """Says how the job ended; of a failed one also the last words and where to look."""
     state, reason = final["state"], render.clean(final.get("reason") or "")
     if state != "failed":
-        ends = {"succeeded": "succeeded", "stopped": "was stopped", "lost": f"is lost: {reason}"}
+        stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
+        ends = {"succeeded": "succeeded", "stopped": stopped, "lost": f"is lost: {reason}"}
         render.notice(f"{job_id} {ends.get(state, state)}")
         return
     rank = final.get("first_failing_rank")

@@ -1,0 +1,114 @@
+"""The next attempt of a job that has ended: same id, same folder, same code, and what it saved to go on from.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import time
+from typing import Any, Dict, Optional
+
+from . import progress, state
+from .errors import AgentError
+from .following import follow_job
+from .layout import Job, Root
+from .logs import LogReader
+from .requests import find_job
+from .start import plan_hash, start_next, write_private
+from .wire import Call
+
+GONE_S = 10.0
+"""A supervisor that has written its last word may take so long to be gone."""
+
+
+def read_plan(root: Root, call: Call) -> Dict[str, Any]:
+    """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
+    job = find_job(root, call.head["job"])
+    now = state.judge(job)
+    found = {"job_id": job.id, "path": job.path, "plan": state.read_plan(job), "state": now["state"]}
+    call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
+    return {}
+
+
+def resume(root: Root, call: Call) -> Dict[str, Any]:
+    """Starts the attempt that the client names or, when this very one was started already, answers with it; then
+    follows its log when asked."""
+    request = call.request()
+    job = find_job(root, request["job"])
+    plan, number = request["plan"], int(request["attempt"])
+    with state.locked(job):
+        already = _is_started(job, plan, number)
+        if not already:
+            _check_resumable(job, number)
+            if call.cancelled.is_set():
+                raise AgentError("host", "the resume was cancelled")
+            start_next(root, job, plan, request, attempt=number, commit=lambda: _note(job, plan, request, number))
+    if call.revoked:
+        state.request_stop(job, 0)
+        raise AgentError("host", "the resume was cancelled")
+    ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
+    call.send_event("ack", dict(ack, from_step=(state.read_status(job) or {}).get("resumed_from")))
+    if request.get("follow"):
+        return follow_job(job, call, LogReader(job, attempt=number))
+    return {}
+
+
+def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
+    """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
+    if _attempt_of(state.read_status(job) or {}) < number:
+        return False
+    noted = _noted(state.read_json(job.record) or {}, number)
+    if noted is not None and noted["plan_hash"] == plan_hash(plan):
+        return True
+    message = "attempt %d of %s was started already, in another way" % (number, job.id)
+    raise AgentError("usage", message, "look: deploy.py status %s" % job.id)
+
+
+def _check_resumable(job: Job, number: int) -> None:
+    now = state.judge(job)
+    if now.get("on_host"):
+        raise AgentError("usage", "%s is a job of host %s" % (job.id, now["on_host"]), "resume it there")
+    if now["state"] not in state.FINAL:
+        hint = "follow it: deploy.py logs %s; or first: deploy.py stop %s" % (job.id, job.id)
+        raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now["state"], _attempt_of(now)), hint)
+    if _attempt_of(now) != number - 1:
+        raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
+    if not os.path.isdir(job.code):
+        raise AgentError("usage", "the code of %s is not there any more: %s" % (job.id, job.code), "launch it anew")
+    _await_gone(job, now)
+
+
+def _await_gone(job: Job, status: Dict[str, Any]) -> None:
+    """The supervisor writes the final status just before it ends, and only one may hold a job."""
+    former = state.supervisor_of(status)
+    deadline = time.monotonic() + GONE_S
+    while former is not None and state.is_alive(former):
+        if time.monotonic() >= deadline:
+            raise AgentError("host", "the former supervisor of %s is still there: pid %d" % (job.id, former.pid))
+        time.sleep(0.01)
+
+
+def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) -> None:
+    """Everything in the job's folder that the next attempt reads; the former plan and config are kept."""
+    record = state.read_json(job.record) or {}
+    again = _noted(record, number)  # a resume that was cut off before its supervisor began
+    before = again["plan_before"] if again else record.get("plan")
+    entry = {"attempt": number, "plan_hash": plan_hash(plan), "resumed_at": time.time(), "plan_before": before}
+    earlier = [r for r in record.get("resumed") or [] if r["attempt"] != number]
+    env = {**(record.get("env") or {}), **request.get("env", {})}
+    state.write_json(job.record, {**record, "plan": plan, "env": env, "resumed": [*earlier, entry]})
+    if plan.get("config_yaml") is not None:
+        kept = os.path.join(job.path, "config.attempt_%d.yaml" % (number - 1))
+        if os.path.exists(job.config) and not os.path.lexists(kept):
+            os.rename(job.config, kept)
+        write_private(job.config, plan["config_yaml"].encode())
+    request["env"] = env
+    state.remove(job.stop)
+
+
+def _noted(record: Dict[str, Any], number: int) -> Optional[Dict[str, Any]]:
+    return next((r for r in record.get("resumed") or [] if r["attempt"] == number), None)
+
+
+def _attempt_of(status: Dict[str, Any]) -> int:
+    """0 for a job that never had a supervisor."""
+    return int(status.get("attempt") or 0)

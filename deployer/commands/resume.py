@@ -1,0 +1,61 @@
+"""`resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from deployer import render
+from deployer.commands.run import follow_through
+from deployer.errors import UsageError
+from deployer.host import Host
+from deployer.launch import resume_and_follow
+from deployer.plan import LaunchPlan
+from deployer.prepare import Options
+from deployer.registry import JobRecord
+from deployer.resume import Resumable, plan_next, read_resumable
+
+
+def resume(
+    host: Host,
+    record: JobRecord | None,
+    job_id: str,
+    *,
+    overrides: tuple[str, ...],
+    changes: dict[str, Any],
+    give_up_s: float,
+    **ways: Any,
+) -> int:
+    """Starts the next attempt of a job that has ended, and follows it as `run` does; its exit code is ours.
+
+    `changes`: fields of Options that the command line gives. `ways`: how it is followed, for `follow_through`.
+    """
+    if ways["as_json"] and not ways["detach"]:
+        raise UsageError("--json goes with --detach")
+    job = read_resumable(host, job_id)
+    plan, payload = plan_next(job, Options(overrides=overrides, **changes))
+    attempt = job.attempt + 1
+    render.notice(f"{job.job_id}: attempt {attempt}, {_beginning(job, plan)}")
+
+    def start(screen: Any, view: Any) -> dict[str, Any] | None:
+        return resume_and_follow(
+            host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
+        )
+
+    return follow_through(start, host, record or _record(job, host), bare=plan.nproc == 1, **ways)
+
+
+def _beginning(job: Resumable, plan: LaunchPlan) -> str:
+    """Where the attempt goes on."""
+    if plan.kind != "trainer":
+        return "the same program with the same files"
+    if job.from_step is None:
+        return "from the beginning: no complete checkpoint"
+    return f"from step {job.from_step}"
+
+
+def _record(job: Resumable, host: Host) -> JobRecord:
+    """For a job that was launched from elsewhere."""
+    place = (host.ssh, host.root, str(Path.cwd() / "results" / job.job_id))
+    name, created = str(job.plan.get("name", "")), str(job.plan.get("created", ""))
+    return JobRecord(job.job_id, name, *place, created, host.ssh_key, host.transport)

@@ -1,0 +1,113 @@
+"""The plan of a job's next attempt: the one that it had, with what the command line changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deployer.errors import HostError, UsageError
+from deployer.host import Host
+from deployer.plan import Command, Include, LaunchPlan, PythonSpec, build_plan
+from deployer.prepare import Options, payload_of, with_options, without_client_keys
+from trainer.config import ConfigError, check_config, config_from_yaml, config_to_yaml, local_data_paths
+from trainer.schema import Config, RunConfig, TargetConfig
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """A job as its host knows it."""
+
+    job_id: str
+    plan: dict[str, Any]
+    attempt: int
+    from_step: int | None
+    """The newest complete checkpoint; None without one."""
+
+
+def read_resumable(host: Host, job_id: str) -> Resumable:
+    with host.connect(request={"op": "plan", "job": job_id}) as link:
+        found = dict(link.first.result("plan"))
+    try:
+        step = found["from_step"]
+        return Resumable(
+            str(found["job_id"]), dict(found["plan"]), int(found["attempt"]), None if step is None else int(step)
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise HostError(f"{host.name} tells of {job_id} what is not understood: {error!r}") from error
+
+
+def plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
+    """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake."""
+    try:
+        return _plan_next(job.plan, job.job_id, options)
+    except ConfigError as error:
+        raise UsageError(error.message, where=error.where, hint=error.hint) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise HostError(f"the plan of {job.job_id} is not understood: {error!r}") from error
+
+
+def _plan_next(old: dict[str, Any], job_id: str, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
+    is_trainer = old["kind"] == "trainer"
+    config = with_options(_config_of(old, job_id, options) if is_trainer else _target_of(old, options), options)
+    check_config(config)
+    python = old["python"]
+    plan = build_plan(
+        config,
+        job_id=job_id,
+        created=old["created"],
+        tree=old["tree"],
+        own_trainer="train.py" in old["argv"],
+        command=None if is_trainer else _command_of(old),
+        python=PythonSpec(config.target.python, tuple(python["requires"]), python["lock"], python["wheels"]),
+        includes=[Include(**include) for include in old["includes"]],
+        allow_busy=bool(old["allow_busy"]) or options.allow_busy,
+        restrict_gpus=is_trainer or options.gpus is not None or old["device"] != "any",
+        config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer else None,
+    )
+    names = {*old["env_names"], *plan.env_names}
+    return replace(plan, env_names=tuple(sorted(names))), payload_of(config)
+
+
+def _config_of(old: dict[str, Any], job_id: str, options: Options) -> Config:
+    file = f"config.yaml of {job_id}"
+    config = config_from_yaml(old["config_yaml"], file, options.overrides)
+    before = local_data_paths(config_from_yaml(old["config_yaml"], file))
+    new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
+    if new:
+        raise UsageError(
+            f"{new[0]} is not among what {job_id} was sent with, and a resume sends nothing",
+            hint="launch a new job, with train.resume=… naming the checkpoint to begin with",
+        )
+    return config
+
+
+def _target_of(old: dict[str, Any], options: Options) -> Config:
+    """What a program's plan says, in the words of a config."""
+    if options.overrides:
+        raise UsageError(
+            f"{options.overrides[0]} changes a config, and this job is a program of your own",
+            hint="what it is given on its command line stays; --env K=V changes its environment",
+        )
+    policy: Mapping[str, Any] = old.get("policy") or {}
+    on_cpu = old["device"] == "cpu"
+    gpus = [int(gpu) if re.fullmatch(r"\d+", gpu) else gpu for gpu in old["gpus"]] or list(range(int(old["nproc"])))
+    limits = {name: policy[name] for name in ("queue", "max_restarts", "max_runtime_s", "stall_timeout_s") if policy}
+    target = TargetConfig(
+        gpu_ranks=gpus,
+        device="cpu" if on_cpu else "auto",
+        python=old["python"]["explicit"],
+        secrets=list(old["secret_names"]),
+        log_max_gb=(policy.get("log_max_bytes") or 0) / 1e9,
+        **limits,
+    )
+    return Config(run=RunConfig(name=old["name"]), target=target)
+
+
+def _command_of(old: dict[str, Any]) -> Command:
+    """The program of a plan's argv, as the user gave it."""
+    words = ["python" if word == [{"slot": "python"}] else word for word in old["argv"]]
+    if old["torchrun"]:
+        words = words[words.index([{"slot": "agent"}, "/rank.py"]) + 1 :]
+    return Command(tuple(words), bool(old["torchrun"]))
