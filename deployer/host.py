@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,14 @@ class Host:
     def at(self, ssh: str | None, root: str) -> Host:
         """Another place, entered in the same way."""
         return Host(ssh, root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
+
+    def dial(self) -> float:
+        """Connects unless connected, and returns the seconds that it took. ConnectError with a hint."""
+        begun = time.monotonic()
+        self.prefetch()
+        assert self._transport is not None
+        self._transport.connect()
+        return time.monotonic() - begun
 
     def _make_transport(self) -> Transport:
         return make_transport(

@@ -56,6 +56,12 @@ class Link:
         self._greeted = threading.Event()  # the nonce has come
         self._ready = threading.Event()  # the agent has said hello: what is sent now is not lost on a loader
         self._heard = time.monotonic()
+        self.opened_at = self._heard
+        self.noise = b""
+        """What the login printed before the agent spoke."""
+        self.answered_s = 0.0
+        """From the exec to the agent's first byte: login shell, Python, half a round trip each way."""
+        self._asked, self._answered = 0, threading.Event()
 
     @classmethod
     def open(
@@ -113,6 +119,17 @@ class Link:
         self._write(data)
         return call
 
+    def round_trip_s(self) -> float:
+        """Seconds that an empty question takes to be answered. LostConnection when it is not."""
+        self._ready.wait()
+        self._asked += 2  # not the number of a keep-alive
+        self._answered.clear()
+        begun = time.monotonic()
+        self.send({"ping": self._asked})
+        if not self._answered.wait(DEAD_AFTER_S):
+            raise self._lost or LostConnection(f"{self.host} has not answered for {DEAD_AFTER_S:g} s")
+        return time.monotonic() - begun
+
     @property
     def lost(self) -> bool:
         """Whether the connection broke before `close`."""
@@ -141,7 +158,8 @@ class Link:
 
     def _read(self, nonce: str) -> None:
         try:
-            first = _find_nonce(self._stream, nonce.encode("ascii"))
+            self.noise, first = _find_nonce(self._stream, nonce.encode("ascii"))
+            self.answered_s = time.monotonic() - self.opened_at
             self._greeted.set()
             self._heard = time.monotonic()
             reader = io.BufferedReader(_Raw(self._stream, first), 1 << 16)
@@ -171,6 +189,8 @@ class Link:
         elif "hello" in head:
             self.hello = head["hello"]
             self._ready.set()
+        elif head.get("pong") == self._asked:
+            self._answered.set()
         elif head.get("need") == "agent":
             # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()
@@ -366,8 +386,8 @@ class _Raw(io.RawIOBase):
         return len(data)
 
 
-def _find_nonce(stream: Stream, nonce: bytes) -> bytes:
-    """Reads up to the nonce; what was read beyond it. What came before it is noise, at most MAX_NOISE bytes."""
+def _find_nonce(stream: Stream, nonce: bytes) -> tuple[bytes, bytes]:
+    """Reads up to the nonce: the noise before it, at most MAX_NOISE bytes, and what was read beyond it."""
     from deployer.transport.explain import explain_no_answer
 
     seen = b""
@@ -381,4 +401,5 @@ def _find_nonce(stream: Stream, nonce: bytes) -> bytes:
                 f"the host's login prints more than {frames.MAX_NOISE >> 10} KiB before it runs a command",
                 hint="make its shell start-up files silent for sessions without a terminal",
             )
-    return seen.split(nonce, 1)[1]
+    noise, _, rest = seen.partition(nonce)
+    return noise, rest

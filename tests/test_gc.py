@@ -126,9 +126,7 @@ def test_what_is_young_or_held_by_a_process_stays() -> None:
     ("state", "stay"),
     [({"known": False}, {TREE, BLOB, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
 )
-def test_while_a_job_s_needs_are_not_known_nothing_goes_that_it_might_need(
-    state: dict[str, Any], stay: set[str]
-) -> None:
+def test_while_a_job_s_needs_are_unknown_nothing_goes_that_it_might_need(state: dict[str, Any], stay: set[str]) -> None:
     things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT, SPARE)]
     found = inventory(job("a", ended_s=None, **state), things=things)
     assert {TREE, BLOB, DATA, ENV, AGENT, SPARE} - {t.kind for t in choose(found, Policy()).things} == stay
@@ -226,6 +224,10 @@ def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str 
     return made
 
 
+def listed(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
 def blobs_in(root: Root) -> list[bytes]:
     return sorted(path.read_bytes() for path in Path(root.blobs).rglob("*") if path.is_file())
 
@@ -259,7 +261,7 @@ def test_jobs_go_by_age_with_what_only_they_needed(root: Root) -> None:
     make_old(Path(root.path) / "store")
     called = Called(root, older_than_s=30 * DAY_S)
     assert (called.jobs, called.found, blobs_in(root)) == (["old"], {TREE: 1, BLOB: 1}, [b"2"])
-    assert os.listdir(root.jobs) == ["new"] and os.listdir(root.tmp) == []
+    assert listed(root.jobs) == ["new"] and listed(root.tmp) == []
 
 
 def test_a_job_whose_checkpoint_another_one_began_from_stays(root: Root) -> None:
@@ -305,7 +307,7 @@ def test_an_ended_job_of_which_a_process_runs_on_stays(root: Root) -> None:
 def test_a_job_that_somebody_is_starting_again_stays_with_what_it_began_from(root: Root) -> None:
     source = ended(root, "source")
     again = ended(root, "again", days=40, text=f"resume: {source.path}/checkpoints/step_1")
-    with open(again.lock, "w") as lock:
+    with Path(again.lock).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert Called(root, older_than_s=0).jobs == []
     assert Called(root, older_than_s=0).jobs == ["again", "source"]
@@ -323,14 +325,14 @@ def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: R
     make_old(root.path)
     held = hold_agent(f"{root.agents}/bbbb")
     assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}
-    assert (os.listdir(root.data), os.listdir(root.envs), os.listdir(root.agents)) == ([used], ["0123"], ["bbbb"])
+    assert (listed(root.data), listed(root.envs), listed(root.agents)) == ([used], ["0123"], ["bbbb"])
     assert held is not None and os.close(held) is None
 
 
 def test_an_environment_that_is_being_built_stays(root: Root) -> None:
     (Path(root.envs) / "0123").mkdir(parents=True)
     make_old(root.path)
-    with open(f"{root.envs}/0123.lock", "w") as lock:
+    with Path(f"{root.envs}/0123.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert Called(root).found == {}
     assert Called(root).found == {ENV: 1}
@@ -346,7 +348,7 @@ def test_the_spare_keeps_its_tree_for_a_week(root: Root) -> None:
 
 def test_a_collection_that_was_killed_half_way_is_finished_by_the_next(root: Root) -> None:
     keep(root, {"code/a": b"1"})
-    os.unlink(next(path for path in Path(root.trees).iterdir()))
+    next(Path(root.trees).iterdir()).unlink()
     (Path(root.tmp) / "gc-1-ab" / "job").mkdir(parents=True)
     make_old(root.path)
     assert Called(root).found == {BLOB: 1, "tmp": 1}

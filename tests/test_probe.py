@@ -1,18 +1,16 @@
-"""The job's environment on the host, and what the doctor says about a host."""
+"""The job's environment on the host, and what is read of a host."""
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
-from deployer.agent import checkup, probe
+from deployer.agent import probe
+from deployer.agent.cgroups import Limits, read_limits
 from deployer.agent.layout import Root
-from tests.test_gpus import fake_smi
-from tests.test_runtime import make_python
 
 
 def test_of_the_container_s_environment_only_what_matters_is_taken() -> None:
@@ -65,56 +63,68 @@ def test_facts_describe_this_host(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def statuses(checks: list[dict[str, str]]) -> dict[str, str]:
-    return {c["name"]: c["status"] for c in checks}
+def test_the_file_system_of_a_path_is_that_of_its_mount(tmp_path: Path) -> None:
+    assert probe.read_disk("/proc/self").kind == "proc"
+    disk, status = probe.read_disk(str(tmp_path / "not/yet")), os.statvfs(tmp_path)
+    assert (disk.size_bytes, disk.path) == (status.f_blocks * status.f_frsize, str(tmp_path / "not/yet"))
 
 
-def test_the_doctor_checks_a_host_with_gpus(tmp_path: Path) -> None:
-    gpus = "0, GPU-1, NVIDIA L4, 23034, 1\n1, GPU-2, NVIDIA L4, 23034, 20000\n"
-    env = {**os.environ, **fake_smi(tmp_path, gpus=gpus, apps=f"GPU-2, {os.getpid()}, 19000\n")}
-    checks = checkup.run_checks(Root(str(tmp_path / "root")), env, client_time=time.time())
-    found = statuses(checks)
-    assert (found["driver"], found["gpu 0"], found["gpu 1"], found["clock"]) == ("ok", "ok", "warn", "ok")
-    assert all(set(c) == {"name", "status", "detail", "hint"} for c in checks)
-    assert f"pid {os.getpid()}" in next(c["detail"] for c in checks if c["name"] == "gpu 1")
+MOUNTS = """\
+/dev/sda / ext4 rw,relatime 0 0
+server:/home /home nfs4 rw,noexec 0 0
+tmpfs /home/fast tmpfs rw 0 0
+overlay / overlay rw,noatime 0 0
+"""
 
 
-def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    found = checkup.check_root(Root(str(tmp_path / "file")))
-    assert (found["status"], "cannot be written" in found["detail"]) == ("fail", True)
-    assert "--remote-root" in found["hint"]
+@pytest.mark.parametrize(
+    ("path", "kind", "options"),
+    [
+        ("/home/me", "nfs4", ["rw", "noexec"]),
+        ("/home/fast/x", "tmpfs", ["rw"]),
+        ("/homes", "overlay", ["rw", "noatime"]),
+    ],
+)
+def test_of_several_mounts_the_deepest_and_last_counts(path: str, kind: str, options: list[str]) -> None:
+    assert probe.mount_of(path, MOUNTS) == (kind, options)
 
 
-def test_a_broken_driver_fails_with_its_own_words(tmp_path: Path) -> None:
-    env = fake_smi(tmp_path, then="echo NVML: Driver/library version mismatch; exit 18")
-    (found,) = checkup.check_gpus(env)
-    assert (found["status"], "version mismatch" in found["detail"]) == ("fail", True)
+# --- control groups ---------------------------------------------------------------------------------------------------
 
 
-def test_a_host_without_gpus_is_a_warning(tmp_path: Path) -> None:
-    (found,) = checkup.check_gpus({"PATH": str(tmp_path)})
-    assert (found["status"], "target.device=cpu" in found["hint"]) == ("warn", True)
+def groups(folder: Path, own: str, files: dict[str, str]) -> Limits:
+    for name, text in {**files, "own": own}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return read_limits(str(folder), str(folder / "own"))
 
 
-def test_torch_is_found_with_its_version_and_interpreter(tmp_path: Path) -> None:
-    make_python(tmp_path / "own", torch="2.11.0", nvidia_cuda_runtime_cu12="12.8.90")
-    env = {"VIRTUAL_ENV": str(tmp_path / "own"), "PATH": ""}
-    found = checkup.check_torch(env, Root(str(tmp_path / "root")))
-    assert found["status"] == "ok"
-    assert found["detail"].startswith(f"2.11.0 with CUDA 12.8.90 ({tmp_path}/own/bin/python)")
+def test_the_tightest_limit_up_to_the_root_counts(tmp_path: Path) -> None:
+    files = {
+        "a/b/memory.max": "max\n",
+        "a/memory.max": "4000\n",
+        "memory.max": "9000\n",
+        "a/b/cpu.max": "150000 100000\n",
+        "a/cpu.max": "max 100000\n",
+        "a/b/pids.max": "500\n",
+        "a/b/pids.current": "20\n",
+        "a/pids.max": "100\n",
+        "a/pids.current": "90\n",
+    }
+    assert groups(tmp_path, "0::/a/b\n", files) == Limits(4000, 1.5, 100, 90)
 
 
-@pytest.mark.parametrize(("ahead", "status"), [(0.5, "ok"), (-9.0, "ok"), (60.0, "warn"), (-3600.0, "warn")])
-def test_a_clock_that_is_off_is_a_warning(ahead: float, status: str) -> None:
-    assert checkup.check_clock(ahead)["status"] == status
+def test_limits_of_the_first_version_of_control_groups_are_read_too(tmp_path: Path) -> None:
+    files = {
+        "memory/docker/memory.limit_in_bytes": "5000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
+        "cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "pids/pids.max": "max\n",
+    }
+    own = "4:pids:/\n3:memory:/docker\n2:cpu,cpuacct:/elsewhere\n1:name=systemd:/\n"
+    assert groups(tmp_path, own, files) == Limits(5000, 2.0, None, 0)
 
 
-def test_the_file_system_of_a_path_is_that_of_its_mount() -> None:
-    assert checkup.filesystem_of("/proc/self") == "proc"
-    assert checkup.filesystem_of("/dev/shm/none") in {"tmpfs", ""}
-
-
-def test_the_doctor_leaves_nothing_behind(tmp_path: Path) -> None:
-    checkup.check_root(Root(str(tmp_path)))
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+def test_without_control_groups_nothing_is_limited(tmp_path: Path) -> None:
+    assert read_limits(str(tmp_path), str(tmp_path / "none")) == Limits(None, None, None, 0)

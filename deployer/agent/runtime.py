@@ -78,11 +78,14 @@ def _explicit(path: str, requires: List[str], env: Dict[str, str], answers: "_An
     return interpreter.path
 
 
-def list_installed(names: Sequence[str], *, env: Dict[str, str], root: Root) -> List[Tuple[str, Dict[str, str]]]:
-    """(interpreter, {name: version}) for each of the host's interpreters that has one of these distributions."""
-    with _Answers(root) as answers:
-        found = [answers.ask(path, list(names), env) for path in candidates(env)]
-    return [(answer["executable"], answer["found"]) for answer in found if answer and answer["found"]]
+def list_pythons(names: Sequence[str], *, env: Dict[str, str], root: Root) -> List[Tuple[str, str, Dict[str, str]]]:
+    """(path, Python's version, {distribution: version}) for each of the host's interpreters, asked at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with _Answers(root) as answers, ThreadPoolExecutor(8) as pool:
+        asked = pool.map(lambda path: answers.ask(path, list(names), env), candidates(env))
+        found = [answer for answer in asked if answer]
+    return [(answer["executable"], answer["version"], answer["found"]) for answer in found]
 
 
 def candidates(env: Dict[str, str]) -> List[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -13,22 +14,59 @@ from deployer import render
 from deployer.errors import UsageError
 from deployer.host import Host
 
+SLOW_LOGIN_S = 2.0
+SLOW_DEPLOY_S = 8.0
+
+
+@dataclass(frozen=True)
+class Contact:
+    """How the way to a host was: seconds, and what its login printed."""
+
+    connect_s: float
+    answered_s: float
+    round_trip_s: float
+    noise: bytes
+
 
 def doctor(host: Host, *, as_json: bool) -> int:
     """Shows a host's checks; 0 when none fails, 1 otherwise."""
-    begun = time.monotonic()
+    connect_s = host.dial()
     with host.connect(request={"op": "doctor", "client_time": time.time()}) as link:
         found = link.first.result("doctor")
-    took_s = time.monotonic() - begun
-    found["checks"].append(
-        {"name": "connection", "status": "ok", "detail": f"{took_s:.2f} s for all of this, one connection", "hint": ""}
-    )
+        contact = Contact(connect_s, link.answered_s, link.round_trip_s(), link.noise)
+    found["checks"] = [*check_contact(contact), *found["checks"]]
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
         render.table((host.name, ""), [(key, _fact(value)) for key, value in found["facts"].items()])
         render.checks(found["checks"])
     return 1 if any(check["status"] == "fail" for check in found["checks"]) else 0
+
+
+def check_contact(contact: Contact) -> list[dict[str, str]]:
+    """What the client saw of the way and of the login: output and time of the shell's start-up files, and how long an
+    unchanged deployment takes."""
+    login_s = max(0.0, contact.answered_s - contact.round_trip_s)
+    deploy_s = contact.connect_s + contact.answered_s + contact.round_trip_s / 2
+    silent = "let the shell's start-up files end early without a terminal: case $- in *i*) ;; *) return;; esac"
+    said = render.clean(contact.noise[:80].decode("utf-8", "replace").strip())
+    way = (
+        f"{contact.connect_s:.2f} s to connect, {login_s:.2f} s for the login, round trip {contact.round_trip_s:.3f} s"
+    )
+    return [
+        _check("login output", not contact.noise, f"{len(contact.noise)} bytes: {said}" if said else "none", silent),
+        _check("login time", login_s < SLOW_LOGIN_S, f"{login_s:.2f} s until Python runs", silent),
+        _check(
+            "time to deploy",
+            deploy_s < SLOW_DEPLOY_S,
+            f"about {deploy_s:.1f} s to start a job of an unchanged tree ({way})",
+            "a jump host, a slow DNS answer at sshd (UseDNS no) or a far machine",
+        ),
+    ]
+
+
+def _check(name: str, good: bool, detail: str, hint: str) -> dict[str, str]:
+    return {"name": name, "status": "ok" if good else "warn", "detail": detail, "hint": "" if good else hint}
 
 
 def _fact(value: Any) -> str:

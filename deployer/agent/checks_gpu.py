@@ -1,0 +1,220 @@
+"""The doctor's checks of GPUs, their driver, and what torch needs of it. Pure but for `read_gpus`.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import Executor
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
+from xml.etree import ElementTree
+
+from . import gpus
+from .checks_host import Python
+from .errors import AgentError
+from .findings import FAIL, OK, WARN, Check, check
+
+CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
+PACKAGES = ("torch", "pip", *CUDA_RUNTIMES)
+"""Asked together, so that each interpreter starts once."""
+_HARDWARE_XIDS = (46, 48, 61, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140)
+"""Those of the card, its link or its firmware; the rest is mostly a program's mistake (NVIDIA, "Xid Errors")."""
+_PENDING = ("pending_retirement", "pending_blacklist", "remapped_row_pending", "channel_repair_pending")
+_BROKEN = ("remapped_row_failure", "unrepairable_memory")
+
+
+class Card(NamedTuple):
+    """What `nvidia-smi -q` tells of one GPU beyond its memory and processes."""
+
+    uuid: str
+    persistence: bool
+    uncorrectable: int  # memory errors since the driver was loaded
+    pending: bool  # a repair waits for a reset
+    broken: bool
+
+
+class Report(NamedTuple):
+    driver: str
+    cuda: str  # the newest that the driver supports, "" when it does not tell
+    cards: List[Card]
+
+
+class GpuFacts(NamedTuple):
+    gpus: List[gpus.Gpu]
+    holders: List[gpus.Holder]
+    report: Report
+
+
+def read_gpus(env: Dict[str, str], pool: Executor) -> GpuFacts:
+    """All that nvidia-smi tells, its calls at once. AgentError when it fails or hangs."""
+    report = pool.submit(_read_report, env)
+    using = pool.submit(gpus.holders, env)
+    return GpuFacts(gpus.list_gpus(env), using.result(), report.result())
+
+
+def _read_report(env: Dict[str, str]) -> Report:
+    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
+    if program is None:
+        return Report("", "", [])
+    try:
+        done = subprocess.run(
+            [program, "-q", "-x"],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=gpus.TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise AgentError("host", "nvidia-smi -q gave no answer", "the GPU driver hangs: look at dmesg on the host")
+    return parse_report(done.stdout)
+
+
+def parse_report(text: bytes) -> Report:
+    """Of `nvidia-smi -q -x`, whose elements differ between drivers; what is not there counts as fine."""
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError:
+        return Report("", "", [])
+    cards = [_card(element) for element in root.iter("gpu")]
+    return Report(root.findtext("driver_version", ""), root.findtext("cuda_version", ""), cards)
+
+
+def _card(gpu: ElementTree.Element) -> Card:
+    volatile = gpu.find("ecc_errors/volatile")
+    errors = [e.text or "" for e in volatile.iter() if _is_uncorrectable(e.tag)] if volatile is not None else []
+    said_yes = {e.tag for e in gpu.iter() if (e.text or "").strip() == "Yes"}
+    return Card(
+        uuid=gpu.findtext("uuid", ""),
+        persistence=gpu.findtext("persistence_mode", "Enabled") != "Disabled",
+        uncorrectable=sum(int(text) for text in errors if text.isdigit()),
+        pending=bool(said_yes.intersection(_PENDING)),
+        broken=bool(said_yes.intersection(_BROKEN)),
+    )
+
+
+def _is_uncorrectable(tag: str) -> bool:
+    return "uncorrectable" in tag
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def check_driver(facts: GpuFacts) -> Check:
+    if not facts.gpus:
+        return check("driver", WARN, "no GPU seen (no nvidia-smi, or it lists none)", "jobs here: target.device=cpu")
+    if not facts.report.cuda:
+        return check("driver", OK, "NVIDIA %s" % (facts.report.driver or "of unknown version"))
+    return check("driver", OK, "NVIDIA %s, for CUDA up to %s" % (facts.report.driver, facts.report.cuda))
+
+
+def check_gpus(facts: GpuFacts) -> Iterator[Check]:
+    """One finding a GPU: its memory, and who uses it."""
+    for gpu in facts.gpus:
+        users = gpus.users_of(gpu, facts.holders)
+        memory = "%s, %d of %d MiB in use" % (gpu.name, gpu.memory_used_mib, gpu.memory_total_mib)
+        hint = "--allow-busy runs beside them" if users else ""
+        yield check("gpu %d" % gpu.index, WARN if users else OK, memory + (": " + users if users else ""), hint)
+
+
+def check_gpu_memory(facts: GpuFacts) -> Optional[Check]:
+    """Memory that nobody seems to hold."""
+    if not facts.gpus:
+        return None
+    held = {holder.gpu_uuid for holder in facts.holders}
+    ghosts = [g for g in facts.gpus if g.uuid not in held and g.memory_used_mib > gpus.BUSY_MIB]
+    if not ghosts:
+        return check("gpu memory", OK, "none is in use without a process")
+    where = ", ".join("GPU %d (%d MiB)" % (g.index, g.memory_used_mib) for g in ghosts)
+    hint = "another container's, or left by a killed job: fuser -v /dev/nvidia* on the machine itself shows who"
+    return check("gpu memory", WARN, "in use by no process that is seen: %s" % where, hint)
+
+
+def check_persistence(facts: GpuFacts) -> Optional[Check]:
+    if not facts.report.cards:
+        return None
+    off = [card for card in facts.report.cards if not card.persistence]
+    if not off:
+        return check("gpu persistence", OK, "on")
+    detail = "off on %d of %d GPUs: each start waits for the driver" % (len(off), len(facts.report.cards))
+    return check("gpu persistence", WARN, detail, "nvidia-smi -pm 1 (root)")
+
+
+def check_gpu_errors(facts: GpuFacts) -> Optional[Check]:
+    """Memory errors and pages or rows that wait to be taken out of use."""
+    cards = {card.uuid: card for card in facts.report.cards}
+    known = [(gpu.index, cards[gpu.uuid]) for gpu in facts.gpus if gpu.uuid in cards]
+    if not known:
+        return None
+    broken = ["GPU %d" % index for index, card in known if card.broken]
+    if broken:
+        return check("gpu errors", FAIL, "memory beyond repair: " + ", ".join(broken), "leave these GPUs out: --gpus")
+    hit = ["GPU %d (%d uncorrectable)" % (n, c.uncorrectable) for n, c in known if c.uncorrectable or c.pending]
+    if hit:
+        hint = "a reset repairs what can be: nvidia-smi --gpu-reset (root), or reboot"
+        return check("gpu errors", WARN, "memory errors: " + ", ".join(hit), hint)
+    return check("gpu errors", OK, "no uncorrectable memory error since the driver was loaded")
+
+
+def check_kernel_log(text: Optional[str]) -> Check:
+    """`text`: the kernel's messages, None when they may not be read."""
+    if text is None:
+        return check("gpu faults", OK, "the kernel's log may not be read by this user, so Xid errors are not seen")
+    found = [int(number) for number in re.findall(r"NVRM: Xid [^:]*\([^)]*\): (\d+)", text)]
+    faults = [number for number in found if number in _HARDWARE_XIDS]
+    if not faults:
+        return check("gpu faults", OK, "%d Xid errors in the kernel's log, none of the hardware" % len(found))
+    last = [line for line in text.splitlines() if "NVRM: Xid" in line][-1].strip()
+    detail = "%d Xid errors of the hardware, the last: %s" % (len(faults), last[:200])
+    return check("gpu faults", WARN, detail, "reboot the machine; if they come back, the card or its slot is broken")
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def check_torch(pythons: Sequence[Python]) -> Check:
+    having = ["%s (%s)" % (_torch(p.packages), p.path) for p in pythons if "torch" in p.packages]
+    if having:
+        return check("torch", OK, "; ".join(having))
+    return check("torch", WARN, "no interpreter here has it", "jobs build an environment first, which takes minutes")
+
+
+def _torch(packages: Dict[str, str]) -> str:
+    cuda = cuda_of(packages)
+    return packages["torch"] + (" with CUDA %s" % cuda if cuda and "+cu" not in packages["torch"] else "")
+
+
+def cuda_of(packages: Dict[str, str]) -> str:
+    """The CUDA version that torch brought along: its build's ("+cu128" is 12.8), or its packages'. "" for the CPU's."""
+    build = re.search(r"\+cu(\d+)(\d)$", packages.get("torch", ""))
+    if build:
+        return "%s.%s" % build.groups()
+    return next((packages[name] for name in CUDA_RUNTIMES if name in packages), "")
+
+
+def check_cuda(pythons: Sequence[Python], facts: GpuFacts) -> Optional[Check]:
+    """Whether the driver is new enough for a torch that is there. Within a major version every driver will do."""
+    having = [p for p in pythons if "torch" in p.packages]
+    if not facts.gpus or not having:
+        return None
+    built = [(cuda_of(p.packages), p) for p in having if "+cpu" not in p.packages["torch"]]
+    if not built:
+        hint = "jobs build an environment of their own, or name an interpreter with --python"
+        return check("torch and driver", WARN, "torch here is for the CPU only, and there are GPUs", hint)
+    limit = facts.report.cuda
+    if not re.match(r"\d", limit) or not all(cuda for cuda, _ in built):
+        return check("torch and driver", OK, "not compared: torch or the driver does not tell its CUDA version")
+    fitting = [(cuda, p.path) for cuda, p in built if _major(cuda) <= _major(limit)]
+    if fitting:
+        return check("torch and driver", OK, "CUDA %s (%s) runs with this driver" % fitting[0])
+    needs = ", ".join("%s of %s" % (cuda, p.path) for cuda, p in built)
+    hint = "install a newer driver, or a torch for CUDA %s: name its interpreter with --python" % limit
+    return check(
+        "torch and driver", FAIL, "the driver supports CUDA up to %s, too old for CUDA %s" % (limit, needs), hint
+    )
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])

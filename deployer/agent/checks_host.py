@@ -1,0 +1,252 @@
+"""The doctor's checks of a machine: disk, limits, memory, clock, login. Pure: each gets what was read elsewhere.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import re
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
+
+from .cgroups import Limits
+from .findings import OK, WARN, Check, check, gigabytes
+from .probe import Disk, is_secret
+
+LOW_DISK_BYTES = 10 * 10**9
+LOW_INODES = 20000
+LOW_SHM_BYTES = 10**9
+LOW_FILES = 4096
+LOW_PROCESSES = 4096
+LOW_MEMORY_BYTES = 8 * 10**9
+CLOCK_S = 10
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "fuse.sshfs",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "ceph",
+    "fuse.glusterfs",
+    "9p",
+)
+UNLIMITED = -1
+"""As `resource` says it."""
+_ELSEWHERE = "choose another folder with --remote-root DIR"
+
+
+# --- disk -------------------------------------------------------------------------------------------------------------
+
+
+def check_root_file_system(disk: Disk) -> Check:
+    detail = "%s (%s)" % (disk.path, disk.kind or "unknown file system")
+    if disk.kind not in NETWORK_KINDS:
+        return check("root file system", OK, detail)
+    hint = "a folder on a disk of this machine is faster: --remote-root DIR"
+    return check("root file system", WARN, detail + ": a network file system makes each launch slower", hint)
+
+
+def check_root_disk(disk: Disk) -> Check:
+    detail = "%s free of %s" % (gigabytes(disk.free_bytes), gigabytes(disk.size_bytes))
+    if disk.free_bytes >= LOW_DISK_BYTES:
+        return check("root disk", OK, detail)
+    return check("root disk", WARN, detail + ": little for checkpoints", "deploy.py gc frees some, or " + _ELSEWHERE)
+
+
+def check_root_inodes(disk: Disk) -> Check:
+    if not disk.inodes:
+        return check("root inodes", OK, "this file system does not count them")
+    detail = "%d of %d free" % (disk.inodes_free, disk.inodes)
+    if disk.inodes_free >= LOW_INODES:
+        return check("root inodes", OK, detail)
+    return check("root inodes", WARN, detail + ": no room for many files", "deploy.py gc frees some, or " + _ELSEWHERE)
+
+
+def check_noexec(name: str, disk: Disk, hint: str) -> Check:
+    if "noexec" not in disk.options:
+        return check(name, OK, "%s: programs may run from there" % disk.path)
+    return check(name, WARN, "%s is mounted noexec: no program runs from there" % disk.path, hint)
+
+
+def check_shm(disk: Optional[Disk]) -> Check:
+    if disk is None:
+        return check("/dev/shm", WARN, "not there", "NCCL and data loaders need it: docker run --shm-size=8g")
+    if disk.size_bytes >= LOW_SHM_BYTES:
+        return check("/dev/shm", OK, gigabytes(disk.size_bytes))
+    hint = "NCCL and data loaders need more: docker run --shm-size=8g, or --ipc=host"
+    return check("/dev/shm", WARN, gigabytes(disk.size_bytes), hint)
+
+
+def check_hub(disk: Disk, models: int) -> Check:
+    """The Hugging Face cache and the room beside it."""
+    detail = "%s: %d models, %s free" % (disk.path, models, gigabytes(disk.free_bytes))
+    if disk.free_bytes >= LOW_DISK_BYTES:
+        return check("Hugging Face cache", OK, detail)
+    return check("Hugging Face cache", WARN, detail, "put it elsewhere with --env HF_HOME=DIR")
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+def check_open_files(soft: int, hard: int) -> Check:
+    if soft == UNLIMITED or soft >= LOW_FILES:
+        return check("open files", OK, "limit %s" % _limit(soft))
+    detail = "limit %d (at most %s)" % (soft, _limit(hard))
+    return check("open files", WARN, detail, "data loaders run out of them: ulimit -n, or limits.conf")
+
+
+def check_locked_memory(soft: int, *, infiniband: Sequence[str]) -> Check:
+    if not infiniband:
+        return check("locked memory", OK, "no InfiniBand, which would need it")
+    if soft == UNLIMITED:
+        return check("locked memory", OK, "unlimited, as %s needs it" % ", ".join(infiniband))
+    detail = "limit %d kB, and %s registers its buffers in it" % (soft >> 10, ", ".join(infiniband))
+    return check("locked memory", WARN, detail, "ulimit -l unlimited, or docker run --ulimit memlock=-1")
+
+
+def check_processes(soft: int, limits: Limits) -> Check:
+    """Threads count too: each rank starts one per CPU, each data-loader worker some more."""
+    if limits.pids is not None and limits.pids - limits.pids_used < LOW_PROCESSES:
+        detail = "%d of the container's or session's %d are left" % (limits.pids - limits.pids_used, limits.pids)
+        return check("processes", WARN, detail, "docker run --pids-limit=-1, or TasksMax= of the systemd unit")
+    if soft != UNLIMITED and soft < LOW_PROCESSES:
+        return check("processes", WARN, "limit %d for this user" % soft, "raise it: ulimit -u, or limits.conf")
+    return check("processes", OK, "limit %s" % _limit(soft if limits.pids is None else limits.pids))
+
+
+def check_memory(total_bytes: int, limits: Limits) -> Check:
+    limit = limits.memory_bytes
+    if limit is None or limit >= total_bytes:
+        return _check_enough(total_bytes, gigabytes(total_bytes))
+    detail = "limit %s of the machine's %s" % (gigabytes(limit), gigabytes(total_bytes))
+    if limit >= total_bytes / 2:
+        return _check_enough(limit, detail)
+    hint = "beyond it a job is killed with signal 9: fewer data-loader workers, or docker run --memory=SIZE"
+    return check("memory", WARN, detail, hint)
+
+
+def _check_enough(size: int, detail: str) -> Check:
+    if size >= LOW_MEMORY_BYTES:
+        return check("memory", OK, detail)
+    return check("memory", WARN, detail, "loading a model may need more: a small one, or another machine")
+
+
+def check_cpus(seen: int, limits: Limits) -> Check:
+    """`seen`: as programs count them."""
+    if limits.cpus is None or limits.cpus >= seen:
+        return check("CPUs", OK, "%d" % seen)
+    detail = "%.3g CPUs may be used, programs see %d" % (limits.cpus, seen)
+    hint = "too many threads slow a job down: --env OMP_NUM_THREADS=%d" % max(1, int(limits.cpus))
+    return check("CPUs", WARN, detail, hint)
+
+
+def check_overcommit(mode: str, commit_limit_bytes: int) -> Check:
+    if mode != "2":
+        return check("overcommit", OK, "vm.overcommit_memory=%s" % (mode or "?"))
+    detail = "vm.overcommit_memory=2: no more than %s may be reserved, and CUDA reserves more than it uses"
+    return check("overcommit", WARN, detail % gigabytes(commit_limit_bytes), "sysctl vm.overcommit_memory=0")
+
+
+def check_swap(total_bytes: int, free_bytes: int) -> Check:
+    used = total_bytes - free_bytes
+    if not total_bytes:
+        return check("swap", OK, "none")
+    detail = "%s of %s in use" % (gigabytes(used), gigabytes(total_bytes))
+    if used < total_bytes / 2 or used < 10**9:
+        return check("swap", OK, detail)
+    return check("swap", WARN, detail + ": the machine is short of memory", "see who takes it: top, then M")
+
+
+def _limit(value: int) -> str:
+    return "none" if value == UNLIMITED else "%d" % value
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+def check_shell(shell: str, *, runs: bool) -> Check:
+    """`runs`: whether the account's shell is there and can be run."""
+    if runs:
+        return check("login shell", OK, shell)
+    detail = "%s cannot be run, so this account has no shell" % (shell or "the login shell")
+    return check("login shell", WARN, detail, "chsh -s /bin/sh: deploy.py shell and exec use it")
+
+
+def check_logout(configs: Sequence[str], *, user: str, lingers: bool) -> Check:
+    """Whether logind ends a user's processes at logout, which would end jobs. `configs`: texts of logind.conf and what
+    comes after it."""
+    values = [v for text in configs for v in re.findall(r"^\s*KillUserProcesses\s*=\s*(\w+)", text, re.MULTILINE)]
+    if not values or values[-1].lower() not in ("yes", "true", "1", "on"):
+        return check("logout", OK, "jobs are not ended at logout (KillUserProcesses is off)")
+    if lingers or user == "root":
+        return check("logout", OK, "KillUserProcesses is on, but not for this user")
+    detail = "logind ends this user's processes at logout (KillUserProcesses=yes): jobs too"
+    return check("logout", WARN, detail, "loginctl enable-linger %s" % user)
+
+
+def check_hidden(seen: bool) -> Check:
+    """`seen`: whether another user's process is."""
+    if seen:
+        return check("other users", OK, "their processes are seen")
+    detail = "their processes are hidden (hidepid): who holds a busy GPU cannot be told"
+    return check("other users", WARN, detail, "mount -o remount,hidepid=0 /proc, or ask who else works here")
+
+
+def check_container(found: Mapping[str, str], *, missing: Sequence[str]) -> Check:
+    """`missing`: which of the variables name a folder that is not there."""
+    name = "container environment"
+    if not found:
+        return check(name, OK, "none to take over (process 1 is another user's, or has none)")
+    shown = ", ".join(n if is_secret(n) else "%s=%s" % (n, value[:80]) for n, value in sorted(found.items()))
+    if missing:
+        hint = "set it right with --env %s=DIR" % missing[0]
+        return check(name, WARN, "%s; of these %s lead nowhere" % (shown, ", ".join(missing)), hint)
+    if found.get("CUDA_VISIBLE_DEVICES"):
+        return check(name, WARN, shown, "programs started without --gpus see only CUDA_VISIBLE_DEVICES")
+    return check(name, OK, shown)
+
+
+def check_clock(ahead: float) -> Check:
+    """`ahead`: seconds by which this clock leads the client's, the way of the message included."""
+    detail = "%.1f s %s the client" % (abs(ahead), "ahead of" if ahead >= 0 else "behind")
+    if abs(ahead) <= CLOCK_S:
+        return check("clock", OK, detail)
+    return check("clock", WARN, detail, "certificates and times in reports go by it: run chronyd or ntpd on the host")
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+OLDEST_FOR_TRAINER = [3, 10]
+
+
+class Python(NamedTuple):
+    """An interpreter of the host, and the versions of the packages that were asked for."""
+
+    path: str
+    version: str
+    packages: Dict[str, str]
+
+
+def check_python(pythons: List[Python], agent_version: str) -> Check:
+    newest = max(pythons, key=lambda p: _version(p.version), default=None)
+    own = "the agent runs on Python %s" % agent_version
+    if newest is None:
+        return check("python", WARN, own + ", and no interpreter was found for jobs", "name one with --python PATH")
+    detail = "%s; the newest for jobs is %s (%s)" % (own, newest.version, newest.path)
+    if _version(newest.version) >= OLDEST_FOR_TRAINER:
+        return check("python", OK, detail)
+    return check("python", WARN, detail + ", and the trainer needs 3.10", "install a newer one, or --python PATH")
+
+
+def _version(text: str) -> List[int]:
+    return [int(part) for part in re.findall(r"\d+", text)[:3]]
+
+
+def check_installer(uv: Optional[str], pythons: List[Python]) -> Check:
+    untried = "; whether it reaches a package index is not tried"
+    if uv:
+        return check("installer", OK, uv + untried)
+    pip = next((p for p in pythons if "pip" in p.packages), None)
+    if pip is not None:
+        return check("installer", OK, "pip %s (%s)%s" % (pip.packages["pip"], pip.path, untried))
+    return check("installer", WARN, "neither uv nor pip", "only needed when no interpreter here has what a job needs")

@@ -1,0 +1,70 @@
+"""The doctor's checks of what Torchferry itself has below its root: jobs, and what gc would remove.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+from typing import Any, Dict, List, Sequence
+
+from .findings import FAIL, OK, WARN, Check, check, gigabytes
+from .garbage import AGENT, DATA, ENV, Policy, Thing, choose
+from .inventory import read_inventory
+from .layout import Root
+
+MUCH_BYTES = 10**9
+
+
+def check_root(root: Root) -> Check:
+    """Whether the root can be written; leaves nothing behind but the folder itself."""
+    probe = os.path.join(root.tmp, "doctor-%d" % os.getpid())
+    try:
+        os.makedirs(root.tmp, mode=0o700, exist_ok=True)
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w") as f:
+            f.write("x")
+        os.unlink(probe)
+    except OSError as error:
+        detail = "%s cannot be written: %s" % (root.path, error.strerror)
+        return check("root", FAIL, detail, "choose another folder with --remote-root DIR")
+    return check("root", OK, root.path)
+
+
+def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
+    """`jobs`: as `state.list_jobs` tells."""
+    here = [job for job in jobs if not job.get("on_host")]
+    orphans = [job["id"] for job in here if job.get("unsupervised")]
+    lost = [job["id"] for job in here if job["state"] == "lost"]
+    detail = "%d, %d of them not ended" % (len(jobs), len([job for job in here if not job.get("ended_at")]))
+    if orphans:
+        hint = "deploy.py status ID looks after it again; deploy.py stop ID ends it"
+        return check("jobs", WARN, "%s; without a supervisor: %s" % (detail, _some(orphans)), hint)
+    if lost:
+        hint = "deploy.py status ID says why; deploy.py gc --older-than 30d removes old ones"
+        return check("jobs", WARN, "%s; lost: %s" % (detail, _some(lost)), hint)
+    return check("jobs", OK, detail)
+
+
+def _some(names: List[str]) -> str:
+    more = " and %d more" % (len(names) - 3) if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def read_garbage(root: Root) -> Sequence[Thing]:
+    """What gc would remove without a limit. Folders are not walked through, so theirs is no size."""
+    return choose(read_inventory(root, measure=lambda path: 0), Policy()).things
+
+
+def check_garbage(things: Sequence[Thing]) -> Check:
+    count = {kind: len([t for t in things if t.kind == kind]) for kind in (ENV, DATA, AGENT)}
+    named = (("environment", count[ENV]), ("data set", count[DATA]), ("agent of another version", count[AGENT]))
+    size = sum(thing.size for thing in things)
+    parts = [gigabytes(size) + " of files"] + ["%d %s" % (n, _plural(what, n)) for what, n in named if n]
+    detail = "gc would free " + ", ".join(parts)
+    if size < MUCH_BYTES and not count[ENV] and not count[DATA]:
+        return check("leftovers", OK, detail)
+    return check("leftovers", WARN, detail, "deploy.py gc shows and removes it")
+
+
+def _plural(what: str, count: int) -> str:
+    first, _, rest = what.partition(" of ")
+    return (first if count == 1 else first + "s") + (" of " + rest if rest else "")
