@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, probe, runtime, state
+from . import checks_gpu, checks_host, checks_net, checks_root, listing, probe, runtime
 from .cgroups import read_limits
 from .checks_host import Python
 from .findings import Check, Found, read_text, run_check
@@ -37,7 +37,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
     with ThreadPoolExecutor(8) as pool:
         gpu_facts = pool.submit(checks_gpu.read_gpus, env, pool)
         pythons = pool.submit(_read_pythons, root, env)
-        jobs = pool.submit(state.list_jobs, root)
+        jobs = pool.submit(listing.list_jobs, root)
         garbage = pool.submit(checks_root.read_garbage, root)
         list_of = [
             *_group("session", lambda: _session(None if client_time is None else now - client_time)),
