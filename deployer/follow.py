@@ -46,14 +46,16 @@ class _Contact:
 
     give_up_s: float
     known: bool
-    """The host has told of the job: from now on only the host can say that the job has ended."""
+    """There is such a job: from now on only the host can say that it has ended."""
+    begun: bool = False
+    """The log has begun: what comes next is asked for by offset."""
     heard: bool = False
     """Something came over the present connection."""
     lost_at: float | None = None
     tries: int = 0
 
     def hear(self) -> None:
-        self.known = self.heard = True
+        self.known = self.begun = self.heard = True
         self.lost_at, self.tries = None, 0
 
     def lose(self) -> float | None:
@@ -75,20 +77,22 @@ def follow_to_end(
     watcher: Watcher,
     opened: tuple[Link, Call] | None = None,
     request: dict[str, Any] | None = None,
+    known: bool = False,
     give_up_s: float = GIVE_UP_AFTER_S,
 ) -> dict[str, Any]:
     """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
 
-    `opened`: the conversation that has started the job. LostConnection (exit code 75) when the host was not reached for
-    `give_up_s`: the job runs on. HostError (125) when the host says that the job is gone.
+    `opened`: the conversation that has started the job. Without it a connection that fails at once is not made again
+    unless the job is `known` to be there. LostConnection (exit code 75) when the host was not reached for `give_up_s`:
+    the job runs on. HostError (125) when the host says that the job is gone.
     """
-    contact = _Contact(give_up_s, known=opened is not None)
+    contact = _Contact(give_up_s, known=known or opened is not None, begun=opened is not None)
     link = opened[0] if opened else None
     call = opened[1] if opened else None
     while True:
         try:
             if call is None:
-                resume = {"offsets": view.offsets, "tail": None, "since": None} if contact.known else {}
+                resume = {"offsets": view.offsets, "tail": None, "since": None} if contact.begun else {}
                 link = connect(request={"op": "follow", "job": job_id, **(request or {}), **resume})
                 call = link.first
             return _follow(call, view, watcher, contact)

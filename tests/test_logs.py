@@ -133,6 +133,15 @@ def test_tail_is_of_the_latest_attempt(job: Job) -> None:
     assert logs.tail_offsets(job, 1) == {"attempt_2/rank_0.log": 2}
 
 
+@pytest.mark.parametrize(
+    ("content", "offset", "expected"),
+    [(b"one\ntwo\n", 6, 4), (b"one\ntwo\n", 4, 4), (b"one\n", 2, 0), (b"one\n", 0, 0), (b"x" * 99_999, 99_000, 99_000)],
+)
+def test_line_start_is_where_the_line_of_an_offset_begins(job: Job, content: bytes, offset: int, expected: int) -> None:
+    write(job, "rank_0.log", content)
+    assert logs.line_start(str(Path(job.logs(1)) / "rank_0.log"), offset) == expected
+
+
 def test_tail_of_an_endless_line_is_bounded(job: Job) -> None:
     write(job, "rank_0.log", b"bar\r" * 1_000_000)
     assert logs.tail_offsets(job, 5) == {"rank_0.log": 4_000_000 - logs.TAIL_BYTES}

@@ -211,6 +211,18 @@ def _tail_offset(path: str, lines: int) -> int:
         return 0
 
 
+def line_start(path: str, offset: int) -> int:
+    """Where the line begins that goes on at `offset`; `offset` itself when that is further back than CHUNK_BYTES."""
+    start = max(0, offset - CHUNK_BYTES)
+    try:
+        with open(path, "rb") as f:
+            f.seek(start)
+            newline = f.read(offset - start).rfind(b"\n")
+    except OSError:
+        return offset
+    return start + newline + 1 if newline >= 0 or start == 0 else offset
+
+
 def _nth_last_newline(block: bytes, n: int) -> int:
     position = len(block)
     for _ in range(n):

@@ -10,7 +10,7 @@ import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
 from .layout import Job
-from .logs import attempts, log_files, log_name
+from .logs import attempts, line_start, log_files, log_name
 
 TIMES_FILE = "times.jsonl"
 EVERY_S = 1.0
@@ -112,9 +112,10 @@ def attempt_at(job: Job, unix_s: float) -> Optional[int]:
 
 
 def offsets_at(job: Job, attempt: int, unix_s: float) -> Dict[str, int]:
-    """`offsets_since` of an attempt, by the names that a reader uses."""
-    found = offsets_since(read_index(job.logs(attempt)), unix_s)
-    return {log_name(attempt, name): offset for name, offset in found.items()}
+    """`offsets_since` of an attempt, each moved back to the beginning of its line, by the names that a reader uses."""
+    folder = job.logs(attempt)
+    found = offsets_since(read_index(folder), unix_s)
+    return {log_name(attempt, name): line_start(os.path.join(folder, name), offset) for name, offset in found.items()}
 
 
 def _parse(line: bytes) -> Optional[Entry]:

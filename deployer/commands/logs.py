@@ -45,7 +45,9 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     screen.state(found)
     request = _request(wanted, live=live)
     try:
-        final = follow_to_end(host.connect, job_id, view=view, watcher=screen, request=request, give_up_s=give_up_s)
+        final = follow_to_end(
+            host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
+        )
     except KeyboardInterrupt:
         if found["state"] in FINAL:
             raise

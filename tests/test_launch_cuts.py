@@ -1,0 +1,50 @@
+"""Launches whose connection is cut at a random byte, before or after the acknowledgement: one job or none, never 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cutproxy import CutProxy
+from tests.ferry import Ferry
+from tests.jobs import wait_for
+from tests.sshd import ALIAS, SshServer, start_sshd
+
+SEED = 42
+LARGEST = 9_000
+"""Bytes from the host: a login and an agent's first words are about as many, then comes the log."""
+ONCE = 'echo once >> "$TORCHFERRY_RUN_DIR/count"; seq 2000'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
+        yield running
+
+
+def launch_cut(ferry: Ferry, server: SshServer, folder: Path, number: int, *, way: str) -> tuple[int, list[str], bool]:
+    """Exit code of one launch, the jobs that came of it, and whether the client's own notes name exactly those."""
+    name = f"cut-{way}-{number}"
+    follow = ["--detach"] if number % 2 else ["--no-pull"]
+    with CutProxy(server, cuts=1, largest=LARGEST, seed=SEED + number) as proxy:
+        ferry.env["TORCHFERRY_SSH_CONFIG"] = str(proxy.client_config(folder))
+        words = ("run", *ferry.where(), "--transport", way, "--name", name, *follow, "--", "sh", "-c", ONCE)
+        code = ferry.run(*words).returncode
+    jobs = [job for job in ferry.job_ids() if job.startswith(f"{name}-")]
+    noted = [path.stem for path in (ferry.state / "jobs").glob(f"{name}-*.json")]
+    return code, jobs, jobs == noted
+
+
+@pytest.mark.parametrize("way", ["fabric", "openssh"])
+@pytest.mark.parametrize("launches", [4, pytest.param(100, marks=pytest.mark.soak)])
+def test_launch_cut_at_a_random_byte_is_one_job_or_none_and_the_client_knows(ferry, server, tmp_path, launches, way):
+    ferry.ssh = ALIAS
+    for number in range(launches):
+        code, jobs, noted = launch_cut(ferry, server, tmp_path, number, way=way)
+        assert (code, len(jobs), noted) in ((0, 1, True), (75, 1, True), (75, 0, False), (125, 0, True)), number
+    for job in ferry.job_ids():
+        wait_for(lambda job=job: json.loads((ferry.job(job) / "status.json").read_text())["state"] == "succeeded")
+        assert (ferry.job(job) / "count").read_text() == "once\n"
