@@ -1,155 +1,85 @@
-"""How long a deploy takes, as ratios: ours against `rsync -az --delete … && ssh host true` typed by hand.
+"""How long a deploy takes, as ratios against what one would type by hand.
 
-    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 100] [--only deploy,start,log]
+    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 50 100 200] [--only unchanged,changed,first,start]
 
-* deploy: an unchanged tree of 1,000 files and 22 MB, from the start of `deploy.py run` to the first byte that the job's
-  own process printed, against the commands by hand; both ends are this machine, in two network namespaces.
-* start: `--help` and `--dry-run` of the same tree, against `python -c "import click"`.
-* log: a job prints 50 MB at once while we follow: bytes lost, and the client's largest memory.
+* unchanged: a tree of 1,000 files and 22 MB that the host has, from the start of `deploy.py run` to the first byte that
+  the job's own process printed, against `rsync -az --delete … && ssh host true`; a new connection each time. The round
+  trips are counted from the difference to 0 ms.
+* changed: the same after one file has changed.
+* first: trees of 1,000 files (22 MB) and 20,000 files (60 MB) to a host that has neither them nor our agent, against
+  `tar | ssh tar`.
+* start: `--help` and `--dry-run` of the tree, against `python -c "import click"`.
 
-Rounds are interleaved, medians are compared. Ratios do not depend much on the machine; the milliseconds do.
+Both ends are this machine, in two network namespaces. Rounds are interleaved, medians are compared. Ratios
+depend little on the machine; the milliseconds do.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import random
+import itertools
 import shutil
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+from lab import (
+    ALIAS,
+    DEPLOY,
+    Lab,
+    Line,
+    SshServer,
+    interleave,
+    judged,
+    parser_of,
+    report,
+    require,
+    time_to_first_byte,
+    timed,
+)
 
-from delay_tun import Line  # noqa: E402
-from sshd import ALIAS, SshServer, start_sshd  # noqa: E402
+PROGRAM = ["--device", "cpu", "--no-pull", "--", "sh", "-c", "echo first"]
+MOST_ROUND_TRIPS = 7
 
-DEPLOY = str(HERE.parent / "deploy.py")
-FILES, FOLDERS, TREE_BYTES = 1000, 80, 22_000_000
-LOG_BYTES = 50_000_000
-LIMITS = {"deploy 0 ms": 0.9, "deploy 100 ms": 0.5, "--help": 2.0, "--dry-run": 4.0}
+
+def deploy_limit(rtt_ms: float) -> float:
+    return 0.70 if rtt_ms == 0 else 0.32
+
+
+def first_limit(rtt_ms: float) -> float | None:
+    return {0: 1.15, 100: 1.0}.get(rtt_ms)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rtt", type=float, nargs="+", default=[0, 100], metavar="MS")
-    parser.add_argument("--only", default="deploy,start,log")
+    parser.add_argument("--rtt", type=float, nargs="+", default=[0, 50, 100, 200], metavar="MS")
+    parser.add_argument("--only", default="unchanged,changed,first,start")
+    parser.add_argument("--files", type=int, nargs="+", default=[1000, 20_000], help="sizes of the first deploys")
     chosen = parser.parse_args()
     parts = chosen.only.split(",")
-    if missing := missing_for(parts):
-        sys.exit(f"bench/deploy.py needs {missing}")
-    with tempfile.TemporaryDirectory(prefix="tf-bench-") as folder:
-        lab = Lab.build(Path(folder))
+    require("ip", "rsync", "ssh", "tar", namespaces=parts != ["start"])
+    with Lab.open() as lab:
+        tree = lab.project("project")
         if "start" in parts:
-            bench_start(lab, chosen.rounds)
-        for rtt_ms in chosen.rtt if "deploy" in parts else ():
-            bench_deploy(lab, rtt_ms, rounds=chosen.rounds)
-        if "log" in parts:
-            bench_log(lab)
+            bench_start(lab, tree, rounds=chosen.rounds)
+        unchanged: dict[float, float] = {}
+        for rtt_ms in chosen.rtt if parts != ["start"] else ():
+            with lab.host(rtt_ms) as (line, server):
+                way = Way(lab, line, server, tree)
+                if "unchanged" in parts:
+                    unchanged[rtt_ms] = bench_unchanged(way, rounds=chosen.rounds)
+                if "changed" in parts:
+                    bench_changed(way, rounds=chosen.rounds)
+            if "first" in parts and first_limit(rtt_ms) is not None:
+                bench_first(lab, rtt_ms, chosen.files, rounds=max(3, chosen.rounds // 2))
+        report_round_trips(unchanged)
     return 0
 
 
-def missing_for(parts: Sequence[str]) -> str:
-    """What is not there: programs, or root for the network namespaces."""
-    programs = {"deploy": ("ip", "rsync", "ssh"), "log": ("ssh",), "start": ()}
-    absent = [name for part in parts for name in programs[part] if shutil.which(name) is None]
-    if "deploy" in parts and os.getuid() != 0:
-        absent.append("root, to make network namespaces (or --only start,log)")
-    return ", ".join(dict.fromkeys(absent))
-
-
-@dataclass
-class Lab:
-    """A folder with a project tree and an empty home for the client."""
-
-    folder: Path
-    tree: Path
-    env: dict[str, str]
-
-    @staticmethod
-    def build(folder: Path) -> Lab:
-        tree = folder / "project"
-        make_tree(tree)
-        home = folder / "home"
-        home.mkdir()
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PYTHON"))}
-        # compiled modules are kept, as on a user's machine, but not in this checkout
-        return Lab(folder, tree, {**env, "HOME": str(home), "PYTHONPYCACHEPREFIX": str(folder / "pycache")})
-
-    def client_env(self, server: SshServer) -> dict[str, str]:
-        return {**self.env, "TORCHFERRY_SSH_CONFIG": str(server.client_config_path)}
-
-
-def make_tree(tree: Path) -> None:
-    """1,000 files in 80 folders, 22 MB, half of the bytes random and half text, the same every time."""
-    source = random.Random(0)
-    size = TREE_BYTES // FILES
-    for number in range(FILES):
-        path = tree / f"folder{number % FOLDERS:02d}" / f"file{number:04d}.dat"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(source.randbytes(size) if number % 2 else b"words and more words\n" * (size // 21))
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
-def timed(argv: Sequence[str], *, env: Mapping[str, str], cwd: Path) -> float:
-    """Seconds from start to end. RuntimeError with its words when the command fails."""
-    begun = time.perf_counter()
-    done = subprocess.run(argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    seconds = time.perf_counter() - begun
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(argv)} returned {done.returncode}:\n{done.stderr}")
-    return seconds
-
-
-def time_to_first_byte(argv: Sequence[str], expected: bytes, *, env: Mapping[str, str], cwd: Path) -> float:
-    """Seconds from start to the first bytes on stdout, which must be `expected`; then waits for the end."""
-    begun = time.perf_counter()
-    process = subprocess.Popen(
-        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    first = os.read(process.stdout.fileno(), 4096)
-    seconds = time.perf_counter() - begun
-    _, said = process.communicate()
-    if process.returncode != 0 or not first.startswith(expected):
-        raise RuntimeError(f"{' '.join(argv)} returned {process.returncode}, printed {first!r}:\n{said.decode()}")
-    return seconds
-
-
-def interleave(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """The median seconds of each way, run in turn after one round that does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            seconds = run()
-            if number:
-                taken[name].append(seconds)
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
-def report(name: str, ours: float, theirs: float, *, by: str) -> None:
-    ratio = ours / theirs
-    limit = LIMITS.get(name)
-    verdict = "" if limit is None else f"  (at most {limit}: {'ok' if ratio <= limit else 'MISSED'})"
-    print(f"{name:15} {ratio:6.2f} x {by}  [{ours * 1000:,.0f} / {theirs * 1000:,.0f} ms]{verdict}", flush=True)
-
-
-# --- the parts --------------------------------------------------------------------------------------------------------
-
-
-def bench_start(lab: Lab, rounds: int) -> None:
+def bench_start(lab: Lab, tree: Path, *, rounds: int) -> None:
     def run(*argv: str) -> Callable[[], float]:
-        return lambda: timed([sys.executable, *argv], env=lab.env, cwd=lab.tree)
+        return lambda: timed([sys.executable, *argv], env=lab.env, cwd=tree)
 
     ways = {
         "click": run("-c", "import click"),
@@ -157,58 +87,96 @@ def bench_start(lab: Lab, rounds: int) -> None:
         "--dry-run": run(DEPLOY, "run", "--device", "cpu", "--dry-run", "--", "sh", "-c", "echo first"),
     }
     medians = interleave(ways, rounds)
-    for name in ("--help", "--dry-run"):
-        report(name, medians[name], medians["click"], by="python -c 'import click'")
+    for name, limit in (("--help", 2.0), ("--dry-run", 4.0)):
+        report(name, medians[name], medians["click"], by="python -c 'import click'", limit=limit)
 
 
-def bench_deploy(lab: Lab, rtt_ms: float, *, rounds: int) -> None:
-    folder = lab.folder / f"rtt{rtt_ms:g}"
-    with Line(rtt_ms) as line, start_sshd(folder, address=line.server_ip, run_by=line.server) as server:
-        print(
-            f"round trip {rtt_ms:g} ms: a TCP connection takes {line.measured_rtt_ms(server.port):.1f} ms", flush=True
-        )
-        env = lab.client_env(server)
-        ssh = f"ssh -F {server.client_config_path}"
-        by_hand = f"rsync -az --delete -e '{ssh}' ./ {ALIAS}:{folder}/by-hand/ && {ssh} {ALIAS} true"
-        job = [sys.executable, DEPLOY, "run", "--ssh", ALIAS, "--device", "cpu", "--no-pull", "--", "sh", "-c"]
-        ways = {
-            "hand": lambda: timed([*line.client, "sh", "-c", by_hand], env=env, cwd=lab.tree),
-            "ssh": lambda: timed([*line.client, *ssh.split(), ALIAS, "true"], env=env, cwd=lab.tree),
-            "ours": lambda: time_to_first_byte([*line.client, *job, "echo first"], b"first", env=env, cwd=lab.tree),
-        }
-        medians = interleave(ways, rounds)
-    report(f"deploy {rtt_ms:g} ms", medians["ours"], medians["hand"], by="rsync && ssh by hand")
-    report(f"  ssh {rtt_ms:g} ms", medians["ssh"], medians["hand"], by="rsync && ssh by hand")
+@dataclass(frozen=True)
+class Way:
+    """The commands that are compared, from one end of a line to the server at the other."""
+
+    lab: Lab
+    line: Line
+    server: SshServer
+    tree: Path
+
+    @property
+    def ssh(self) -> str:
+        return f"ssh -F {self.server.client_config_path}"
+
+    def shell(self, text: str) -> float:
+        return timed([*self.line.client, "sh", "-c", text], env=self.lab.client_env(self.server), cwd=self.tree)
+
+    def by_hand(self) -> float:
+        target = self.server.home / "by-hand"
+        return self.shell(f"rsync -az --delete -e '{self.ssh}' ./ {ALIAS}:{target}/ && {self.ssh} {ALIAS} true")
+
+    def ours(self, *options: str, state: Path | None = None) -> float:
+        env = self.lab.client_env(self.server) | ({"TORCHFERRY_STATE_DIR": str(state)} if state else {})
+        argv = [*self.line.client, sys.executable, DEPLOY, "run", "--ssh", ALIAS, *options, *PROGRAM]
+        return time_to_first_byte(argv, b"first", env=env, cwd=self.tree)
 
 
-def bench_log(lab: Lab) -> None:
-    """A numbered log of 50 MB in one burst, checked byte for byte."""
-    program = f"import sys\nfor n in range({LOG_BYTES // 100}): sys.stdout.write('%099d\\n' % n)"
-    with start_sshd(lab.folder / "log") as server:
-        job = [sys.executable, DEPLOY, "run", "--ssh", ALIAS, "--device", "cpu", "--no-pull", "--", "python3", "-c"]
-        output = lab.folder / "log.out"
-        begun = time.perf_counter()
-        with output.open("wb") as file:
-            process = subprocess.Popen([*job, program], env=lab.client_env(server), cwd=lab.tree, stdout=file)
-            peak_kib = watch_memory(process)
-        seconds = time.perf_counter() - begun
-        same = output.read_bytes() == b"".join(b"%099d\n" % number for number in range(LOG_BYTES // 100))
-    rate = LOG_BYTES / seconds / 1e6
-    print(
-        f"log of {LOG_BYTES / 1e6:.0f} MB: {'every byte' if same else 'BYTES DIFFER'}, status {process.returncode}, "
-        f"client at most {peak_kib / 1024:.0f} MiB (at most 100), {rate:.0f} MB/s with deploy and start",
-        flush=True,
-    )
+def bench_unchanged(way: Way, *, rounds: int) -> float:
+    rtt_ms = way.line.rtt_ms
+    ways = {"hand": way.by_hand, "ssh": lambda: way.shell(f"{way.ssh} {ALIAS} true"), "ours": way.ours}
+    medians = interleave(ways, rounds)
+    by = "rsync && ssh by hand"
+    report(f"unchanged {rtt_ms:g} ms", medians["ours"], medians["hand"], by=by, limit=deploy_limit(rtt_ms))
+    report(f"  ssh true {rtt_ms:g} ms", medians["ssh"], medians["hand"], by=by)
+    return medians["ours"]
 
 
-def watch_memory(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the end of a process and returns its largest resident memory in KiB."""
-    peak_kib = 0
-    while process.poll() is None:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        peak_kib = next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), peak_kib)
-        time.sleep(0.02)
-    return peak_kib
+def bench_changed(way: Way, *, rounds: int) -> None:
+    rtt_ms = way.line.rtt_ms
+    numbers = itertools.count()
+
+    def after_a_change(run: Callable[[], float]) -> Callable[[], float]:
+        def change_and_run() -> float:
+            (way.tree / "folder0000" / "file00000.dat").write_text(f"another line {next(numbers)}\n" * 500)
+            return run()
+
+        return change_and_run
+
+    ways = {"hand": after_a_change(way.by_hand), "ours": after_a_change(way.ours)}
+    medians = interleave(ways, rounds)
+    by = "rsync && ssh by hand"
+    report(f"one file {rtt_ms:g} ms", medians["ours"], medians["hand"], by=by, limit=deploy_limit(rtt_ms))
+
+
+def bench_first(lab: Lab, rtt_ms: float, sizes: list[int], *, rounds: int) -> None:
+    for files in sizes:
+        size_bytes = 22_000_000 if files <= 1000 else 60_000_000
+        tree = lab.project(f"first{files}", files=files, size_bytes=size_bytes)
+        with lab.host(rtt_ms, f"first{files}") as (line, server):
+            way = Way(lab, line, server, tree)
+            medians = interleave({"tar": lambda way=way: first_by_tar(way), "ours": lambda way=way: first(way)}, rounds)
+        label = f"first {files:,} at {rtt_ms:g} ms"
+        report(label, medians["ours"], medians["tar"], by="tar | ssh tar", limit=first_limit(rtt_ms))
+        shutil.rmtree(tree)
+
+
+def first_by_tar(way: Way) -> float:
+    target = way.server.home / "by-tar"
+    seconds = way.shell(f"tar cf - . | {way.ssh} {ALIAS} 'mkdir {target} && tar xf - -C {target}'")
+    shutil.rmtree(target)
+    return seconds
+
+
+def first(way: Way) -> float:
+    """To a root that does not exist, from a client that knows nothing."""
+    root, state = way.server.home / "root", way.lab.folder / "state"
+    seconds = way.ours("--remote-root", str(root), state=state)
+    shutil.rmtree(root, ignore_errors=True)  # a spare copy may still be being made there
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.rmtree(state)
+    return seconds
+
+
+def report_round_trips(unchanged: dict[float, float]) -> None:
+    if {0, 100} <= unchanged.keys():
+        count = (unchanged[100] - unchanged[0]) / 0.1
+        print(f"unchanged: {count:.1f} round trips{judged(count, MOST_ROUND_TRIPS)}")
 
 
 if __name__ == "__main__":

@@ -42,14 +42,15 @@ class Host:
         if self._transport is None:
             self._transport = self._make_transport()
 
-    def connect(self, *, request: dict[str, Any] | None = None, payload: dict[str, Any] | None = None) -> Link:
-        """A link with its first request under way. ConnectError, or the host's own refusal from the call."""
+    def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:
+        """A link with its first request under way, and `more` as Link.open takes it. ConnectError, or the host's own
+        refusal from the call."""
         if self._link is not None and self._link.lost and self._transport is not None:
             self._transport.close()  # it may not have noticed yet that it is dead
             self._transport = None
         self.prefetch()
         assert self._transport is not None
-        self._link = Link.open(self._transport, root=self.root, request=request, payload=payload)
+        self._link = Link.open(self._transport, root=self.root, request=request, **more)
         return self._link
 
     def run_shell(self, command: str | None) -> int:

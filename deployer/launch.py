@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from deployer.agent import frames
-from deployer.agent.tree import Entry, dump_entries
-from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UsageError
+from deployer.agent.tree import Entry, blobs_of
+from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S, Connect, Watcher, follow_to_end
+from deployer.lasttree import LastTree
 from deployer.link import Call, Link
 from deployer.logview import LogView
 from deployer.plan import LaunchPlan, plan_to_json
+from deployer.shipping import News, Shipment, news_for, send_blobs, send_news, send_tree
 
 CANCEL_S = 5.0
 """How long an interrupted launch waits to hear whether it came to a job."""
-
-Progress = Callable[[int, int], None]
-"""(bytes sent, bytes in all), called as an upload goes on."""
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """The trees that a plan names, and where the content of their files is found on this machine."""
-
-    trees: Mapping[str, tuple[Entry, ...]]
-    sources: Mapping[str, str]
 
 
 def launch_and_follow(
@@ -43,22 +30,29 @@ def launch_and_follow(
     view: LogView | None,
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
+    last: LastTree | None = None,
 ) -> dict[str, Any] | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
 
     A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
     afterwards the log goes on at the byte where it stopped. KeyboardInterrupt before the acknowledgement cancels.
+    `last`: what the host had of this project, so that the difference can be sent unasked.
     The uncommitted patch in `git` is sent last: it would show in the exec's argument, and no job waits for it.
     """
     git = dict(git or {})
     patch = str(git.pop("patch", ""))
     request: dict[str, Any] = {"op": "launch", "plan": plan_to_json(plan), "follow": view is not None}
-    request.update(git=git, patch=bool(patch))
+    news = news_for(last, plan.tree, shipment.trees[plan.tree])
+    request.update(git=git, patch=bool(patch), ahead=news is not None)
+    small = news is not None and news.is_small
 
     def attempt() -> Link:
-        return connect(request=request, payload=payload or None)
+        ahead = list(news.frames(shipment.sources)) if news is not None and small else ()
+        return connect(request=request, payload=payload or None, ahead=ahead, agent_too=not small and news is not None)
 
-    link, call = _until_acknowledged(attempt, shipment, watcher)
+    link, call = _until_acknowledged(attempt, shipment, watcher, news=None if small else news)
+    if last is not None:
+        threading.Thread(target=last.remember, args=(plan.tree, shipment.trees[plan.tree])).start()
     if patch:
         _send_patch(call, patch)
     if view is None:
@@ -76,12 +70,14 @@ def launch_and_follow(
     )
 
 
-def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher) -> tuple[Link, Call]:
+def _until_acknowledged(
+    attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher, *, news: News | None = None
+) -> tuple[Link, Call]:
     for number, wait_s in enumerate((*BACKOFF_S[:3], None)):
         link = None
         try:
             link = attempt()
-            watcher.started(_converse(link.first, shipment, watcher))
+            watcher.started(_converse(link.first, shipment, news, watcher))
             return link, link.first
         except KeyboardInterrupt:
             if link is not None:
@@ -99,18 +95,19 @@ def _until_acknowledged(attempt: Callable[[], Link], shipment: Shipment, watcher
     raise AssertionError("unreachable")
 
 
-def _converse(call: Call, shipment: Shipment, watcher: Watcher) -> dict[str, Any]:
-    """Answers what the host asks for, up to its acknowledgement."""
+def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> dict[str, Any]:
+    """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
+    if news is not None:
+        send_news(call, news, shipment.sources, watcher.sending)
     entries: tuple[Entry, ...] = ()
     for name, value, _ in call.events():
         if name == "need_tree":
             if value not in shipment.trees:
                 raise HostError(f"the host asks for {value!r}, which is no tree of this launch")
             entries = shipment.trees[value]
-            call.send_data(zlib.compress(dump_entries(entries), 6))
-            call.end_data()
+            send_tree(call, entries)
         elif name == "need_blobs":
-            _send_blobs(call, value, shipment.sources, {e.hash: e.size for e in entries}, watcher.sending)
+            send_blobs(call, value, shipment.sources, blobs_of(entries), watcher.sending)
         elif name == "ack":
             return dict(value)
     raise LostConnection("the host ended the launch without an acknowledgement")
@@ -122,38 +119,6 @@ def _send_patch(call: Call, patch: str) -> None:
         call.end_data()
     except FerryError:
         pass  # the job runs; a broken connection shows where the log is followed
-
-
-def _send_blobs(
-    call: Call, hashes: list[str], sources: Mapping[str, str], sizes: Mapping[str, int], progress: Progress
-) -> None:
-    if unknown := next((h for h in hashes if h not in sizes), None):
-        raise HostError(f"the host asks for {unknown!r}, which is no file of this launch")
-    total, sent = sum(sizes[h] for h in hashes), 0
-    for name in hashes:
-        for head, part in _blob_frames(name, Path(sources[name])):
-            call.send_data(part, **head)
-            sent += len(part)
-            progress(sent, total)
-    call.end_data()
-
-
-def _blob_frames(name: str, path: Path) -> Any:
-    """Frames of one file: the first one names it, the last one says so. UsageError when it is gone by now."""
-    try:
-        f = path.open("rb")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"{path} cannot be read any more: {reason}", hint="deploy again") from error
-    with f:
-        part = f.read(frames.MAX_BODY)
-        head: dict[str, Any] = {"blob": name}
-        while True:
-            following = f.read(frames.MAX_BODY)
-            yield ({**head, "last": True} if not following else head), part
-            if not following:
-                return
-            head, part = {}, following
 
 
 def _cancel(link: Link, watcher: Watcher) -> None:

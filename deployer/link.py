@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deployer.agent import frames
@@ -53,6 +53,7 @@ class Link:
         self._lost: FerryError | None = None
         self._closed = False
         self._payload = b""
+        self._agent_sent = False
         self._greeted = threading.Event()  # the nonce has come
         self._ready = threading.Event()  # the agent has said hello: what is sent now is not lost on a loader
         self._heard = time.monotonic()
@@ -71,11 +72,15 @@ class Link:
         root: str,
         request: dict[str, Any] | None = None,
         payload: dict[str, Any] | None = None,
+        ahead: Sequence[tuple[dict[str, Any], bytes]] = (),
+        agent_too: bool = False,
         **bounds: float,
     ) -> Link:
         """Connects, starts the agent and, when given, its first `request` (its call is then `first`).
 
         What must not show in the host's process list (environment values, secrets) is `payload`: it follows on stdin.
+        `ahead`: frames (head, body) of the request's stream that follow at once, within its window.
+        `agent_too`: the agent is sent along unasked, so that nothing behind it is lost on a host that has none.
         `bounds`: ping_every_s and dead_after_s, other than PING_EVERY_S and DEAD_AFTER_S.
         """
         transport.connect()
@@ -91,9 +96,10 @@ class Link:
         link = cls(transport.open(build_command(word)), host=transport.description, **bounds)
         if request is not None:
             link._calls[0] = Call(link, 0)
-        if payload is not None:
-            link._payload = _payload_frames(payload)
-            link._write(link._payload)  # all of it before the reader starts: see _send_agent
+        link._payload = (_payload_frames(payload) if payload is not None else b"") + _stream_frames(ahead)
+        link._agent_sent = agent_too
+        if first := (_agent_frames() if agent_too else b"") + link._payload:
+            link._write(first)  # all of it before the reader starts: see _send_agent
         threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True).start()
         threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
         return link
@@ -191,21 +197,16 @@ class Link:
             self._ready.set()
         elif head.get("pong") == self._asked:
             self._answered.set()
-        elif head.get("need") == "agent":
+        elif head.get("need") == "agent" and not self._agent_sent:
             # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()
         elif "refused" in head:
             raise error_of(head["refused"])
 
     def _send_agent(self) -> None:
-        data = zlib.compress(json.dumps(agent_sources()).encode("ascii"), 9)
         try:
-            for start in range(0, len(data), frames.MAX_BODY):
-                self.send({"agent": "part"}, data[start : start + frames.MAX_BODY])
-            self.send({"agent": "end"})
             # what was sent before went to a host without an agent, which passed over it
-            if self._payload:
-                self._write(self._payload)
+            self._write(_agent_frames() + self._payload)
         except FerryError as error:
             self._fail(error)
 
@@ -361,9 +362,23 @@ def _payload_frames(payload: dict[str, Any]) -> bytes:
     data = json.dumps(payload).encode("ascii")
     if len(data) > MAX_PAYLOAD:
         raise UsageError(f"the environment and arguments of the job are {len(data) >> 20} MB, at most 8 MB are allowed")
-    starts = range(0, len(data), frames.MAX_BODY)
-    parts = [frames.encode({"id": 0}, data[start : start + frames.MAX_BODY]) for start in starts]
-    return b"".join([*parts, frames.encode({"id": 0, "end": True})])
+    return _stream_frames([({}, part) for part in _cut(data)])
+
+
+def _stream_frames(parts: Sequence[tuple[dict[str, Any], bytes]]) -> bytes:
+    """A stretch of the first call's stream, up to its end."""
+    body = [frames.encode({**head, "id": 0}, part) for head, part in parts]
+    return b"".join([*body, frames.encode({"id": 0, "end": True})]) if body else b""
+
+
+def _agent_frames() -> bytes:
+    data = zlib.compress(json.dumps(agent_sources()).encode("ascii"), 9)
+    parts = [frames.encode({"agent": "part"}, part) for part in _cut(data)]
+    return b"".join([*parts, frames.encode({"agent": "end"})])
+
+
+def _cut(data: bytes) -> list[bytes]:
+    return [data[start : start + frames.MAX_BODY] for start in range(0, len(data), frames.MAX_BODY)]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

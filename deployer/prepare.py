@@ -16,7 +16,6 @@ from deployer import manifest
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.hashing import hash_file
-from deployer.launch import Shipment
 from deployer.manifest import Scan
 from deployer.plan import (
     TRAINER_REQUIRES,
@@ -28,6 +27,7 @@ from deployer.plan import (
     new_job_id,
     script_of,
 )
+from deployer.shipping import Shipment
 from trainer.config import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig
 

@@ -1,15 +1,22 @@
-"""What a plan needs of files: the trees that are not here yet, asked from the client.
+"""What a plan needs of files: what the client sends unasked is taken, and what is still missing is asked for.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import json
 import zlib
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import tree
 from .errors import AgentError
+from .frames import Frame
+from .intake import Blob, Intake, Planter
+from .spare import Spare, discard
 from .store import Store
 from .wire import Call
+
+MAX_UNPACKED = 1 << 20
+"""Bytes that the body of one frame may hold once it is unpacked."""
 
 
 def trees_of(plan: Dict[str, Any]) -> List[str]:
@@ -18,11 +25,23 @@ def trees_of(plan: Dict[str, Any]) -> List[str]:
     return trees + ([wheels] if wheels else [])
 
 
-def bring_trees(store: Store, wanted: List[str], call: Call) -> None:
-    """Asks the client for every tree that is not here, then for the blobs that these trees lack."""
-    for name in wanted:
-        if store.has_tree(name):
-            continue
+def bring_trees(store: Store, wanted: List[str], call: Call, *, ahead: bool = False) -> Optional[Spare]:
+    """Asks the client for every tree that is not here, then for the blobs that these trees lack.
+
+    `ahead`: what follows on the call's stream was sent unasked and belongs to the first tree. Returns that tree's files
+    as far as they were written while they arrived.
+    """
+    arrived = _take_ahead(store, wanted[0], call) if ahead else None
+    try:
+        _ask_for(store, [name for name in wanted if not store.has_tree(name)], call)
+    except BaseException:
+        discard(arrived)
+        raise
+    return arrived
+
+
+def _ask_for(store: Store, names: Sequence[str], call: Call) -> None:
+    for name in names:
         call.send_event("need_tree", name)
         entries = tree.load_entries(zlib.decompress(b"".join(frame.body for frame in call.receive())))
         if tree.root_hash(entries) != name:
@@ -30,26 +49,91 @@ def bring_trees(store: Store, wanted: List[str], call: Call) -> None:
         missing = store.missing(entries)
         if missing:
             call.send_event("need_blobs", missing)
-            _receive_blobs(store, tree.blobs_of(entries), call)
+            sizes = tree.blobs_of(entries)
+            if not _receive(Intake(store, [(digest, sizes[digest]) for digest in missing], missing), call.receive()):
+                raise AgentError("host", "the file content that arrived ends too early; try again")
         store.save_tree(entries)
 
 
-def _receive_blobs(store: Store, sizes: Dict[str, int], call: Call) -> None:
-    writer = None
+def pass_over(frames: Iterable[Frame], call: Call) -> None:
+    """Tells the client to send no more of what nobody asked for, and reads to its end."""
+    call.send_event("enough")
+    for _ in frames:
+        pass
+
+
+class _Announced(NamedTuple):
+    """What is coming unasked: the whole tree in words, and the blobs that follow."""
+
+    entries: List[tree.Entry]
+    blobs: List[Blob]
+
+
+def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
+    frames = call.receive()
+    announced, rest = _read_announcement(store, name, frames)
+    if announced is None or store.has_tree(name):
+        pass_over(frames, call)
+        return None
+    absent = set(store.missing(announced.entries))
+    coming = sum(size for _, size in announced.blobs)
+    if sum(size for digest, size in announced.blobs if digest in absent) * 2 < coming:
+        pass_over(frames, call)  # most of it is here: asking for the rest is faster
+        return None
+    planter = _planter(store, announced, absent)
+    intake = Intake(store, announced.blobs, absent, planter)
+    if _receive(intake, rest) and not store.missing(announced.entries):
+        store.save_tree(announced.entries)
+    return planter.harvest() if planter else None
+
+
+def _planter(store: Store, announced: _Announced, absent: Iterable[str]) -> Optional[Planter]:
+    """For a tree that comes nearly whole: a spare copy serves better where little has changed."""
+    files = sum(entry.mode != tree.LINK for entry in announced.entries)
+    return Planter(store, announced.entries) if len(set(absent)) * 2 > files else None
+
+
+def _read_announcement(
+    store: Store, name: str, frames: Iterator[Frame]
+) -> Tuple[Optional[_Announced], Iterator[Frame]]:
+    """None when it is of no use here: for another tree, or against one that is not here."""
+    words = []
+    for frame in frames:
+        words.append(frame.body)
+        if frame.head.get("news") == "end":
+            break
+    news = json.loads(zlib.decompress(b"".join(words)))
+    changed = [tree.Entry(*row) for row in news["put"]]
+    base = _base(store, news["base"])
+    if base is None:
+        return None, frames
+    entries = tree.changed(base, changed, news["gone"])
+    if tree.root_hash(entries) != name:
+        return None, frames
+    for entry in changed:
+        tree.check_entry(entry)
+    return _Announced(entries, list(tree.new_blobs(base, changed).items())), frames
+
+
+def _base(store: Store, name: Optional[str]) -> Optional[Sequence[tree.Entry]]:
+    if name is None:
+        return ()
     try:
-        for frame in call.receive():
-            name = frame.head.get("blob")
-            if name is not None:
-                if name not in sizes:
-                    raise AgentError("host", "a file arrived that nobody asked for")
-                writer = store.writer(name, sizes[name])
-            if writer is None:
-                raise AgentError("host", "file content arrived without its name")
-            if frame.body:
-                writer.write(frame.body)
-            if frame.head.get("last"):
-                writer.finish()
-                writer = None
-    finally:
-        if writer is not None:
-            writer.abort()
+        return store.load_tree(name)
+    except AgentError:
+        return None
+
+
+def _receive(intake: Intake, frames: Iterable[Frame]) -> bool:
+    """Whether everything came that was announced."""
+    try:
+        for frame in frames:
+            intake.feed(_unpacked(frame))
+        return intake.finish()
+    except BaseException:
+        intake.abort()
+        raise
+
+
+def _unpacked(frame: Frame) -> bytes:
+    return zlib.decompressobj().decompress(frame.body, MAX_UNPACKED) if frame.head.get("z") else frame.body

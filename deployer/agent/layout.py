@@ -25,6 +25,7 @@ class Root:
         self.path = os.path.abspath(os.path.expanduser(path))
         self.blobs = os.path.join(self.path, "store", "blobs")
         self.trees = os.path.join(self.path, "store", "trees")
+        self.packs = os.path.join(self.path, "store", "packs")
         self.data = os.path.join(self.path, "data")
         self.agents = os.path.join(self.path, "agent")
         self.envs = os.path.join(self.path, "envs")

@@ -13,11 +13,12 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
 from .errors import AgentError
 from .layout import Root
 from .store import Store
+from .storelock import store_in_use
 from .tree import Entry
 
 MAX_BYTES = 200 * 10**6
@@ -31,17 +32,32 @@ _BOOT = (
 )
 
 
-def materialise(root: Root, root_hash: str, dest: str) -> None:
-    """The tree's files in `dest`, from the spare where it helps, else from the store. Errors as Store.materialise."""
+class Spare(NamedTuple):
+    """A folder whose `tree` holds files for one launch to take."""
+
+    folder: str
+    entries: List[Entry]  # those that nobody has touched
+    untouched: bool = False  # nothing else is in it
+
+
+def materialise(root: Root, root_hash: str, dest: str, *, arrived: Optional[Spare] = None) -> None:
+    """The tree's files in `dest`, from the spare where it helps (or what has just arrived), else from the store.
+    Errors as Store.materialise."""
     store = Store(root)
     entries = store.load_tree(root_hash)
-    spare = _take(root)
+    spare = arrived or _take(root)
     kept = _move_into(spare, entries, dest) if spare else []
     store.materialise(root_hash, dest, present=kept)
 
 
+def discard(spare: Optional[Spare]) -> None:
+    """Removes what a launch did not take; harmless when it was taken."""
+    if spare is not None:
+        shutil.rmtree(spare.folder, ignore_errors=True)
+
+
 def make_later(root: Root, root_hash: str) -> None:
-    """Starts a process that makes a spare of the tree, and comes back at once."""
+    """Starts a process that makes a spare of the tree and unpacks what has come, and comes back at once."""
     parent = os.path.dirname(os.path.abspath(__file__))
     for _ in (__package__ or "").split("."):
         parent = os.path.dirname(parent)
@@ -56,7 +72,9 @@ def main(root_path: str, root_hash: str) -> None:
     with open(os.path.join(root.path, "store", "spare.lock"), "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            make(root, root_hash)
+            with store_in_use(root):
+                make(root, root_hash)
+                Store(root).unpack()
         except (OSError, AgentError):
             pass  # no room, or another process is at it: a launch without a spare is only slower
 
@@ -97,12 +115,7 @@ def _rename_aside(root: Root) -> Optional[str]:
     return aside
 
 
-class _Spare(NamedTuple):
-    folder: str
-    entries: List[Entry]  # those that nobody has touched
-
-
-def _take(root: Root) -> Optional[_Spare]:
+def _take(root: Root) -> Optional[Spare]:
     aside = _rename_aside(root)
     if aside is None:
         return None
@@ -111,7 +124,7 @@ def _take(root: Root) -> Optional[_Spare]:
             record = json.load(f)
         entries = [Entry(*row) for row in record["entries"]]
         now = _marks(os.path.join(aside, "tree"), entries)
-        return _Spare(aside, [e for e in entries if now[e.path] == record["marks"].get(e.path)])
+        return Spare(aside, [e for e in entries if now[e.path] == record["marks"].get(e.path)])
     except (OSError, ValueError, KeyError, TypeError):
         shutil.rmtree(aside, ignore_errors=True)
         return None
@@ -127,10 +140,20 @@ def _mark(path: str) -> List[int]:
     return [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
 
 
-def _move_into(spare: _Spare, wanted: Sequence[Entry], dest: str) -> List[Entry]:
+def _move_into(spare: Spare, wanted: Sequence[Entry], dest: str) -> List[Entry]:
     """Moves the spare's folders into `dest` without what is not wanted, and returns the entries that are there now."""
     tree = os.path.join(spare.folder, "tree")
     kept = set(spare.entries) & set(wanted)
+    if not spare.untouched or len(kept) < len(spare.entries):
+        _weed(tree, kept)
+    for name in os.listdir(tree):
+        os.rename(os.path.join(tree, name), os.path.join(dest, name))
+    shutil.rmtree(spare.folder, ignore_errors=True)
+    return list(kept)
+
+
+def _weed(tree: str, kept: Collection[Entry]) -> None:
+    """Removes all but the kept files, and the folders that are empty then."""
     keep = {os.path.join(tree, entry.path) for entry in kept}
     for folder, folders, files in os.walk(tree, topdown=False):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -139,7 +162,3 @@ def _move_into(spare: _Spare, wanted: Sequence[Entry], dest: str) -> List[Entry]
                 os.unlink(path)
         if folder != tree and not os.listdir(folder):
             os.rmdir(folder)
-    for name in os.listdir(tree):
-        os.rename(os.path.join(tree, name), os.path.join(dest, name))
-    shutil.rmtree(spare.folder, ignore_errors=True)
-    return list(kept)

@@ -12,7 +12,7 @@ import time
 from typing import Any, Callable, Dict, Optional
 
 from . import gpus, logs, probe, runtime, spare, state, supervise, tree
-from .bring import bring_trees, trees_of
+from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .following import follow_job
 from .layout import FORMAT_VERSION, Job, Root
@@ -33,22 +33,9 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     _check_root(root)
     already = _existing(job, plan)
     if not already:
-        env = _base_env()
-        _check_gpus(plan, env)
-        with store_in_use(root):
-            bring_trees(Store(root), trees_of(plan), call)
-            with state.locked(job):
-                already = _existing(job, plan)
-                if not already:
-                    try:
-                        _make_job(root, job, plan, request)
-                        if call.cancelled.is_set():
-                            raise AgentError("host", "the launch was cancelled")
-                        _start(root, job, plan, request, env)
-                    except BaseException:
-                        if not os.path.exists(job.status):
-                            shutil.rmtree(job.path, ignore_errors=True)  # no half job, least of all on a full disk
-                        raise
+        already = not _start_once(root, job, request, call)
+    elif request.get("ahead"):
+        pass_over(call.receive(), call)
     if call.revoked:  # a client that is only gone may be asking again by now
         state.request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
@@ -60,6 +47,31 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if request.get("follow"):
         return follow_job(job, call, logs.LogReader(job, attempt=1))
     return {}
+
+
+def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bool:
+    """Whether this call has started the job; another one may have been faster."""
+    plan = request["plan"]
+    env = _base_env()
+    _check_gpus(plan, env)
+    with store_in_use(root):
+        arrived = bring_trees(Store(root), trees_of(plan), call, ahead=bool(request.get("ahead")))
+        try:
+            with state.locked(job):
+                if _existing(job, plan):
+                    return False
+                try:
+                    _make_job(root, job, plan, request, arrived)
+                    if call.cancelled.is_set():
+                        raise AgentError("host", "the launch was cancelled")
+                    _start(root, job, plan, request, env)
+                except BaseException:
+                    if not os.path.exists(job.status):
+                        shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
+                    raise
+        finally:
+            spare.discard(arrived)
+    return True
 
 
 def slots(root: Root, call: Call) -> Dict[str, Any]:
@@ -129,12 +141,14 @@ def _existing(job: Job, plan: Dict[str, Any]) -> bool:
     return True
 
 
-def _make_job(root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any]) -> None:
+def _make_job(
+    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], arrived: Optional[spare.Spare]
+) -> None:
     """Everything of a job that is there before its supervisor; a launch that was cut off is simply done again."""
     store = Store(root)
     for leftover in (job.code, job.lib):
         shutil.rmtree(leftover, ignore_errors=True)
-    spare.materialise(root, plan["tree"], job.path)
+    spare.materialise(root, plan["tree"], job.path, arrived=arrived)
     os.makedirs(job.code, exist_ok=True)
     for include in plan["includes"]:
         _link_include(store, job, include)

@@ -16,10 +16,11 @@ import re
 import shutil
 import stat
 from io import RawIOBase
-from typing import Iterator, List, NoReturn, Optional, Sequence, Set
+from typing import Iterator, List, NoReturn, Optional, Sequence, Set, Union
 
 from .errors import AgentError
 from .layout import Root
+from .packs import Packs, names, read_index
 from .tree import EXECUTABLE, LINK, Entry, check_entry, content_hash, dump_entries
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
@@ -32,6 +33,7 @@ class Store:
 
     def __init__(self, root: Root) -> None:
         self.root = root
+        self.packs = Packs(root)
 
     def has_tree(self, root_hash: str) -> bool:
         return os.path.exists(self._tree_path(root_hash))
@@ -69,18 +71,37 @@ class Store:
     def missing(self, entries: Sequence[Entry]) -> List[str]:
         """Hashes of the blobs that are not here (or have the wrong size), each once, in the entries' order."""
         wanted = {e.hash: e.size for e in entries if e.mode != LINK}
-        return [digest for digest, size in wanted.items() if not _has_size(self._blob_path(digest), size)]
+        return [digest for digest, size in wanted.items() if not self._has_blob(digest, size)]
+
+    def _has_blob(self, digest: str, size: int) -> bool:
+        return _has_size(self._blob_path(digest), size) or self.packs.size(digest) == size
 
     def writer(self, digest: str, size: int) -> "BlobWriter":
         """Takes the bytes of one blob. AgentError when the file system has not enough room for it."""
         path = self._blob_path(digest)
+        self.check_room(size)
+        return BlobWriter(path, self.aside("blob"), digest, size)
+
+    def check_room(self, size: int) -> None:
+        """AgentError when the file system has not so many bytes free, or nothing can be written there."""
         try:
-            free = _free_bytes(self._make_tmp())
+            free = _free_bytes(self.make_tmp())
         except OSError as error:
             fail(self.root.tmp, error)
         if size > free:
             raise no_room(self.root.path, "%s are needed" % megabytes(size), free)
-        return BlobWriter(path, self._aside("blob"), digest, size)
+
+    def unpack(self) -> None:
+        """Puts the blobs of every pack here one by one, and removes the pack."""
+        for name in names(self.root.packs):
+            path = os.path.join(self.root.packs, name)
+            with open(path, "rb", buffering=0) as pack:
+                for digest, start, size in read_index(pack.fileno()):
+                    if not _has_size(self._blob_path(digest), size):
+                        writer = self.writer(digest, size)
+                        writer.write(os.pread(pack.fileno(), size, start))
+                        writer.finish()
+            _remove(path)
 
     def materialise(self, root_hash: str, dest: str, *, present: Sequence[Entry] = ()) -> None:
         """Writes the tree's files into the folder `dest` (made if needed), as copies of their own; not those present.
@@ -100,7 +121,7 @@ class Store:
 
     def _write_tree(self, entries: Sequence[Entry], dest: str, present: Set[Entry]) -> None:
         absent = [entry for entry in entries if entry not in present]
-        _make_folders(dest, absent)
+        make_folders(dest, absent)
         copier = _Copier()
         for entry in absent:
             if entry.mode != LINK:
@@ -119,7 +140,7 @@ class Store:
             return path
         if file is None:
             file = [e.path for e in self.load_tree(root_hash)] == [name]
-        aside = self._aside("data")
+        aside = self.aside("data")
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             self.materialise(root_hash, aside)
@@ -137,14 +158,29 @@ class Store:
         return os.path.join(self.root.data, root_hash, name)
 
     def _copy_blob(self, copier: "_Copier", entry: Entry, path: str) -> None:
-        blob = self._blob_path(entry.hash)
-        if not os.path.exists(blob):
-            raise AgentError("need", "this host does not have the content of %s" % entry.path)
-        with open(blob, "rb", buffering=0) as source:
-            intact = copier.copy(source, path, entry)
+        try:
+            intact = self._copy_loose(copier, entry, path)
+        except FileNotFoundError:
+            packed = self.packs.read(entry.hash)
+            if packed is not None:
+                intact = content_hash(packed) == entry.hash
+                write_file(path, packed, entry.mode)
+            elif os.path.exists(self._blob_path(entry.hash)):  # it was unpacked just now
+                intact = self._copy_loose(copier, entry, path)
+            else:
+                raise AgentError("need", "this host does not have the content of %s" % entry.path)
         if not intact:
-            _remove(blob)
+            self._forget_blob(entry.hash)
             raise AgentError("need", "this host's copy of %s was damaged" % entry.path)
+
+    def _copy_loose(self, copier: "_Copier", entry: Entry, path: str) -> bool:
+        with open(self._blob_path(entry.hash), "rb", buffering=0) as source:
+            return copier.copy(source, path, entry)
+
+    def _forget_blob(self, digest: str) -> None:
+        _remove(self._blob_path(digest))
+        if self.packs.size(digest) is not None:
+            self.packs.forget(digest)
 
     def _blob_path(self, digest: str) -> str:
         if not _HASH.match(digest):
@@ -156,17 +192,18 @@ class Store:
             raise AgentError("usage", "not a tree's hash: %r" % root_hash)
         return os.path.join(self.root.trees, root_hash)
 
-    def _make_tmp(self) -> str:
+    def make_tmp(self) -> str:
+        """The folder for what is not finished; OSError when it cannot be made."""
         os.makedirs(self.root.tmp, mode=0o700, exist_ok=True)
         return self.root.tmp
 
-    def _aside(self, kind: str) -> str:
+    def aside(self, kind: str) -> str:
         """A name that no other agent uses."""
         return os.path.join(self.root.tmp, "%s-%d-%s" % (kind, os.getpid(), os.urandom(8).hex()))
 
     def _write_whole(self, path: str, data: bytes) -> None:
-        self._make_tmp()
-        temporary = self._aside("tree")
+        self.make_tmp()
+        temporary = self.aside("tree")
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         try:
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
@@ -188,7 +225,7 @@ class BlobWriter:
         except OSError as error:
             fail(temporary, error)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Union[bytes, memoryview]) -> None:
         try:
             self._file.write(data)
         except OSError as error:
@@ -201,12 +238,7 @@ class BlobWriter:
         """The blob is in the store. AgentError of kind usage when the bytes are not those announced."""
         if (self._hash.hexdigest(), self._size) != self._expected:
             self.abort()
-            raise AgentError(
-                "usage",
-                "%d bytes came that are not the %d bytes announced as %s"
-                % (self._size, self._expected[1], self._expected[0]),
-                "a file changed while it was being sent: deploy again",
-            )
+            raise not_announced(self._expected[0], self._expected[1], self._size)
         try:
             self._file.close()
             os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
@@ -224,6 +256,15 @@ class BlobWriter:
         _remove(self._temporary)
 
 
+def not_announced(digest: str, size: int, came: int) -> AgentError:
+    """The error for a blob whose bytes do not have its hash."""
+    return AgentError(
+        "usage",
+        "%d bytes came that are not the %d bytes announced as %s" % (came, size, digest),
+        "a file changed while it was being sent: deploy again",
+    )
+
+
 class _Copier:
     """Copies files, by reflink as long as the file system takes it."""
 
@@ -232,9 +273,8 @@ class _Copier:
 
     def copy(self, source: RawIOBase, path: str, entry: Entry) -> bool:
         """Whether the copy at `path` has the entry's content."""
-        mode = 0o700 if entry.mode == EXECUTABLE else 0o600
         digest, size = hashlib.blake2b(digest_size=20), 0
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        target = _create(path, entry.mode)
         try:
             cloned = self._reflink and self._clone(source, target)
             for chunk in iter(lambda: source.read(_CHUNK), b""):
@@ -252,6 +292,20 @@ class _Copier:
         except OSError:
             self._reflink = False
         return self._reflink
+
+
+def write_file(path: str, data: bytes, mode: str) -> None:
+    """A tree's file with this content; a link in its place is not followed. OSError."""
+    target = _create(path, mode)
+    try:
+        _write_all(target, data)
+    finally:
+        os.close(target)
+
+
+def _create(path: str, mode: str) -> int:
+    permissions = 0o700 if mode == EXECUTABLE else 0o600
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, permissions)
 
 
 def check_tree(entries: Sequence[Entry]) -> None:
@@ -285,7 +339,8 @@ def _folders(entries: Sequence[Entry]) -> List[str]:
     return sorted(folders)
 
 
-def _make_folders(dest: str, entries: Sequence[Entry]) -> None:
+def make_folders(dest: str, entries: Sequence[Entry]) -> None:
+    """The folder `dest` and every folder in it that the entries need. AgentError when something else is in the way."""
     os.makedirs(dest, mode=0o700, exist_ok=True)
     for folder in _folders(entries):
         path = os.path.join(dest, folder)

@@ -59,5 +59,20 @@ def blobs_of(entries: Sequence[Entry]) -> Dict[str, int]:
     return {e.hash: e.size for e in entries if e.mode != LINK}
 
 
+def changed(base: Sequence[Entry], put: Sequence[Entry], gone: Sequence[str]) -> List[Entry]:
+    """`base` with the entries of `put` in place of any of the same path, and without the paths `gone`; sorted."""
+    entries = {entry.path: entry for entry in base}
+    entries.update((entry.path, entry) for entry in put)
+    for path in gone:
+        entries.pop(path, None)
+    return sorted(entries.values())
+
+
+def new_blobs(base: Sequence[Entry], put: Sequence[Entry]) -> Dict[str, int]:
+    """Content hash -> size of what `put` needs beyond `base`, in the order in which both sides send and take it."""
+    there = blobs_of(base)
+    return {digest: size for digest, size in blobs_of(put).items() if digest not in there}
+
+
 def entry_of_link(path: str, target: str) -> Entry:
     return Entry(path, LINK, len(os.fsencode(target)), target)

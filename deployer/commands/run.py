@@ -18,6 +18,7 @@ from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, n
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
 from deployer.host import Host
+from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
 from deployer.plan import PYTHON_RULE, plan_to_json, render_command, render_cwd, shell_slots
@@ -199,6 +200,7 @@ def _launch(
             git=git_state(Path.cwd()),
             view=view,
             watcher=screen,
+            last=LastTree.of(host.ssh, host.root, Path.cwd()),
             give_up_s=give_up_s,
         )
 

@@ -1,0 +1,142 @@
+"""Blobs as they arrive: one behind the other in an order that both sides know, cut into frames anywhere.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import shutil
+from typing import Collection, Dict, Iterator, List, Optional, Sequence, Tuple
+
+from .errors import AgentError
+from .packs import PackWriter
+from .spare import Spare
+from .store import BlobWriter, Store, fail, make_folders, not_announced, write_file
+from .tree import LINK, Entry, content_hash
+
+SMALL_BYTES = 1 << 20
+"""A blob up to this size is taken as one piece, into a pack when many come."""
+PACK_FROM = 32
+"""Fewer small blobs than this go into the store one by one."""
+
+Blob = Tuple[str, int]  # content hash, bytes
+
+
+class Planter:
+    """Writes a tree's files while their blobs arrive: the job's copy then needs no second reading."""
+
+    def __init__(self, store: Store, entries: Sequence[Entry]) -> None:
+        self._folder = store.aside("arrival")
+        self._entries: Dict[str, List[Entry]] = {}
+        self._planted: List[Entry] = []
+        for entry in entries:
+            if entry.mode != LINK:
+                self._entries.setdefault(entry.hash, []).append(entry)
+        make_folders(os.path.join(self._folder, "tree"), entries)
+
+    def plant(self, digest: str, data: bytes) -> None:
+        for entry in self._entries.get(digest, ()):
+            write_file(os.path.join(self._folder, "tree", entry.path), data, entry.mode)
+            self._planted.append(entry)
+
+    def harvest(self) -> Spare:
+        return Spare(self._folder, self._planted, untouched=True)
+
+    def abort(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Intake:
+    """Puts a stream of `blobs` into the store: those of `wanted`, the others are passed over.
+
+    AgentError as from Store.writer and BlobWriter; after one, or when the stream breaks off, call `abort`.
+    """
+
+    def __init__(
+        self, store: Store, blobs: Sequence[Blob], wanted: Collection[str], planter: Optional[Planter] = None
+    ) -> None:
+        small = sum(size <= SMALL_BYTES for digest, size in blobs if digest in wanted)
+        self._store = store
+        self._wanted = wanted
+        self._planter = planter
+        self._pack: Optional[PackWriter] = PackWriter(store.root) if small >= PACK_FROM else None
+        self._coming: Iterator[Blob] = iter(blobs)
+        self._blob = next(self._coming, None)
+        self._held = bytearray()  # of a small blob
+        self._left = self._blob[1] if self._blob else 0
+        self._writer: Optional[BlobWriter] = None
+        store.check_room(sum(size for digest, size in blobs if digest in wanted))
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes of the stream. Empty bytes complete the empty blobs at its end."""
+        view = memoryview(data)
+        while self._blob is not None:
+            part, view = view[: self._left], view[self._left :]
+            self._take(part)
+            self._left -= len(part)
+            if self._left:
+                return
+            self._complete()
+        if view:
+            raise AgentError("host", "more file content arrived than was announced")
+
+    def finish(self) -> bool:
+        """What has come is in the store from now on; whether that is everything."""
+        self.feed(b"")
+        try:
+            if self._pack is not None:
+                self._pack.publish()
+                self._store.packs.look_again()
+        except OSError as error:
+            fail(error.filename or self._store.root.packs, error)
+        if self._writer is not None:
+            self._writer.abort()
+        return self._blob is None
+
+    def abort(self) -> None:
+        """Forgets what has come so far."""
+        if self._writer is not None:
+            self._writer.abort()
+        if self._pack is not None:
+            self._pack.abort()
+        if self._planter is not None:
+            self._planter.abort()
+
+    def _take(self, part: memoryview) -> None:
+        digest, size = self._blob or ("", 0)
+        if digest not in self._wanted:
+            return
+        if size <= SMALL_BYTES:
+            self._held += part
+            return
+        if self._writer is None:
+            self._writer = self._store.writer(digest, size)
+        self._writer.write(part)
+
+    def _complete(self) -> None:
+        digest = self._blob[0] if self._blob else ""
+        if self._writer is not None:
+            self._writer.finish()
+        elif digest in self._wanted:
+            self._keep(digest, bytes(self._held))
+        self._writer = None
+        self._held.clear()
+        self._blob = next(self._coming, None)
+        self._left = self._blob[1] if self._blob else 0
+
+    def _keep(self, digest: str, data: bytes) -> None:
+        if self._pack is None:
+            writer = self._store.writer(digest, len(data))
+            writer.write(data)
+            writer.finish()
+        elif content_hash(data) != digest:
+            raise not_announced(digest, len(data), len(data))
+        else:
+            self._add_to_pack(self._pack, digest, data)
+
+    def _add_to_pack(self, pack: PackWriter, digest: str, data: bytes) -> None:
+        try:
+            pack.add(digest, data)
+            if self._planter is not None:
+                self._planter.plant(digest, data)
+        except OSError as error:
+            fail(error.filename or self._store.root.tmp, error)

@@ -1,0 +1,127 @@
+"""The small blobs of one push in one file, until a process that nobody waits for puts them into the store one by one.
+
+Creating a file costs a host's disk more than writing it: a first launch would create every file twice, once for the
+store and once for the job. A pack holds the blobs one behind the other, then its index as JSON, then that one's size.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import os
+import struct
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from .layout import Root
+
+_LENGTH = struct.Struct(">Q")
+
+
+class PackWriter:
+    """Takes blobs; `publish` makes them part of the store at once, by a rename. OSError when the disk refuses."""
+
+    def __init__(self, root: Root) -> None:
+        os.makedirs(root.tmp, mode=0o700, exist_ok=True)
+        name = "%d-%s" % (os.getpid(), os.urandom(8).hex())
+        self._path = os.path.join(root.packs, name)
+        self._temporary = os.path.join(root.tmp, "pack-" + name)
+        self._index: Dict[str, Tuple[int, int]] = {}
+        self._size = 0
+        self._file = os.fdopen(
+            os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 1 << 20
+        )
+
+    def add(self, digest: str, data: bytes) -> None:
+        self._file.write(data)
+        self._index[digest] = (self._size, len(data))
+        self._size += len(data)
+
+    def publish(self) -> None:
+        text = json.dumps(self._index).encode("ascii")
+        self._file.write(text + _LENGTH.pack(len(text)))
+        self._file.close()
+        os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
+        os.replace(self._temporary, self._path)
+
+    def abort(self) -> None:
+        """Forgets the blobs; harmless after `publish`."""
+        for undo in (self._file.close, lambda: os.unlink(self._temporary)):
+            try:
+                undo()
+            except OSError:
+                pass  # a full disk again, for what was still buffered; or there is nothing left to remove
+
+
+class _Place(NamedTuple):
+    path: str
+    fd: int
+    start: int
+    size: int
+
+
+class Packs:
+    """What lies in the packs of a root, as they were when first asked. A pack that is removed meanwhile stays open."""
+
+    def __init__(self, root: Root) -> None:
+        self._folder = root.packs
+        self._found: Optional[Dict[str, _Place]] = None
+
+    def size(self, digest: str) -> Optional[int]:
+        found = self._blobs().get(digest)
+        return found.size if found else None
+
+    def read(self, digest: str) -> Optional[bytes]:
+        """A blob's bytes, unchecked; None when no pack has it."""
+        found = self._blobs().get(digest)
+        return os.pread(found.fd, found.size, found.start) if found else None
+
+    def look_again(self) -> None:
+        """A pack has come since."""
+        for fd in {place.fd for place in (self._found or {}).values()}:
+            os.close(fd)
+        self._found = None
+
+    def forget(self, digest: str) -> None:
+        """Removes the pack that holds a damaged blob: its other blobs are hardly better."""
+        path = self._blobs()[digest].path
+        self._found = {name: place for name, place in self._blobs().items() if place.path != path}
+        os.unlink(path)
+
+    def _blobs(self) -> Dict[str, _Place]:
+        if self._found is None:
+            self._found = {}
+            for name in names(self._folder):
+                self._found.update(_open(os.path.join(self._folder, name)))
+        return self._found
+
+    def __del__(self) -> None:
+        self.look_again()
+
+
+def names(folder: str) -> List[str]:
+    """The packs of a folder that may not exist."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _open(path: str) -> Dict[str, _Place]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return {}  # its blobs are in the store by now
+    found = {digest: _Place(path, fd, start, size) for digest, start, size in read_index(fd)}
+    if not found:
+        os.close(fd)
+    return found
+
+
+def read_index(fd: int) -> List[Tuple[str, int, int]]:
+    """(digest, offset, size) of each blob of an open pack; none when a power cut damaged it: they are asked for."""
+    try:
+        end = os.fstat(fd).st_size - _LENGTH.size
+        (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, end))
+        index = json.loads(os.pread(fd, min(length, end), end - length))
+        return [(str(digest), int(start), int(size)) for digest, (start, size) in index.items()]
+    except (OSError, OverflowError, ValueError, TypeError, AttributeError, struct.error):
+        return []
