@@ -21,6 +21,8 @@ class CutProxy:
     largest: int
     """Bytes from the server before a cut, at most."""
     seed: int
+    comes_back: bool = True
+    """False: after its cuts the host lets nobody in any more."""
     made: int = 0
     """Cuts so far."""
     _listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
@@ -48,6 +50,9 @@ class CutProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            if self.made == self.cuts and not self.comes_back:
+                client.close()
+                continue
             there = socket.create_connection(("127.0.0.1", self.server.port))
             left = self._random.randrange(self.largest) if self.made < self.cuts else None
             self.made += left is not None
