@@ -185,4 +185,5 @@ class JobRun:
 
         env = self.input.get("base_env") or dict(os.environ)
         pids = {process.pid for process in self._seen}
-        return wait_until_free(self.plan["gpus"], env, pids, allow_busy=bool(self.plan.get("allow_busy")))
+        names = state.gpus_of(self.plan, self.status.values)
+        return wait_until_free(names, env, pids, allow_busy=bool(self.plan.get("allow_busy")))

@@ -44,7 +44,7 @@ def _summary(job: Job) -> Dict[str, Any]:
         "kind": plan.get("kind"),
         "created": str(plan.get("created", "")),
         "age_s": _age_s(record),
-        "gpus": _gpus(plan, status),
+        "gpus": state.gpus_of(plan, status),
         "nproc": plan.get("nproc"),
         "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
         "step": progress.last_step(job),
@@ -55,10 +55,3 @@ def _age_s(record: Dict[str, Any]) -> Optional[float]:
     """Seconds since the job was made, by this host's clock; the client's may differ."""
     created = record.get("created_at")
     return max(0.0, time.time() - created) if isinstance(created, (int, float)) else None
-
-
-def _gpus(plan: Dict[str, Any], status: Dict[str, Any]) -> List[str]:
-    """As the host chose them, else as they were asked for."""
-    slots = status.get("slots")
-    chosen = slots.get("gpus") if isinstance(slots, dict) else None
-    return str(chosen).split(",") if chosen else list(plan.get("gpus") or [])

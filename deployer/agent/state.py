@@ -145,6 +145,13 @@ def read_plan(job: Job) -> Dict[str, Any]:
     return plan if isinstance(plan, dict) else {}
 
 
+def gpus_of(plan: Dict[str, Any], status: Dict[str, Any]) -> List[str]:
+    """The job's GPUs as this host chose them, else as they were asked for."""
+    slots = status.get("slots")
+    chosen = slots.get("gpus") if isinstance(slots, dict) else None
+    return str(chosen).split(",") if chosen else list(plan.get("gpus") or [])
+
+
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
     """The ranks that have started, by rank; a broken record counts as none."""
     folder = job.ranks(attempt)

@@ -1,0 +1,187 @@
+"""`ps` and `status`: many hosts at once, hosts that are gone or silent, ages, and the live table."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer import lastseen
+from deployer.agent.layout import Job
+from deployer.commands.look import state_of
+from deployer.commands.screen import Screen
+from deployer.errors import HostError
+from deployer.host import Host
+from deployer.registry import JobRecord
+from deployer.roster import ask_all, rows_of
+from tests.ferry import Ferry
+from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.sshd import ALIAS, start_sshd
+from tests.test_link import Lying
+
+GO = "import os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)"
+
+
+def launch(ferry: Ferry, name: str, code: str = GO) -> str:
+    words = ("run", *ferry.where(), "--detach", "--name", name, "--python", sys.executable, "--", "python", "-uc", code)
+    done = ferry.run(*words)
+    assert done.returncode == 0, done.stderr.decode()
+    (job_id,) = [i for i in ferry.job_ids() if i.startswith(name)]
+    said(Job(str(ferry.job(job_id))), "up")
+    return job_id
+
+
+def finish(ferry: Ferry, job_id: str) -> None:
+    (ferry.job(job_id) / "code" / "go").touch()
+    end_of(Job(str(ferry.job(job_id))))
+
+
+# --- hosts that do not answer ----------------------------------------------------------------------------------------
+
+
+def test_jobs_of_a_host_that_is_gone_are_shown_as_last_seen_and_found_again(ferry: Ferry, tmp_path: Path) -> None:
+    server = start_sshd(tmp_path)
+    ferry.ssh, ferry.env["TORCHFERRY_SSH_CONFIG"] = ALIAS, str(server.client_config_path)
+    ended, live = launch(ferry, "ended"), launch(ferry, "live")
+    finish(ferry, ended)
+    before = {row["id"]: row for row in json.loads(ferry.run("ps", "--json", *ferry.where()).stdout)}
+    assert before[live]["state"] == "running" and before[live]["seen_at"].endswith("Z")
+    server.stop()
+    gone = {row["id"]: row for row in json.loads(ferry.run("ps", "--json", *ferry.where()).stdout)}
+    assert gone[ended] == before[ended]
+    assert (gone[live]["state"], gone[live]["last_state"]) == ("unreachable", "running")
+    assert gone[live]["seen_at"] == before[live]["seen_at"] and "127.0.0.1" in gone[live]["reason"]
+    shown = ferry.run("ps", *ferry.where())
+    assert re.search(rf"{live} +unreachable \(running \d+s ago\)", shown.stdout.decode())
+    assert shown.returncode == 0 and b"cannot be asked" in shown.stderr
+    status = ferry.run("status", live)
+    assert status.returncode == 125 and re.search(rb"unreachable \(running \d+\w ago\)", status.stdout)
+    assert all(mode == "0o600" for mode in modes(ferry.state / "hosts"))
+    finish(ferry, live)
+
+
+def modes(folder: Path) -> list[str]:
+    return [oct(path.stat().st_mode & 0o777) for path in folder.iterdir()]
+
+
+def test_followed_job_is_known_to_a_ps_that_reaches_nobody(tmp_path: Path) -> None:
+    Screen(JobRecord("j-1", "j", "h", "/r", "", "2026-01-02T03:04:05Z")).state({"state": "running"})
+    (row,) = lastseen.recall("h", "/r")
+    assert (row["id"], row["state"], row["where"], row["created"]) == ("j-1", "running", "h", "2026-01-02T03:04:05Z")
+
+
+def test_torn_note_of_a_host_is_as_none(tmp_path: Path) -> None:
+    lastseen.remember("h", "/r", [{"id": "a", "state": "running", "where": "h", "seen_at": "2026-01-02T03:04:05Z"}])
+    (path,) = (tmp_path / "state" / "hosts").iterdir()
+    path.write_text(path.read_text()[:-9])
+    assert lastseen.recall("h", "/r") == []
+
+
+def test_silent_host_keeps_the_others_waiting_only_for_a_bound(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "here", make_plan(python("pass")))
+    end_of(start(job, make_plan(python("pass"))))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hosts = [Host(f"nobody@127.0.0.1:{silent.getsockname()[1]}", "/r"), Host(None, str(tmp_path))]
+        began = time.monotonic()
+        answers = ask_all(hosts, within_s=3)
+        took_s = time.monotonic() - began
+    (row,) = rows_of(hosts, answers, [])
+    assert (row["id"], row["state"]) == ("here", "succeeded")
+    assert isinstance(answers[0], HostError) and "within 3 s" in answers[0].message and took_s < 6
+
+
+def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
+    code = (
+        "import os, time\nopen({me!r}, 'w')\n"
+        "while len(os.listdir({folder!r})) < 8: time.sleep(0.01)\n"
+        "frame({{'id': 0, 'event': 'jobs', 'value': []}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    )
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    hosts = [
+        Host(f"h{n}", "/r", _transport=Lying(code.format(me=str(asked / f"h{n}"), folder=str(asked)))) for n in range(8)
+    ]
+    assert ask_all(hosts, within_s=30) == [[]] * 8  # each answers only when all have been asked
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"state": "running"}, "running"),
+        ({"state": "running", "unsupervised": True}, "running (unsupervised)"),
+        ({"state": "running", "on_host": "gpu7", "attempt": 2}, "running (on gpu7, attempt 2)"),
+        ({"state": "queued", "queue": {"position": 3}}, "queued (position 3)"),
+        ({"state": "failed", "code": 7, "attempt": 2}, "failed(7)"),
+        ({"state": "succeeded", "on_host": "gpu7"}, "succeeded"),
+        ({"state": "unreachable", "reason": "no route"}, "unreachable(no route)"),
+    ],
+)
+def test_state_in_the_words_of_the_table(row: dict[str, Any], expected: str) -> None:
+    assert state_of(row) == expected
+
+
+def test_age_is_by_the_hosts_clock_and_the_step_by_its_metrics(ferry: Ferry) -> None:
+    job = make_job(ferry.root, "old", make_plan(python("pass")))  # its plan was made by a client of another time
+    record = json.loads(Path(job.record).read_text())
+    Path(job.record).write_text(json.dumps({**record, "created_at": time.time() - 7300}))
+    Path(job.metrics).write_text('{"step": 340}\n')
+    end_of(start(job, make_plan(python("pass"))))
+    shown = ferry.run("ps", *ferry.where()).stdout.decode().splitlines()
+    assert shown[0].split() == ["ID", "STATE", "GPUS", "STEP", "AGE", "WHERE"]
+    assert shown[1].split() == ["old", "succeeded", "-", "340", "2h", "this", "machine"]
+
+
+# --- the live table --------------------------------------------------------------------------------------------------
+
+
+def test_live_table_follows_a_job_and_ends_with_ctrl_c(ferry: Ferry) -> None:
+    job_id = launch(ferry, "live")
+    terminal, inside = pty.openpty()
+    words = ferry.argv("ps", "--watch", "0.2", *ferry.where())
+    client = subprocess.Popen(
+        words,
+        cwd=ferry.project,
+        env={**ferry.environment(), "TERM": "xterm"},
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    )
+    os.close(inside)
+    seen = ""
+
+    def shows(state_word: str) -> bool:
+        nonlocal seen
+        seen += os.read(terminal, 65536).decode()
+        return re.search(rf"{job_id} +{state_word}", seen) is not None
+
+    wait_for(lambda: shows("running"))
+    finish(ferry, job_id)
+    wait_for(lambda: shows("succeeded"))
+    client.send_signal(signal.SIGINT)
+    while client.poll() is None:
+        try:
+            seen += os.read(terminal, 65536).decode()
+        except OSError:  # the terminal ends with its last process
+            break
+    assert client.wait(10) == 0 and "Traceback" not in seen
+    assert "\x1b[2J" not in seen  # nothing is cleared, so nothing flickers
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("words", [("--watch",), ("-w", "5"), ("--watch", "--json")])
+def test_live_table_without_a_terminal_says_what_to_use(ferry: Ferry, words: tuple[str, ...]) -> None:
+    done = ferry.run("ps", *words, *ferry.where())
+    assert (done.returncode, done.stdout) == (2, b"") and b"--json" in done.stderr
