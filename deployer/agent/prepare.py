@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from .layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 
+_PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -74,6 +76,8 @@ class Resolving:
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
+            # it holds the supervisor's lock, and its answer would reach nobody: it ends with it
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             _resolve(spec, job, root, env, log, writing)
         os.close(writing)
 

@@ -140,6 +140,8 @@ def next_commands(job_id: str, final: Mapping[str, Any] | None = None) -> None:
     elif final["state"] == "failed":
         rank = final.get("first_failing_rank")
         lines = ["logs {} " + ("--launcher" if rank is None else f"--rank {rank}"), "exec {} -- ls -l", "pull {}"]
+    elif final["state"] == "lost":
+        lines = ["logs {}", "resume {}", "pull {}"]
     else:
         lines = ["logs {}", "pull {}"]
     for line in lines:

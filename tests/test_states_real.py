@@ -1,0 +1,238 @@
+"""True states of real jobs whose supervisor, host or clock let them down: each ends rightly, with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import adopting, ending, state
+from deployer.agent.layout import Job, Root
+from deployer.agent.procs import is_running, process_of
+from tests import stubborn
+from tests.ferry import Ferry
+from tests.jobs import end_of, log_of, make_job, make_plan, python, run_job, said, start, wait_for
+from tests.stubborn import running
+
+GO = "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\nsys.exit(%d)"
+
+
+def kill_supervisor(job: Job) -> None:
+    supervisor = process_of((state.read_status(job) or {})["supervisor"]["pid"])
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(supervisor))
+
+
+def running_job(root: Path, job_id: str, code: str, **changes: Any) -> Job:
+    plan = make_plan(python(code), **changes)
+    job = start(make_job(root, job_id, plan), plan)
+    said(job, "up")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    return job
+
+
+# --- adoption --------------------------------------------------------------------------------------------------------
+
+
+def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: Ferry) -> None:
+    job = running_job(ferry.root, "j", GO % 9)
+    there = ferry.where()
+    other = ("run", *there, "--detach", "--python", sys.executable, "--", "python", "-c", "pass")
+    for words in (("ps", *there), ("status", "j", *there), ("logs", "j", "--no-follow", *there), other):
+        kill_supervisor(job)
+        assert state.judge(job)["unsupervised"] is True
+        assert ferry.run(*words).returncode == 0
+        wait_for(lambda: not state.judge(job).get("unsupervised"))
+    (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], status["code"], log_of(job)) == ("failed", 9, "up\n")
+
+
+def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
+    code = "import os, sys, time\nprint('up')\nn = os.environ['TORCHFERRY_ATTEMPT']\n"
+    code += "while n == '1' and not os.path.exists('go'): time.sleep(0.02)\nsys.exit(9 if n == '1' else 0)"
+    job = running_job(tmp_path, "again", code, policy={"max_restarts": 1})
+    kill_supervisor(job)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], [a["code"] for a in status["attempts"]]) == ("succeeded", [9, 0])
+
+
+def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp_path: Path) -> None:
+    job = running_job(tmp_path, "secret", GO % 9, policy={"max_restarts": 1}, secret_names=["TOKEN"])
+    kill_supervisor(job)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], status["code"]) == ("failed", 9) and "secrets" in status["reason"]
+
+
+def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, "ended", make_plan(python("pass")))
+    (Path(make_job(tmp_path, "broken", make_plan([])).path) / "status.json").write_text('{"state": "running"}')
+    foreign = {**ended, "state": "running", "supervisor": {**ended["supervisor"], "machine_id": "other"}}
+    state.write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
+    job = running_job(tmp_path, "job", GO % 0)
+    kill_supervisor(job)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    assert state.judge(job).get("unsupervised") is None
+    assert state.read_status(Root(str(tmp_path)).job("ended")) == ended
+    assert state.read_status(Root(str(tmp_path)).job("foreign")) == foreign
+    (Path(job.code) / "go").touch()
+    assert end_of(job)["state"] == "succeeded"
+
+
+# --- a supervisor killed in each phase -------------------------------------------------------------------------------
+
+
+def preparing(root: Path) -> Job:
+    slow = root / "slow"
+    slow.write_text("#!/bin/sh\necho up; sleep 60\n")
+    slow.chmod(0o700)
+    plan = make_plan(python("open('ran', 'w')"))
+    plan["python"]["explicit"] = str(slow)
+    job = start(make_job(root, "j", plan), plan)
+    wait_for(lambda: running(str(slow)))
+    return job
+
+
+def at_work(root: Path) -> Job:
+    return running_job(root, "j", GO % 0)
+
+
+def stopping(root: Path) -> Job:
+    code = "import signal, sys, time\ndef save(*_):\n    print('saving'); time.sleep(1); sys.exit(0)\n"
+    job = running_job(root, "j", code + "signal.signal(15, save)\nprint('up')\nwhile True: time.sleep(1)")
+    state.request_stop(job, 30)
+    said(job, "saving")
+    return job
+
+
+def finishing(root: Path) -> Job:
+    code = f"HEAD = {stubborn.HEAD!r}\nimport sys\nsys.argv.append({str(root)!r})\nexec(HEAD)\n"
+    job = running_job(root, "j", code + stubborn.PARTS["deaf worker"] + "print('up')\ntime.sleep(0.5)")
+    wait_for(lambda: '"code": 0' in (Path(job.ranks(1)) / "rank_0.json").read_text())
+    return job
+
+
+@pytest.mark.parametrize(
+    ("phase", "then", "expected"),
+    [
+        (preparing, None, ("lost", 125, "the launch did not complete: its supervisor")),
+        (at_work, "go", ("succeeded", 0, "exited with code 0")),
+        (at_work, "kill", ("lost", 125, "left no exit record")),
+        (stopping, None, ("stopped", 0, "stopped on request")),
+        (finishing, None, ("succeeded", 0, "exited with code 0")),
+    ],
+    ids=["preparing", "running", "running, then all killed", "stopping", "finishing"],
+)
+def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
+    tmp_path: Path, phase: Any, then: str | None, expected: Any
+) -> None:
+    job = phase(tmp_path)
+    kill_supervisor(job)
+    if then == "kill":
+        rank = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
+        os.kill(rank["wrapper"]["pid"], signal.SIGKILL)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    if then == "go":
+        (Path(job.code) / "go").touch()
+    status = end_of(job)
+    assert (status["state"], status["code"]) == expected[:2] and expected[2] in status["reason"]
+    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    wait_for(lambda: not running(str(tmp_path)))  # nothing is left, the deaf worker of `finishing` neither
+
+
+# --- reboots and clocks ----------------------------------------------------------------------------------------------
+
+
+def reboot(job: Job) -> None:
+    """As a reboot leaves it: no process, and a status of another boot."""
+    status = state.read_status(job) or {}
+    kill_supervisor(job)
+    for pid in [rank.wrapper_pid for rank in state.read_ranks(job, 1)]:
+        os.kill(pid, signal.SIGKILL)
+    other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
+    state.write_status(job, {**status, "supervisor": other})
+
+
+def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry) -> None:
+    job = running_job(ferry.root, "j", GO % 0)
+    reboot(job)
+    done = ferry.run("status", "j", *ferry.where())
+    assert b"the host was rebooted" in done.stdout and b"resume j" in done.stderr
+    followed = ferry.run("logs", "j", "-f", *ferry.where())
+    assert (followed.returncode, followed.stdout) == (125, b"up\n") and b"rebooted" in followed.stderr
+
+
+def test_job_that_had_ended_before_the_reboot_keeps_its_end(tmp_path: Path) -> None:
+    status = run_job(tmp_path, "j", make_plan(python("import sys; sys.exit(7)")))
+    job = Root(str(tmp_path)).job("j")
+    other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
+    state.write_status(job, {**status, "state": "running", "code": None, "reason": None, "supervisor": other})
+    assert (state.judge(job)["state"], state.judge(job)["code"]) == ("failed", 7)
+
+
+@pytest.mark.soak
+def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
+    chance = random.Random(20)
+    for number in range(20):
+        code, has_ended = chance.choice([0, 3]), chance.random() < 0.5
+        job = running_job(tmp_path, f"j{number}", GO % code)
+        if has_ended:
+            kill_supervisor(job)
+            (Path(job.code) / "go").touch()
+            wait_for(lambda job=job: '"code": ' in (Path(job.ranks(1)) / "rank_0.json").read_text())
+            status = state.read_status(job) or {}
+            state.write_status(job, {**status, "supervisor": {**status["supervisor"], "boot_id": "other"}})
+            expected = ("succeeded" if code == 0 else "failed", code)
+        else:
+            reboot(job)
+            expected = ("lost", 125)
+        status = state.judge(job)
+        assert (status["state"], status["code"]) == expected, number
+        assert not running(job.path)
+
+
+@pytest.mark.parametrize("jump_s", [-86400, 86400])
+def test_clock_that_jumped_between_end_and_stop_changes_no_verdict(jump_s: float) -> None:
+    now = time.monotonic()
+    wall_ns = int((time.time() + jump_s) * 1e9)
+    failed = ending.RankRecord(0, 1, 1, 1, 1, 7, None, wall_ns, int((now - 5) * 1e9))
+    found = ending.decide_ending([failed], nproc=1, launcher_code=7, stop_requested_mono=now)
+    assert found is not None and (found.state, found.code) == ("failed", 7)
+
+
+@pytest.mark.parametrize("jump_s", [-86400, 86400])
+def test_clock_that_jumped_during_a_stop_changes_no_grace(tmp_path: Path, jump_s: float) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    request = state.request_stop(job, 30)
+    data = json.loads(Path(job.stop).read_text())
+    Path(job.stop).write_text(json.dumps({**data, "requested_at": data["requested_at"] + jump_s}))
+    kept = state.read_stop(job)
+    assert kept is not None and kept.deadline_mono == request.deadline_mono
+    assert state.request_stop(job, 60).deadline_mono == request.deadline_mono
+
+
+def test_folder_without_a_status_from_the_future_was_never_launched(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    os.utime(job.path, (time.time() + 86400,) * 2)
+    assert state.judge(job)["state"] == "lost"
+
+
+def test_verdict_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
+    job = running_job(tmp_path, "j", GO % 0)
+    reboot(job)
+    Path(f"{job.status}.{os.getpid()}.tmp").mkdir()  # as on a full disk, nothing can be written
+    assert (state.judge(job)["state"], state.judge(job)["reason"]) == ("lost", "the host was rebooted")
+    assert json.loads(Path(job.status).read_text())["state"] == "running"
+    shutil.rmtree(f"{job.status}.{os.getpid()}.tmp")
