@@ -74,7 +74,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @SSH
 @with_access
-@click.option("--gpus", metavar="0,2", help="GPU indices (nvidia-smi) or UUIDs; one process each.")
+@click.option("--gpus", metavar="0,2|auto:2", help="GPU indices (nvidia-smi), UUIDs, or the freest; one process each.")
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="cpu: as many CPU processes as --gpus names."
 )
@@ -325,6 +325,16 @@ def gc(
 
     limits = {"older_than_s": older_than_s, "max_bytes": max_bytes, "keep_jobs": keep_jobs}
     machine.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+@cli.command(cls=Command, context_settings=CONTEXT)
+@at_a_place
+@JSON
+def gpus(as_json: bool, **place: Any) -> None:
+    """Show a host's GPUs, or this machine's: memory, who holds and uses each, and who waits for them."""
+    from deployer.commands import gpus as command
+
+    command.gpus(host_of(**place), as_json=as_json)
 
 
 def main() -> None:

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV
 from deployer.errors import UsageError
+from trainer.schema import gpu_count
 
 if TYPE_CHECKING:
     from trainer.schema import Config
 
 PLAN_VERSION = 1
 PYTHON_VARIABLE = "$PYTHON"
+GPUS_VARIABLE = "$GPUS"
 TRAINER_REQUIRES = (
     "torch>=2.11",
     "transformers>=4.56",
@@ -32,7 +34,7 @@ TRAINER_REQUIRES = (
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that only the host knows, by name: python, job or agent."""
+    """A value that only the host knows, by name: python, job, agent, or gpus where `auto:N` is asked for."""
 
     name: str
 
@@ -41,6 +43,7 @@ Text = str | tuple[str | Slot, ...]
 """A string, or parts with slots that are joined on the host."""
 
 PYTHON_RULE = "the host's interpreter that has what the job needs: --python, else found, else built from requirements"
+GPUS_RULE = "the host's freest GPUs: not leased, nobody computes on them, least memory in use, then lowest index"
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def build_plan(
     torchrun = command.torchrun if command else uses_torchrun(config)
     device = "cpu" if target.device == "cpu" else ("cuda" if restrict_gpus else "any")
     gpus = tuple(str(gpu) for gpu in target.gpu_ranks) if device == "cuda" else ()
-    nproc = len(target.gpu_ranks) if torchrun else 1
+    nproc = gpu_count(target.gpu_ranks) if torchrun else 1
     return LaunchPlan(
         job_id=job_id,
         name=config.run.name,
@@ -167,9 +170,14 @@ def build_plan(
     )
 
 
+def has_auto(gpus: Sequence[str]) -> bool:
+    """Whether the host chooses the GPUs."""
+    return any(gpu.startswith("auto:") for gpu in gpus)
+
+
 def uses_torchrun(config: Config) -> bool:
     """Whether the trainer of this config starts under torchrun."""
-    return len(config.target.gpu_ranks) > 1 or config.target.train_backend in ("ddp", "fsdp")
+    return gpu_count(config.target.gpu_ranks) > 1 or config.target.train_backend in ("ddp", "fsdp")
 
 
 def build_torchrun_argv(nproc: int, program: Sequence[Text]) -> tuple[Text, ...]:
@@ -239,7 +247,7 @@ def _environment(job_id: str, *, device: str, gpus: Sequence[str]) -> dict[str, 
     env: dict[str, Text] = {}
     if device != "any":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        env["CUDA_VISIBLE_DEVICES"] = (Slot("gpus"),) if has_auto(gpus) else ",".join(gpus)
     env["PYTHONUNBUFFERED"] = "1"
     env[JOB_ID_ENV] = job_id
     env[RUN_DIR_ENV] = (Slot("job"),)
@@ -305,6 +313,7 @@ def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
     """Slots as shell text for a reader who will paste the command on the host."""
     return {
         "python": PYTHON_VARIABLE,
+        **({"gpus": GPUS_VARIABLE} if has_auto(plan.gpus) else {}),
         "job": f"{root}/jobs/{plan.job_id}",
         "agent": f"{root}/agent/{agent}/agent",
     }
@@ -337,4 +346,4 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./-]*\Z")
 
 def _quote_slot(value: str) -> str:
     head, tail = ("~/", value[2:]) if value.startswith("~/") else ("", value)
-    return value if value == PYTHON_VARIABLE else head + (shlex.quote(tail) if tail else "")
+    return value if value in (PYTHON_VARIABLE, GPUS_VARIABLE) else head + (shlex.quote(tail) if tail else "")

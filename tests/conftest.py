@@ -14,6 +14,7 @@ from tests.sshd import SshServer, make_key, start_sshd
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TORCHFERRY_LEASE_DIR", str(tmp_path / "leases"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.errors import AgentError
-from deployer.agent.gpus import Gpu, check_gpus, holders, list_gpus, query_driver
+from deployer.agent.gpus import Gpu, holders, list_gpus, query_driver, see
 from deployer.agent.procs import is_running, process_of
 from tests.jobs import wait_for
 
@@ -76,12 +76,12 @@ def test_figures_that_the_driver_does_not_tell_count_as_zero(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("requested", "indices"),
-    [(["0"], [0]), (["2", "0"], [2, 0]), (["GPU-cccc3333-0000"], [2]), (["GPU-aaaa"], [0]), ([], [])],
+    [(["0"], [0]), (["2", "0"], [2, 0]), (["GPU-cccc3333-0000"], [2]), (["GPU-aaaa"], [0]), (["auto:2"], [])],
 )
 def test_gpus_are_found_by_index_uuid_or_its_beginning(
     env: dict[str, str], requested: list[str], indices: list[int]
 ) -> None:
-    assert [gpu.index for gpu in check_gpus(requested, env, True)] == indices
+    assert [gpu.index for gpu in see(requested, env).named] == indices
 
 
 @pytest.mark.parametrize(
@@ -97,35 +97,30 @@ def test_gpus_are_found_by_index_uuid_or_its_beginning(
 )
 def test_a_gpu_that_the_host_lacks_is_refused(env: dict[str, str], requested: list[str], message: str) -> None:
     with pytest.raises(AgentError, match=message):
-        check_gpus(requested, env, True)
+        see(requested, env)
 
 
 def test_a_slice_is_found_by_its_uuid(env: dict[str, str]) -> None:
-    (found,) = check_gpus(["MIG-1234-5678"], env, False)
-    assert (found.index, found.uuid) == (1, "MIG-1234-5678")
+    (found,) = see(["MIG-1234-5678"], env).named
+    assert (found.index, found.uuid, found.device) == (1, "MIG-1234-5678", "GPU-aabb2222-0000/MIG-1234-5678")
 
 
-def test_a_busy_gpu_is_refused_with_who_holds_it_and_which_is_free(env: dict[str, str]) -> None:
-    with pytest.raises(AgentError) as caught:
-        check_gpus(["0", "1"], env, False)
-    assert caught.value.message.startswith(f"GPU 1 is busy: pid {os.getpid()} of {getpass.getuser()}, ")
-    assert caught.value.message.endswith(", 70300 MiB")
-    assert caught.value.hint == "free: --gpus 0; or run beside them with --allow-busy"
-    assert [gpu.index for gpu in check_gpus(["0", "1"], env, True)] == [0, 1]
+def test_busy_is_a_gpu_with_a_process_or_with_memory_in_use_by_none_that_is_seen(env: dict[str, str]) -> None:
+    busy = see(["0"], env).busy()
+    assert list(busy) == ["GPU-aabb2222-0000", "GPU-cccc3333-0000"]
+    assert busy["GPU-aabb2222-0000"].startswith(f"pid {os.getpid()} of {getpass.getuser()}, ")
+    assert busy["GPU-aabb2222-0000"].endswith(", 70300 MiB")
+    assert busy["GPU-cccc3333-0000"] == "30000 MiB in use by a process that is not seen here (another container?)"
 
 
-def test_memory_in_use_by_no_visible_process_counts_as_busy(env: dict[str, str]) -> None:
-    with pytest.raises(AgentError, match="GPU 2 is busy: 30000 MiB in use by a process that is not seen here"):
-        check_gpus(["2"], env, False)
-
-
-def test_a_free_gpu_beside_busy_ones_is_given(env: dict[str, str]) -> None:
-    assert [gpu.index for gpu in check_gpus(["0"], env, False)] == [0]
+def test_auto_of_more_gpus_than_the_host_has_is_refused(env: dict[str, str]) -> None:
+    with pytest.raises(AgentError, match="has 3 GPUs, fewer than auto:4 asks for"):
+        see(["auto:4"], env)
 
 
 def test_asking_for_a_gpu_without_nvidia_smi_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match=r"no nvidia-smi, so no GPU 0, 1") as caught:
-        check_gpus(["0", "1"], {"PATH": str(tmp_path)}, False, on_cpu="--device cpu")
+        see(["0", "1"], {"PATH": str(tmp_path)}, on_cpu="--device cpu")
     assert caught.value.hint == "run on its CPUs with --device cpu, or choose another machine"
 
 
@@ -139,7 +134,7 @@ def test_a_query_that_hangs_ends_with_the_one_that_failed(tmp_path: Path) -> Non
     waits = f"until [ -s {tmp_path}/pid ]; do sleep 0.01; done; exit 9"
     then = f'case "$1" in --query-gpu=*) {waits};; esac; echo $$ > {tmp_path}/pid; exec sleep 60'
     with pytest.raises(AgentError, match="ended with 9"):
-        check_gpus(["0"], fake_smi(tmp_path, then=then), False)
+        see(["0"], fake_smi(tmp_path, then=then))
     hung = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_running(process_of(hung)))
 

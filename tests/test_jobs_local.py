@@ -72,15 +72,20 @@ def test_deleted_file_is_gone_in_the_next_deploy_and_kept_in_the_former_job(ferr
     assert [(ferry.job(i) / "code" / "old.py").exists() for i in ferry.job_ids()].count(True) == 1
 
 
-FOUR_GPUS = "".join(f"{n}, GPU-{n}, Fake H100, 81559, 4\n" for n in range(4))
+FOUR_GPUS = "".join(f"{n}, GPU-{n}, Fake H100, 81559, {9 - n}\n" for n in range(4))
 PROGRAM = ("--torchrun", "--gpus", "3,1", "--", "ranks.py", "--a", "b c")
+AUTO = ("--torchrun", "--gpus", "auto:2", "--", "ranks.py")  # the two with the least memory in use
 CONFIG = (str(REPO / "configs" / "02_debug_sft_fsdp.py"),)
 
 
 @pytest.mark.parametrize(
     ("words", "devices", "program"),
-    [(PROGRAM, "3,1", ["ranks.py", "--a", "b c"]), (CONFIG, "0,1,2,3", ["train.py", "{job}/config.yaml"])],
-    ids=["program", "config"],
+    [
+        (PROGRAM, "3,1", ["ranks.py", "--a", "b c"]),
+        (AUTO, "2,3", ["ranks.py"]),
+        (CONFIG, "0,1,2,3", ["train.py", "{job}/config.yaml"]),
+    ],
+    ids=["program", "auto", "config"],
 )
 def test_dry_run_command_is_what_real_ranks_run(ferry, tmp_path, words, devices, program):
     (ferry.project / "trainer").mkdir()  # a project with a trainer of its own, which shows what it was started with

@@ -68,6 +68,8 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
+    if launch.has_auto_gpus(config):
+        config = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
     launch.check_target(config, launch.read_host_gpus(), os.environ)
     os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
@@ -86,6 +88,9 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
 def prepare_rank(config: Config, run_dir: Path | None) -> None:
     """What `start` does for its ranks, for one whose torchrun was started by hand."""
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        if launch.has_auto_gpus(config):  # each rank would choose for itself
+            hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
+            raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
         os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
     if run_dir is not None and os.environ["RANK"] == "0":
         forget_stop(run_dir)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import Config, ModelConfig
+from trainer.schema import AUTO_GPUS, Config, ModelConfig, gpu_count
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
@@ -112,8 +112,8 @@ BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ra
 
 
 def num_processes(config: Config) -> int:
-    """Processes of the job on one node: one for each entry of gpu_ranks, or one for a script without torchrun."""
-    return 1 if config.script is not None and not config.torchrun else len(config.target.gpu_ranks)
+    """Processes of the job on one node: one for each GPU of gpu_ranks, or one for a script without torchrun."""
+    return 1 if config.script is not None and not config.torchrun else gpu_count(config.target.gpu_ranks)
 
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
@@ -148,7 +148,12 @@ def _gpus(config: Config) -> Iterator[Broken]:
         yield Broken(
             key, f"{key} is empty", "name one GPU index for each process; with target.device=cpu any index does"
         )
-    for rank in ranks:
+    autos = [rank for rank in ranks if str(rank).startswith("auto")]
+    if autos and len(ranks) == 1 and not AUTO_GPUS.fullmatch(str(ranks[0])):
+        yield Broken(key, f"{key} holds {ranks[0]!r}, not a number of GPUs", "write auto:2 for the two freest")
+    if autos and len(ranks) > 1:
+        yield Broken(key, f"{key} is {show(ranks)}, auto:N stands alone", "auto:2 for the two freest, or name each one")
+    for rank in [] if autos else ranks:
         number = _index(rank)
         if number is not None and number < 0:
             yield Broken(key, f"{key} holds {rank}, a GPU index is 0 or more")

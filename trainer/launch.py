@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config import ConfigError, config_to_yaml, local_data_paths, num_processes
-from trainer.schema import CONFIG_FILE, RUN_DIR_ENV, Config
+from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -25,6 +25,16 @@ TORCHRUN = str(Path(__file__).with_name("torchrun.py"))
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """One of these exists wherever torch can find a GPU: NVIDIA's driver, WSL, ROCm."""
 QUERY_GPUS = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+
+
+QUERY_USAGE = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+BUSY_MIB = 1024
+"""Memory in use, beyond which `auto:N` does not take a GPU."""
+
+
+class GpuUsage(NamedTuple):
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    used_mib: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,37 @@ def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> 
         check_gpus(config.target.gpu_ranks, gpus)
 
 
+def has_auto_gpus(config: Config) -> bool:
+    return device_kind(config) == "cuda" and AUTO_GPUS.fullmatch(str(config.target.gpu_ranks[0])) is not None
+
+
+def choose_gpus(config: Config, environ: Mapping[str, str], usage: Sequence[GpuUsage] | None) -> Config:
+    """The config with its `auto:N` replaced: by what the launcher chose, else by the freest of `usage`. ConfigError
+    when these are too few, or unknown (None)."""
+    count = gpu_count(config.target.gpu_ranks)
+    given = environ.get("CUDA_VISIBLE_DEVICES") if JOB_ID_ENV in environ else None
+    chosen: list[int | str] = [_rank_of(text) for text in given.split(",")] if given else []
+    chosen = chosen or _freest(count, usage)
+    return replace(config, target=replace(config.target, gpu_ranks=chosen))
+
+
+def _freest(count: int, usage: Sequence[GpuUsage] | None) -> list[int | str]:
+    auto = f"target.gpu_ranks is auto:{count}"
+    if usage is None:
+        hint = "name them: target.gpu_ranks=0,1; target.device=cpu trains without"
+        raise ConfigError(f"{auto}, but nvidia-smi does not tell which GPUs are free", hint=hint)
+    free = sorted((gpu.used_mib, gpu.index) for gpu in usage if gpu.used_mib <= BUSY_MIB)
+    if len(free) < count:
+        busy = ", ".join(f"{gpu.index} ({gpu.used_mib} MiB in use)" for gpu in usage if gpu.used_mib > BUSY_MIB)
+        message = f"{auto}, and of this host's {len(usage)} GPUs {len(free)} are free"
+        raise ConfigError(message + (f"; busy: {busy}" if busy else ""), hint="name them to run beside others")
+    return sorted(index for _, index in free[:count])
+
+
+def _rank_of(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
 def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
     """Raise ConfigError when the host is known to lack one of the GPUs."""
     if not gpus.present:
@@ -96,6 +137,19 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
             f"target.gpu_ranks names {', '.join(lacking)}, and this host has {has}",
             hint="`nvidia-smi -L` lists them; target.device=cpu trains without",
         )
+
+
+def read_gpu_usage() -> list[GpuUsage] | None:
+    """Memory in use on each GPU; None where nvidia-smi cannot say."""
+    try:
+        answer = subprocess.run(QUERY_USAGE, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    usage = [
+        GpuUsage(int(row[0]), int(row[1])) for row in rows if len(row) == 2 and row[0].isdigit() and row[1].isdigit()
+    ]
+    return usage if answer.returncode == 0 and usage else None
 
 
 def read_host_gpus() -> HostGpus:

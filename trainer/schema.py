@@ -6,6 +6,8 @@ This module imports neither torch nor yaml: the deployer reads it on a laptop th
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,16 +25,26 @@ RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the run folder, set by whoever launches
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 
 
+def gpu_count(gpu_ranks: Sequence[int | str]) -> int:
+    """How many GPUs `target.gpu_ranks` names, or asks for as auto:N."""
+    auto = AUTO_GPUS.fullmatch(str(gpu_ranks[0])) if len(gpu_ranks) == 1 else None
+    return int(auto[1]) if auto else len(gpu_ranks)
+
+
+AUTO_GPUS = re.compile(r"auto:([1-9][0-9]?)")
+
+
 @dataclass(frozen=True)
 class TargetConfig:
     """Where the job runs and on which devices."""
 
     gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
-    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in order."""
+    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in order.
+    ["auto:2"]: the two freest, chosen on the host when the job starts."""
     train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
     """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto`: CUDA, and an error where there is none. `cpu`: len(gpu_ranks) gloo processes and no visible GPU."""
+    """`auto`: CUDA, and an error where there is none. `cpu`: a gloo process for each of gpu_ranks, no visible GPU."""
     ssh: str | None = None
     """`[user@]host[:port]` or an alias of ~/.ssh/config; None: this machine. `--ssh` overrides it."""
     python: str | None = None

@@ -13,6 +13,7 @@ from . import oom, progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
+from .jobgpus import JobGpus
 from .layout import Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
@@ -50,6 +51,7 @@ class Attempt:
         *,
         status: StatusFile,
         children: Children,
+        gpus: JobGpus,
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.job = job
@@ -60,6 +62,7 @@ class Attempt:
         self.status = status
         self.children = children
         self.subreaper = Subreaper(job, children.reap)
+        self.gpus = gpus
         self.nproc = int(self.plan.get("nproc") or 1)
         self.main: Optional[Process] = None
         self._adopted = False
@@ -132,7 +135,7 @@ class Attempt:
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         state.remove(self.job.outcome)  # of an earlier attempt
-        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir}
+        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir, **self.gpus.slots}
         command = job_command(self.job, self.input, slots)
         self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
         return command
@@ -163,7 +166,7 @@ class Attempt:
                     command.argv,
                     cwd=command.cwd,
                     env=command.env,
-                    stdin=subprocess.DEVNULL,
+                    stdin=self.gpus.stdin,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,

@@ -77,8 +77,9 @@ def follow_job(
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
             else:
                 _send_matches(call, _search(lines, chunk))
-        if (now["state"], now.get("attempt")) != shown and not once:
-            shown = (now["state"], now.get("attempt"))
+        news = now["state"], now.get("attempt"), now.get("queue")
+        if news != shown and not once:
+            shown = news
             call.send_event("state", now)
         if not chunks and (once or now["state"] in state.FINAL):
             _send_matches(call, lines.end() if lines else [])

@@ -54,8 +54,8 @@ def wait_until_free(
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            wanted = gpus.check_gpus(names, env, True)
-            held = still_held(wanted, gpus.holders(env), ours, allow_busy=allow_busy)
+            sight = gpus.see(names, env)
+            held = still_held(sight.named, sight.using, ours, allow_busy=allow_busy)
         except Exception:
             return None, []
         if not held or time.monotonic() >= deadline:

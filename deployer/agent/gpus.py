@@ -25,6 +25,17 @@ class Gpu(NamedTuple):
     name: str
     memory_total_mib: int
     memory_used_mib: int
+    parent: str = ""  # of a slice: the GPU's uuid
+
+    @property
+    def device(self) -> str:
+        """The name under which it is leased."""
+        return "%s/%s" % (self.parent, self.uuid) if self.parent else self.uuid
+
+    @property
+    def label(self) -> str:
+        """The name under which people speak of it."""
+        return self.uuid if self.parent else str(self.index)
 
 
 class Holder(NamedTuple):
@@ -49,16 +60,34 @@ def holders(env: Dict[str, str]) -> List[Holder]:
     return _parse_holders(_finish(query)) if query else []
 
 
-def check_gpus(
-    requested: Sequence[str], env: Dict[str, str], allow_busy: bool, *, on_cpu: str = "target.device=cpu"
-) -> List[Gpu]:
-    """The GPUs asked for by index, UUID or the beginning of one, in that order.
+class Sight(NamedTuple):
+    """The GPUs of the host as nvidia-smi shows them at one moment."""
 
-    AgentError when the host lacks one, when one is asked for twice, or when one is busy and not `allow_busy`.
-    `on_cpu` is the option of the job that does without.
+    gpus: Sequence[Gpu]
+    named: Sequence[Gpu]  # those that a job names, in its order, slices among them
+    using: Sequence[Holder]
+
+    def busy(self) -> Dict[str, str]:
+        """Who computes on a device, in words, for each that is busy."""
+        users = {gpu.device: users_of(gpu, self.using) for gpu in [*self.gpus, *self.named]}
+        return {device: who for device, who in users.items() if who}
+
+
+_AUTO = re.compile(r"auto:(\d{1,3})\Z")
+
+
+def auto_count(requested: Sequence[str]) -> int:
+    """How many GPUs `auto:N` asks for; 0 for GPUs that are named."""
+    matches = [_AUTO.match(text) for text in requested]
+    return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
+
+
+def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.device=cpu") -> Sight:
+    """The host's GPUs and those asked for: by index, UUID or the beginning of one, or as auto:N.
+
+    AgentError when the host has not what is asked for, or when one is named twice. `on_cpu` is the option of the job
+    that does without.
     """
-    if not requested:
-        return []
     # both at once: without persistence mode each takes about a second
     of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
     hint = "run on its CPUs with %s, or choose another machine" % on_cpu
@@ -70,13 +99,14 @@ def check_gpus(
         of_apps.kill()  # it may hang as the first one did
     if not gpus:
         raise AgentError("host", "%s has no GPU, so no GPU %s" % (_machine(), ", ".join(requested)), hint)
-    chosen = [_find(text, gpus, env) for text in requested]
-    for n, gpu in enumerate(chosen):
-        if gpu.uuid in [other.uuid for other in chosen[:n]]:
+    count = auto_count(requested)
+    if count > len(gpus):
+        raise AgentError("host", "%s has %d GPUs, fewer than auto:%d asks for" % (_machine(), len(gpus), count), hint)
+    named = [] if count else [_find(text, gpus, env) for text in requested]
+    for n, gpu in enumerate(named):
+        if gpu.uuid in [other.uuid for other in named[:n]]:
             raise AgentError("usage", "GPU %s is named twice: %s" % (gpu.index, ", ".join(requested)), "name each once")
-    if not allow_busy:
-        _refuse_busy(chosen, gpus, using)
-    return chosen
+    return Sight(gpus, named, using)
 
 
 def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
@@ -100,33 +130,24 @@ def _find_slice(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
         index = int(of_gpu.group(1)) if of_gpu else index
         of_slice = re.search(r"UUID: (MIG-[^)\s]+)", line)
         if of_slice and of_slice.group(1) == text:
-            return next(g for g in gpus if g.index == index)._replace(uuid=text, memory_used_mib=0)
+            whole = next(g for g in gpus if g.index == index)
+            return whole._replace(uuid=text, memory_used_mib=0, parent=whole.uuid)
     raise AgentError("host", "%s has no GPU slice %s" % (_machine(), text), "nvidia-smi -L lists them")
-
-
-def _refuse_busy(chosen: Sequence[Gpu], gpus: Sequence[Gpu], using: Sequence[Holder]) -> None:
-    users = {gpu.uuid: users_of(gpu, using) for gpu in gpus}
-    busy = {uuid: who for uuid, who in users.items() if who}
-    refused = [gpu for gpu in chosen if gpu.uuid in busy]
-    if not refused:
-        return
-    free = [str(gpu.index) for gpu in gpus if gpu.uuid not in busy]
-    offer = "free: --gpus %s; or " % ",".join(free) if free else ""
-    message = "; ".join("GPU %d is busy: %s" % (gpu.index, busy[gpu.uuid]) for gpu in refused)
-    raise AgentError("host", message, offer + "run beside them with --allow-busy")
 
 
 def _machine() -> str:
     return "host " + os.uname().nodename
 
 
-def users_of(gpu: Gpu, using: Sequence[Holder]) -> str:
-    """Who is on a GPU, in words; "" when it is free."""
+def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
+    """Who is on a GPU, in words, with the memory in use; "" when it is free."""
     here = [h for h in using if h.gpu_uuid == gpu.uuid]
     if here:
-        return ", ".join("pid %d of %s, %s, %d MiB" % (h.pid, h.user, h.command, h.memory_mib) for h in here)
+        shown = [("pid %d of %s, %s" % (h.pid, h.user, h.command), ", %d MiB" % h.memory_mib) for h in here]
+        return ", ".join(who + (size if memory else "") for who, size in shown)
     if gpu.memory_used_mib > BUSY_MIB:
-        return "%d MiB in use by a process that is not seen here (another container?)" % gpu.memory_used_mib
+        size = "%d MiB " % gpu.memory_used_mib if memory else ""
+        return size + "in use by a process that is not seen here (another container?)"
     return ""
 
 
@@ -187,12 +208,16 @@ def _number(cell: str) -> int:
 
 
 def _user_of(pid: int) -> str:
-    import pwd
-
     try:
-        uid = os.stat("/proc/%d" % pid).st_uid
+        return user_name(os.stat("/proc/%d" % pid).st_uid)
     except OSError:
         return "?"
+
+
+def user_name(uid: int) -> str:
+    """The account's name; its number when it has none here."""
+    import pwd
+
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

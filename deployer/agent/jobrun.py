@@ -11,6 +11,7 @@ from . import probe, progress, restarts, stalling, state
 from .attempt import Attempt, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
+from .jobgpus import JobGpus
 from .layout import Job
 from .procs import Process, describe, end_all
 from .statusfile import StatusFile, say
@@ -29,6 +30,7 @@ class JobRun:
         self.adopted = bool(launch_input.get("adopt"))
         self.children = Children()
         self.status = StatusFile(job, self._first_status())
+        self.gpus = JobGpus(self.plan, self._env(), launch_input.get("held"))
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -70,6 +72,11 @@ class JobRun:
 
     def _live(self) -> Ending:
         """The attempts, up to the last one's ending."""
+        if not self.adopted and not self._queue():
+            return Ending(STOPPED, None, "stopped on request, while it was queued")
+        if self.adopted:
+            self.gpus.hold_again(self.status.values.get("devices") or [], self.status.values.get("slots") or {})
+        self.status.values["devices"] = self.gpus.devices
         ending = self._try(adopted=self.adopted)
         while ending.state == FAILED and self.policy.get("max_restarts"):
             reason = self._why_no_restart()
@@ -85,6 +92,20 @@ class JobRun:
             ending = self._try()
         return ending
 
+    def _queue(self) -> bool:
+        """Waits for the job's GPUs; False when a stop was asked for meanwhile."""
+        while self.gpus.waiting:
+            self.gpus.look()
+            waits = self.gpus.waiting
+            if not waits or self.gpus.view != self.status.values.get("queue"):
+                kept = {"state": state.QUEUED, "queue": self.gpus.view}
+                self.status.save(**(kept if waits else {"state": state.PREPARING, "queue": None}))
+            if waits and self.children.wait():
+                state.request_stop(self.job)
+            if state.read_stop(self.job) is not None:
+                return False
+        return True
+
     def _try(self, *, adopted: bool = False) -> Ending:
         """One attempt, up to its ending, which the status then keeps."""
         number = int(self.status.values["attempt"])
@@ -95,6 +116,7 @@ class JobRun:
             number,
             status=self.status,
             children=self.children,
+            gpus=self.gpus,
             hooks=[self._limit_runtime],
         )
         ending = attempt.adopt() if adopted else attempt.run()
@@ -149,6 +171,9 @@ class JobRun:
 
     # --- end ---
 
+    def _env(self) -> Dict[str, str]:
+        return self.input.get("base_env") or dict(os.environ)
+
     def _sweep(self) -> None:
         """Ends what the attempt left running."""
         if self.attempt is None:
@@ -171,10 +196,12 @@ class JobRun:
             "swept": self._swept,
             "remaining": [describe(p) for p in self._remaining],
             "phase": None,
+            "queue": None,
         }
         if ending.state == STOPPED:
             final["ended"] = len(self._seen - set(self._remaining))
             final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
+        self.gpus.release()  # before anybody can see the end: the next job may follow at once
         self.status.save_last(**final)
 
     def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
@@ -183,7 +210,6 @@ class JobRun:
             return None, []
         from .gpufree import wait_until_free
 
-        env = self.input.get("base_env") or dict(os.environ)
         pids = {process.pid for process in self._seen}
         names = state.gpus_of(self.plan, self.status.values)
-        return wait_until_free(names, env, pids, allow_busy=bool(self.plan.get("allow_busy")))
+        return wait_until_free(names, self._env(), pids, allow_busy=bool(self.plan.get("allow_busy")))

@@ -81,4 +81,5 @@ def handlers(root: Root) -> Dict[str, Handler]:
         "exec": ask("commands", "execute"),
         "doctor": ask("checkup", "doctor"),
         "gc": ask("gc", "gc"),
+        "gpus": ask("sharing", "report"),
     }

@@ -11,11 +11,12 @@ import sys
 import time
 from typing import Any, Callable, Dict, Optional
 
-from . import gpus, logs, probe, runtime, spare, state, supervise, tree
+from . import logs, probe, runtime, sharing, spare, state, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .following import follow_job
 from .layout import FORMAT_VERSION, Job, Root
+from .leases import Held
 from .store import Store
 from .storelock import store_in_use
 from .wire import Call
@@ -53,8 +54,8 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
     """Whether this call has started the job; another one may have been faster."""
     plan = request["plan"]
     env = _base_env()
-    _check_gpus(plan, env)
-    with store_in_use(root):
+    # before anything is shipped for a job that would be refused
+    with sharing.claimed(plan, env) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=bool(request.get("ahead")))
         try:
             with state.locked(job):
@@ -64,7 +65,7 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
                     _make_job(root, job, plan, request, arrived)
                     if call.cancelled.is_set():
                         raise AgentError("host", "the launch was cancelled")
-                    _start(root, job, plan, request, env)
+                    _start(root, job, plan, request, env, held)
                 except BaseException:
                     if not os.path.exists(job.status):
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
@@ -79,8 +80,9 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     an environment would be built, whose interpreter is not known yet."""
     plan = call.request()["plan"]
     env = _base_env()
-    _check_gpus(dict(plan, allow_busy=True), env)
     found = {"job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
+    if sharing.wants_gpus(plan):
+        found["gpus"] = sharing.would_get(plan, env)
     try:
         found["python"] = runtime.find_python(plan["python"], env=env, root=root)
     except AgentError as error:
@@ -120,12 +122,6 @@ def _check_root(root: Root) -> None:
         raise AgentError(
             "host", "the disk of the remote root %s is full: %d MB free" % (root.path, free_bytes >> 20), hint
         )
-
-
-def _check_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> None:
-    if plan["device"] == "cuda" and plan["gpus"]:
-        on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
-        gpus.check_gpus(plan["gpus"], env, plan["allow_busy"], on_cpu=on_cpu)
 
 
 # --- the job folder ---------------------------------------------------------------------------------------------------
@@ -201,13 +197,20 @@ def start_next(
 ) -> None:
     """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more."""
     env = _base_env()
-    _check_gpus(plan, env)
-    commit()
-    _start(root, job, plan, request, env, attempt=attempt)
+    with sharing.claimed(plan, env) as held:
+        commit()
+        _start(root, job, plan, request, env, held, attempt=attempt)
 
 
 def _start(
-    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], env: Dict[str, str], *, attempt: int = 1
+    root: Root,
+    job: Job,
+    plan: Dict[str, Any],
+    request: Dict[str, Any],
+    env: Dict[str, str],
+    held: Optional[Held],
+    *,
+    attempt: int = 1,
 ) -> None:
     python = dict(plan["python"], wheels=_wheels_folder(root, plan))
     launch_input = {
@@ -216,6 +219,7 @@ def _start(
         "secrets": request.get("secrets", {}),
         "base_env": env,
         "attempt": attempt,
+        "held": held.handed() if held is not None else None,
     }
     supervise.spawn(job, AGENT_DIR, launch_input)
 

@@ -1,6 +1,6 @@
 """The truth about a job: what its supervisor wrote, checked against what still runs.
 
-States: preparing, running, succeeded, failed, stopped, lost; beside `running`, `unsupervised` is true when the
+States: queued, preparing, running, succeeded, failed, stopped, lost; beside `running`, `unsupervised` is true when the
 supervisor is gone and the ranks go on. A host judges only jobs of its own machine id: homes may be shared.
 Stdlib only, Python 3.8, Linux.
 """
@@ -16,7 +16,7 @@ from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_
 from .layout import Job, Root
 from .procs import Process, is_running, job_processes, process_of
 
-PREPARING, RUNNING, LOST = "preparing", "running", "lost"
+QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
 FINAL = (*ENDINGS, LOST)
 DEFAULT_GRACE_S = 120.0
 TOOL_FAILED = 125
@@ -328,6 +328,8 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
         return {**kept, "reason": reason}
     if rebooted:
         reason = "the host was rebooted"
+    elif status.get("state") == QUEUED:
+        reason = "it waited for its GPUs, and its supervisor is gone"
     elif main_process(status) is None:
         reason = "the launch did not complete: its supervisor is gone"
     else:

@@ -36,7 +36,8 @@ _BOOT = (
 def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
     """Starts the job's supervisor and comes back once it has said in status.json who it is.
 
-    `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else. AgentError when it does not
+    `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else; with it goes the descriptor
+    that holds the job's GPUs. AgentError when it does not
     start; the supervisor's own words are in control/supervisor.log.
     """
     os.makedirs(job.control, mode=0o700, exist_ok=True)
@@ -56,6 +57,7 @@ def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
         job.path,
         os.path.abspath(agent_dir),
     ]
+    held = launch_input.get("held") or {"fd": -1}
     with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
         process = subprocess.Popen(
             argv,
@@ -66,6 +68,7 @@ def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
             env={**os.environ, SUPERVISOR_ENV: job.path},
             start_new_session=True,
             close_fds=True,
+            pass_fds=[held["fd"]] if held["fd"] >= 0 else [],
         )
     threading.Thread(target=process.wait, daemon=True).start()  # no zombie while this agent lives
     assert process.stdin is not None

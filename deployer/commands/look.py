@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 import click
 
 from deployer import jobs, lastseen, render
+from deployer.agent.queueing import queue_line
 from deployer.agent.state import FINAL
 from deployer.attempts import attempt_line, silence_line
 from deployer.commands.screen import next_commands, state_line
@@ -128,6 +129,8 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows += [("warning", warning) for warning in found.get("warnings") or []]
     rows += [("attempt", line) for line in [attempt_line(found)] if line]
     rows += [("silent", line) for line in [silence_line(found)] if line]
+    if found.get("queue"):
+        rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None)

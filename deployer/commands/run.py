@@ -21,9 +21,10 @@ from deployer.host import Host
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
-from deployer.plan import PYTHON_RULE, plan_to_json, render_command, render_cwd, shell_slots
+from deployer.plan import GPUS_RULE, PYTHON_RULE, has_auto, plan_to_json, render_command, render_cwd, shell_slots
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
+from trainer.schema import gpu_count
 
 
 def run(
@@ -142,8 +143,12 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
         click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
     if why:
         click.echo(f"# $PYTHON  {render.clean(why)}")
+    if has_auto(plan.gpus) and not remote:
+        click.echo(f"# $GPUS    {GPUS_RULE}")
     if not remote:
         click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
+        if has_auto(plan.gpus):
+            click.echo(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}")
     click.echo(cwd)
     click.echo(command)
 
@@ -155,7 +160,7 @@ def _devices(prepared: Prepared) -> str:
         return f"{processes} on the CPU"
     if plan.device == "any":
         return f"{processes}, GPUs not restricted"
-    return f"{processes} on GPU {', '.join(plan.gpus)}"
+    return f"{processes} on GPU {', '.join(plan.gpus)}" + (" when they are free" if plan.policy.queue else "")
 
 
 def _dry_run_json(prepared: Prepared, host: Host, slots: dict[str, str], *, command: str, cwd: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from deployer import lastseen, render
+from deployer.agent.queueing import queue_line
+from deployer.agent.state import FINAL
 from deployer.attempts import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
@@ -35,6 +37,7 @@ class Screen(Watcher):
         self._heard_at = time.monotonic()
         self._known_state = "running"
         self._attempt = 1
+        self._queue: dict[str, Any] = {}
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -69,6 +72,12 @@ class Screen(Watcher):
         if attempt != self._attempt:
             self._attempt = attempt
             render.notice(attempt_line(status) or "")
+        queue = status.get("queue") or {}
+        if queue and queue != self._queue:
+            render.notice(f"queued: {queue_line(queue, time.time())}")
+        elif self._queue and status["state"] not in FINAL:
+            render.notice("the GPUs are free")
+        self._queue = queue
 
     def heard(self) -> None:
         self._heard_at = time.monotonic()

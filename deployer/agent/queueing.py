@@ -1,0 +1,131 @@
+"""Which job gets which GPUs: pure. First in, first out, and nobody passes one who waits for the same GPU.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
+
+from .gpus import Gpu, Sight, users_of
+from .leases import LEASE, TICKET, Claim
+
+Devices = Tuple[str, ...]
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two devices are the same, or one is a slice of the other."""
+    return one == other or one.startswith(other + "/") or other.startswith(one + "/")
+
+
+def any_overlap(device: str, others: Sequence[str]) -> bool:
+    return any(overlap(device, other) for other in others)
+
+
+def queue_of(claims: Sequence[Claim]) -> List[Claim]:
+    """The tickets, first the one whose turn is next."""
+    return sorted((c for c in claims if c.kind == TICKET), key=lambda c: (c.number, c.since, c.file))
+
+
+def grant(claims: Sequence[Claim], gpus: Sequence[Gpu], busy: Collection[str]) -> Dict[str, Devices]:
+    """The tickets (by file) that may start now, each with its devices.
+
+    Free is what no lease names and nobody computes on. A ticket that cannot start keeps the later ones from what it
+    waits for: from all GPUs when it takes any.
+    """
+    taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]
+    granted: Dict[str, Devices] = {}
+    for ticket in queue_of(claims):
+        chosen = _choose(ticket, gpus, taken, busy)
+        if chosen is not None:
+            granted[ticket.file] = chosen
+        taken += chosen if chosen is not None else _waits_for(ticket, gpus)
+    return granted
+
+
+def _choose(ticket: Claim, gpus: Sequence[Gpu], taken: Sequence[str], busy: Collection[str]) -> Optional[Devices]:
+    if not ticket.auto:
+        blocked = any(device in busy or any_overlap(device, taken) for device in ticket.devices)
+        return None if blocked else ticket.devices
+    free = [gpu for gpu in gpus if gpu.device not in busy and not any_overlap(gpu.device, taken)]
+    return freest(free, ticket.auto, ()) if len(free) >= ticket.auto else None
+
+
+def freest(gpus: Sequence[Gpu], count: int, avoid: Sequence[str]) -> Devices:
+    """`count` GPUs in the order of their index: those not to `avoid` first, then by memory in use, then by index."""
+    ranked = sorted(gpus, key=lambda g: (any_overlap(g.device, avoid), g.memory_used_mib, g.index))
+    return tuple(gpu.device for gpu in sorted(ranked[:count], key=lambda g: g.index))
+
+
+def _waits_for(ticket: Claim, gpus: Sequence[Gpu]) -> Devices:
+    return tuple(gpu.device for gpu in gpus) if ticket.auto else ticket.devices
+
+
+# --- who holds what, in words -----------------------------------------------------------------------------------------
+
+
+def queue_view(ticket: Claim, claims: Sequence[Claim], sight: Sight, *, memory: bool = True) -> Dict[str, Any]:
+    """Why a ticket waits, as data: its place, what blocks each device, and which jobs come before it.
+
+    memory: with the MiB of processes, which change all the time."""
+    tickets = queue_of(claims)
+    wanted = _waits_for(ticket, sight.gpus)
+    before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, sight.gpus), wanted)]
+    held = [_block(gpu, claims, sight, memory) for gpu in (sight.gpus if ticket.auto else sight.named)]
+    return {
+        "position": len(before) + 1,
+        "wants": "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in sight.named),
+        "held": [block for block in held if block],
+        "before": [{"job": t.job, "user": t.user} for t in before],
+    }
+
+
+def _place(ticket: Claim, tickets: Sequence[Claim]) -> int:
+    return next((n for n, other in enumerate(tickets) if other.file == ticket.file), len(tickets))
+
+
+def _shares(some: Devices, others: Devices) -> bool:
+    return any(any_overlap(device, others) for device in some)
+
+
+def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Dict[str, Any]]:
+    lease = next((c for c in claims if c.kind == LEASE and any_overlap(gpu.device, c.devices)), None)
+    if lease is not None:
+        return {"gpu": gpu.label, "job": lease.job, "user": lease.user, "since": lease.since}
+    using = users_of(gpu, sight.using, memory=memory)
+    return {"gpu": gpu.label, "using": using} if using else None
+
+
+def refusal(view: Dict[str, Any], now: float) -> str:
+    """Why a job that does not queue gets no GPUs."""
+    reasons = [_held_text(block, now) for block in view["held"]]
+    waiting = ", ".join("job %s of user %s" % (t["job"], t["user"]) for t in view["before"])
+    if waiting:
+        reasons.append("before it in the queue for GPU %s: %s" % (view["wants"], waiting))
+    few = "fewer GPUs are free than %s asks for" % view["wants"]
+    return "; ".join([few, *reasons] if view["wants"].startswith("auto:") else reasons)
+
+
+def queue_line(view: Dict[str, Any], now: float) -> str:
+    """Where a queued job stands, in one line."""
+    parts = ["position %s" % view.get("position", "?")]
+    parts += [_held_text(block, now) for block in view.get("held") or []]
+    before = ["%s of %s" % (t["job"], t["user"]) for t in view.get("before") or []]
+    if before:
+        parts.append("before you: " + ", ".join(before))
+    if view.get("trouble"):
+        parts.append(str(view["trouble"]))
+    return "; ".join(parts)
+
+
+def _held_text(block: Dict[str, Any], now: float) -> str:
+    if "using" in block:
+        return "GPU %s is busy: %s" % (block["gpu"], block["using"])
+    age = age_text(now - float(block["since"]))
+    return "GPU %s is held by job %s of user %s for %s" % (block["gpu"], block["job"], block["user"], age)
+
+
+def age_text(seconds: float) -> str:
+    """A duration for the eye: 42s, 7m, 3h, 2d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return "%.0f%s" % (seconds / length, unit)
+    return "%.0fs" % max(seconds, 0)

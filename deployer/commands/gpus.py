@@ -1,0 +1,50 @@
+"""`gpus`: who holds and uses a host's GPUs, and who waits for them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import click
+
+from deployer import render
+from deployer.errors import HostError
+from deployer.host import Host
+
+
+def gpus(host: Host, *, as_json: bool) -> None:
+    with host.connect(request={"op": "gpus"}) as link:
+        found = link.first.result("gpus")
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    try:
+        rows, queue = [_row(gpu) for gpu in found["gpus"]], [_ticket(ticket) for ticket in found["queue"]]
+    except (TypeError, ValueError, LookupError) as error:
+        raise HostError(f"{host.name} sent a list of GPUs that is not understood: {error!r}") from error
+    render.table(("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
+    if queue:
+        render.table(("WAITING", "USER", "FOR GPU", "AGE"), queue)
+
+
+def _row(gpu: dict[str, Any]) -> tuple[object, ...]:
+    memory = f"{gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB"
+    held = ", ".join(_holder(holder) for holder in gpu["held"])
+    processes = ", ".join(
+        f"pid {p['pid']} of {p['user']}: {p['command']}, {p['memory_mib']:,} MiB" for p in gpu["processes"]
+    )
+    return gpu["index"], gpu["name"], memory, held or "-", processes or "-"
+
+
+def _holder(holder: dict[str, Any]) -> str:
+    beside = ", shared" if holder["shared"] else ""
+    return f"{holder['job']} ({holder['user']}, {_age(holder)}{beside})"
+
+
+def _ticket(ticket: dict[str, Any]) -> tuple[object, ...]:
+    return ticket["job"], ticket["user"], ticket["wants"], _age(ticket)
+
+
+def _age(what: dict[str, Any]) -> str:
+    return render.age(time.time() - float(what["since"]))
