@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ from deployer.agent.garbage import (
     Thing,
     choose,
 )
+from deployer.agent.frames import Frame
 from deployer.agent.layout import Job, Root
+from deployer.agent.start import launch
 from deployer.agent.store import Store
 from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
+from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.test_spare import keep
@@ -412,6 +416,39 @@ def test_a_launch_waits_until_the_collection_is_over(root: Root) -> None:
         order.append("collected")
     thread.join(30)
     assert order == ["collected", "launched"]
+
+
+class Launching:
+    """The call of a `launch` request that brings one tree of one file; `free_at`: when the store could be collected."""
+
+    def __init__(self, root: Root, plan: dict[str, Any], content: bytes, entry: Entry) -> None:
+        self.root, self.plan, self.content, self.entry = root, plan, content, entry
+        self.cancelled, self.revoked, self.head = threading.Event(), False, {}
+        self.free_at: dict[str, bool] = {}
+
+    def request(self) -> dict[str, Any]:
+        return {"plan": self.plan}
+
+    def send_event(self, name: str, value: Any = None) -> None:
+        try:
+            with store_alone(self.root, wait_s=0):
+                self.free_at[name] = True
+        except AgentError:
+            self.free_at[name] = False
+        tree = Frame({}, zlib.compress(dump_entries([self.entry])))
+        self._frames = [tree] if name == "need_tree" else [Frame({"blob": self.entry.hash, "last": True}, self.content)]
+
+    def receive(self) -> list[Frame]:
+        return self._frames
+
+
+def test_a_launch_keeps_the_store_from_its_first_question_to_its_start(root: Root) -> None:
+    entry = Entry("code/a", FILE, 1, content_hash(b"1"))
+    plan = make_plan(["true"], tree=root_hash([entry]), job_id="a")
+    call = Launching(root, plan, b"1", entry)
+    launch(root, call)  # type: ignore[arg-type]
+    assert call.free_at == {"need_tree": False, "need_blobs": False, "ack": True}
+    assert end_of(root.job("a"))["state"] == "succeeded"
 
 
 def test_an_agent_s_folder_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
