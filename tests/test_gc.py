@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from deployer.agent import gc, spare, state
 from deployer.agent.errors import AgentError
+from deployer.agent.frames import Frame
 from deployer.agent.garbage import (
     AGENT,
     BLOB,
     DATA,
     ENV,
     MIN_AGE_S,
+    PACK,
     SPARE,
     TREE,
     Inventory,
@@ -33,8 +35,8 @@ from deployer.agent.garbage import (
     Thing,
     choose,
 )
-from deployer.agent.frames import Frame
 from deployer.agent.layout import Job, Root
+from deployer.agent.packs import PackWriter
 from deployer.agent.start import launch
 from deployer.agent.store import Store
 from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
@@ -57,7 +59,7 @@ def job(name: str, *, ended_s: float | None = 10 * DAY_S, size: int = 10, names:
 
 
 def inventory(*jobs: JobItem, things: Any = (), blobs_of: Any = None, names_of: Any = None) -> Inventory:
-    return Inventory(jobs, tuple(things), blobs_of or {}, names_of or {}, None)
+    return Inventory(jobs, tuple(things), blobs_of or {}, {}, names_of or {}, None)
 
 
 def gone(inventory: Inventory, **limits: Any) -> list[str]:
@@ -128,17 +130,18 @@ def test_what_is_young_or_held_by_a_process_stays() -> None:
 
 @pytest.mark.parametrize(
     ("state", "stay"),
-    [({"known": False}, {TREE, BLOB, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
+    [({"known": False}, {TREE, BLOB, PACK, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
 )
 def test_while_a_job_s_needs_are_unknown_nothing_goes_that_it_might_need(state: dict[str, Any], stay: set[str]) -> None:
-    things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, DATA, ENV, AGENT, SPARE)]
+    things = [Thing(kind, kind, 1, 99 * DAY_S) for kind in (TREE, BLOB, PACK, DATA, ENV, AGENT, SPARE)]
     found = inventory(job("a", ended_s=None, **state), things=things)
-    assert {TREE, BLOB, DATA, ENV, AGENT, SPARE} - {t.kind for t in choose(found, Policy()).things} == stay
+    assert {thing.kind for thing in things} - {t.kind for t in choose(found, Policy()).things} == stay
 
 
 NAMES = [f"{kind}{n}" for kind in (TREE, DATA, ENV, AGENT) for n in range(4)]
 IDS = [f"job{n}" for n in range(6)]
 BLOBS = [f"blob{n}" for n in range(6)]
+PACKS = ["pack0", "pack1"]
 AGES = st.sampled_from([0.0, 3599.0, 3601.0, 2 * DAY_S, 40 * DAY_S])
 
 
@@ -157,12 +160,13 @@ def inventories(draw: Any) -> Inventory:
         )
         for name in draw(st.sets(st.sampled_from(IDS)))
     )
-    names = [*NAMES, *BLOBS, "spare0"]
+    names = [*NAMES, *BLOBS, *PACKS, "spare0"]
     things = tuple(Thing(name[:-1], name, 5, draw(AGES), draw(st.booleans())) for name in names)
     trees = [name for name in NAMES if name.startswith(TREE)]
     blobs = {tree: draw(st.frozensets(st.sampled_from(BLOBS))) for tree in trees}
     links = {tree: draw(st.frozensets(st.sampled_from(IDS), max_size=1)) for tree in trees}
-    return Inventory(jobs, things, blobs, links, draw(st.none() | st.sampled_from(trees)))
+    packed = {pack: draw(st.frozensets(st.sampled_from(BLOBS))) for pack in PACKS}
+    return Inventory(jobs, things, blobs, packed, links, draw(st.none() | st.sampled_from(trees)))
 
 
 POLICIES = st.builds(
@@ -184,7 +188,9 @@ def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) ->
         assert not (kept.names | linked) - {kept.id} & ids
         assert not ((kept.names | blobs) - agents) & names
     left = {t.name for t in found.things if t.kind == TREE} - names
-    assert not {blob for tree in left for blob in found.blobs_of[tree]} & names  # a tree that is left is whole
+    whole = {blob for tree in left for blob in found.blobs_of[tree]}
+    assert not whole & names  # a tree that is left is whole
+    assert not any(found.packed[pack] & whole for pack in names.intersection(PACKS))
     assert choose(_without(found, removed), policy).things == ()  # and once more finds nothing
 
 
@@ -244,6 +250,19 @@ def test_files_of_trees_that_no_job_names_are_collected_and_others_stay_whole(ro
     assert not Store(root).has_tree(old)
     Store(root).materialise(needed, str(tmp_path / "copy"))
     assert blobs_in(root) == [b"2", b"shared"]
+
+
+def test_a_pack_goes_when_no_tree_needs_a_file_of_it(root: Root) -> None:
+    needed = keep(root, {"code/a": b"1"})
+    ended(root, "a", needed)
+    for content in (b"1", b"2"):
+        pack = PackWriter(root)
+        pack.add(content_hash(content), content)
+        pack.publish()
+    Path(root.packs, "broken").write_bytes(b"x")
+    make_old(root.path)
+    assert Called(root).found == {PACK: 2}
+    assert Store(root).packs.read(content_hash(b"1")) == b"1"
 
 
 def test_a_dry_run_removes_nothing_and_tells_the_same(root: Root) -> None:

@@ -7,11 +7,13 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-TREE, BLOB, DATA, ENV, AGENT, SPARE, TMP = "tree", "blob", "data", "env", "agent", "spare", "tmp"
+TREE, BLOB, PACK, DATA, ENV, AGENT = "tree", "blob", "pack", "data", "env", "agent"
+SPARE, TMP = "spare", "tmp"
 HOUR_S, DAY_S = 3600.0, 86400.0
 MIN_AGE_S = {
     TREE: HOUR_S,
     BLOB: HOUR_S,
+    PACK: HOUR_S,
     DATA: HOUR_S,
     TMP: HOUR_S,
     ENV: DAY_S,
@@ -47,6 +49,7 @@ class Inventory(NamedTuple):
     jobs: Tuple[JobItem, ...]
     things: Tuple[Thing, ...]
     blobs_of: Mapping[str, FrozenSet[str]]  # tree -> its blobs
+    packed: Mapping[str, FrozenSet[str]]  # pack -> the blobs in it
     names_of: Mapping[str, FrozenSet[str]]  # tree -> words of its links' targets, which may lead into a job
     spare_tree: Optional[str]
 
@@ -130,6 +133,7 @@ def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]
         stays.add((TREE, inventory.spare_tree))
     blobs: Set[str] = set().union(*(inventory.blobs_of.get(tree, frozenset()) for tree in trees))
     stays.update((BLOB, name) for name in blobs)
+    stays.update((PACK, name) for name, inside in inventory.packed.items() if inside & blobs)
     return tuple(t for t in inventory.things if (t.kind, t.name) not in stays)
 
 
@@ -144,6 +148,7 @@ def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
         TREE: None if unknown else words,
         DATA: None if unknown else words,
         BLOB: None if unknown else none,
+        PACK: None if unknown else none,
         ENV: None if unsettled else words,
         AGENT: None if unsettled else running,
         SPARE: none,

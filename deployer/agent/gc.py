@@ -15,6 +15,7 @@ from .garbage import (
     BLOB,
     DATA,
     ENV,
+    PACK,
     SPARE,
     TMP,
     TREE,
@@ -107,13 +108,13 @@ def _take_job(job: Job, aside: str) -> bool:
 
 def _take_things(root: Root, things: Sequence[Thing], aside: str) -> Iterator[str]:
     """Takes the things away, and yields each one's path. Trees go before blobs: a tree says that its blobs are here."""
-    folders = {**_folders(root), TREE: root.trees, SPARE: os.path.join(root.path, "store")}
-    for number, thing in enumerate(sorted(things, key=lambda thing: thing.kind == BLOB)):
+    folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
+    for number, thing in enumerate(sorted(things, key=lambda thing: thing.kind in (BLOB, PACK))):
         if thing.kind == BLOB:
             path = os.path.join(root.blobs, thing.name[:2], thing.name[2:])
         else:
             path = os.path.join(folders[thing.kind], thing.name)
-        if thing.kind in (TREE, BLOB):
+        if thing.kind in (TREE, BLOB, PACK):
             _unlink(path)
         else:
             _take(path, os.path.join(aside, str(number)))

@@ -10,8 +10,8 @@ import re
 import time
 from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple
 
-from . import state
-from .garbage import AGENT, BLOB, DATA, ENV, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from . import packs, state
+from .garbage import AGENT, BLOB, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
 from .layout import JOB_ID, JOB_ID_ENV, Job, Root
 from .storelock import is_held
 from .tree import LINK, Entry, blobs_of, root_hash
@@ -32,8 +32,9 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
     now, live = time.time(), _Live.read()
     trees = dict(_read_trees(root))
     things = [
-        *(Thing(TREE, name, os.stat(path).st_size, _age(path, now)) for name, path in _children(root.trees)),
+        *(Thing(TREE, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.trees)),
         *_blobs(root, now),
+        *(Thing(PACK, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.packs)),
         *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data)),
         *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
         *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents)),
@@ -46,6 +47,7 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
         jobs=tuple(_job(Job(path), size(path), now, live) for path in _job_folders(root)),
         things=tuple(things),
         blobs_of={name: frozenset(blobs_of(entries)) for name, entries in trees.items()},
+        packed={name: _packed(path) for name, path in _children(root.packs)},
         names_of={name: _link_words(entries) for name, entries in trees.items()},
         spare_tree=_spare_tree(spare),
     )
@@ -65,6 +67,13 @@ def disk_bytes(path: str) -> int:
         if info.st_nlink > 1:
             seen.add((info.st_dev, info.st_ino))
     return total
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * _BLOCK
+    except OSError:
+        return 0
 
 
 def _everything(path: str) -> Iterator[str]:
@@ -170,6 +179,14 @@ def _blobs(root: Root, now: float) -> Iterator[Thing]:
             continue
         for name, info in found:
             yield Thing(BLOB, prefix + name, info.st_blocks * _BLOCK, now - info.st_mtime)
+
+
+def _packed(path: str) -> FrozenSet[str]:
+    try:
+        with open(path, "rb") as f:
+            return frozenset(digest for digest, _, _ in packs.read_index(f.fileno()))
+    except (OSError, ValueError):
+        return frozenset()  # damaged: its blobs are asked for again
 
 
 def _spare_tree(spare: str) -> Optional[str]:

@@ -82,6 +82,7 @@ def _fact(value: Any) -> str:
 _KINDS = {
     "tree": "file lists of trees",
     "blob": "files in the store",
+    "pack": "packs of files in the store",
     "data": "data sets and wheels",
     "env": "Python environments",
     "agent": "agents of other versions",
