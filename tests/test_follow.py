@@ -161,7 +161,8 @@ def test_ctrl_c_at_random_times_leaves_the_job_alone(ferry, tries):
             client.wait(rng.uniform(0.05, 0.9))
         client.send_signal(signal.SIGINT)
         out, err = client.communicate(timeout=30)
-        assert client.returncode in (75, 130, -signal.SIGINT), err.decode()
+        in_python_itself = client.returncode == 1 and b"init_import_site" in err  # before any line of ours
+        assert client.returncode in (75, 130, -signal.SIGINT) or in_python_itself, err.decode()
         assert client.returncode != 75 or f"{ID} is running; it goes on without this client" in err.decode()
         assert out == b"" or out.startswith(b"tick 0\n")
         assert state.judge(job)["state"] == "running"
@@ -174,6 +175,12 @@ def descendants(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         children += [int(child) for child in task.read_text().split()]
     return [each for child in children for each in (child, *descendants(child))]
+
+
+def agents(server: SshServer) -> list[int]:
+    """What runs for the server's sessions, without the sessions themselves: those of a silent client stay open."""
+    commands = {pid: Path(f"/proc/{pid}/comm") for pid in descendants(server.process.pid)}
+    return [pid for pid, command in commands.items() if command.exists() and "sshd" not in command.read_text()]
 
 
 @both_ways
@@ -198,7 +205,7 @@ def test_client_that_is_frozen_holds_no_agent_for_longer_than_a_minute(remote, s
     client = remote.start("logs", ID, *remote.where())
     client.stdout.readline()
     client.send_signal(signal.SIGSTOP)
-    wait_for(lambda: not descendants(server.process.pid), timeout_s=61)
+    wait_for(lambda: not agents(server), timeout_s=60)
     client.send_signal(signal.SIGCONT)  # and it comes back where it was
     lines = [client.stdout.readline() for _ in range(2000)]
     assert lines == [b"tick %d\n" % i for i in range(1, 2001)]
