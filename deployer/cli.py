@@ -239,21 +239,46 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
 @cli.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @at_a_place
-@click.option("--checkpoints", is_flag=True, help="Checkpoints too.")
+@click.option("--checkpoints", is_flag=True, help="Every complete checkpoint too.")
+@click.option("--checkpoint", metavar="STEP|latest", help="This checkpoint too.")
 @click.option("--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
-def pull(job_id: str, checkpoints: bool, pull_max: str, target: str | None, **place: Any) -> None:
-    """Bring a job's metrics, logs and exported model home."""
+@click.option("--watch", is_flag=True, help="Bring what is new again and again, until the job has ended.")
+@click.option("--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often, with --watch.")
+@click.option("--streams", type=click.IntRange(1, 16), metavar="N", help="Connections [4 for more than 32 MB].")
+@JSON
+def pull(
+    job_id: str,
+    checkpoints: bool,
+    checkpoint: str | None,
+    pull_max: str,
+    target: str | None,
+    watch: bool,
+    every_s: float,
+    streams: int | None,
+    as_json: bool,
+    **place: Any,
+) -> None:
+    """Bring a job's metrics, logs and exported model home.
+
+    A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
+    checkpoint appears whole or not at all.
+    """
+    from deployer.choice import Wish
     from deployer.commands import pull as command
 
+    if checkpoints and checkpoint:
+        raise UsageError("give --checkpoints or --checkpoint, not both")
+    wish = Wish("all" if checkpoints else checkpoint, parse_size(pull_max) or None, may_lack=watch, streams=streams)
     host, record = find_host(job_id, **place)
-    folder = target or (record.results if record else None)
-    command.pull(
+    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
+    command.pull_job(
         host,
-        record.job_id if record else job_id,
+        job_id,
         target=Path(folder) if folder else None,
-        checkpoints=checkpoints,
-        limit=parse_size(pull_max) or None,
+        wish=wish,
+        every_s=every_s if watch else None,
+        as_json=as_json,
     )
 
 

@@ -76,6 +76,14 @@ class Host:
         self._transport.connect()
         return time.monotonic() - begun
 
+    def close(self) -> None:
+        """Ends the connection, if there is one; jobs stay."""
+        if self._link is not None:
+            self._link.close()
+        if self._transport is not None:
+            self._transport.close()
+        self._link = self._transport = None
+
     def _make_transport(self) -> Transport:
         return make_transport(
             self.ssh,

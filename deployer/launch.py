@@ -16,6 +16,8 @@ from deployer.logview import LogView
 from deployer.plan import LaunchPlan, plan_to_json
 from deployer.shipping import News, Shipment, news_for, send_blobs, send_news, send_tree
 
+ASKED_BYTES = 100
+"""What a host's request for one file may take: its hash, quoted."""
 CANCEL_S = 5.0
 """How long an interrupted launch waits to hear whether it came to a job."""
 
@@ -105,6 +107,7 @@ def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watche
             if value not in shipment.trees:
                 raise HostError(f"the host asks for {value!r}, which is no tree of this launch")
             entries = shipment.trees[value]
+            call.max_event = max(call.max_event, ASKED_BYTES * len(entries))
             send_tree(call, entries)
         elif name == "need_blobs":
             send_blobs(call, value, shipment.sources, blobs_of(entries), watcher.sending)

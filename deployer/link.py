@@ -8,9 +8,7 @@ waited for. An agent that is missing on the host is sent down the same channel.
 from __future__ import annotations
 
 import io
-import itertools
 import json
-import queue
 import secrets
 import threading
 import time
@@ -22,6 +20,7 @@ from deployer.agent import frames
 from deployer.agent.frames import Frame, ProtocolError, Window
 from deployer.command import MAX_WORD, agent_hash, agent_sources, build_command, build_word
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
+from deployer.inbox import Inbox
 
 if TYPE_CHECKING:
     from deployer.transport import Stream, Transport
@@ -32,8 +31,10 @@ DEAD_AFTER_S = 35.0
 ANSWER_TIMEOUT_S = 60.0
 """From the exec to the nonce: login scripts run in between."""
 MAX_PAYLOAD = 8 << 20
-MAX_EVENT = 64 << 20
-"""Bytes of one event's value at most: the names of a million files."""
+MAX_EVENT = 4 << 20
+"""Bytes of one event's value at most, unless its call expects more."""
+ITEM_BYTES = 20
+"""A value may have one item for so many of its bytes: in memory an item takes many times what it takes as text."""
 
 
 class Link:
@@ -47,7 +48,7 @@ class Link:
         self.hello: dict[str, Any] = {}
         self._stream = stream
         self._calls: dict[int, Call] = {}
-        self._ids = itertools.count(1)
+        self._issued = 0  # the highest number that a call has got
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._lost: FerryError | None = None
@@ -63,6 +64,7 @@ class Link:
         self.answered_s = 0.0
         """From the exec to the agent's first byte: login shell, Python, half a round trip each way."""
         self._asked, self._answered = 0, threading.Event()
+        self._delivering = False  # what the host says waits for somebody here
 
     @classmethod
     def open(
@@ -112,7 +114,8 @@ class Link:
     def call(self, op: str, **params: Any) -> Call:
         """Sends a request; its events and answer come from the returned call. Waits for the agent to be there first."""
         self._ready.wait()
-        number = next(self._ids)
+        with self._lock:
+            self._issued = number = self._issued + 1
         call = Call(self, number)
         try:
             data = frames.encode({"id": number, "op": op, **params})
@@ -143,7 +146,7 @@ class Link:
 
     def close(self) -> None:
         """Ends the conversation; the agent goes, the jobs stay."""
-        self._closed = self._lost is None
+        self._closed = self._closed or self._lost is None
         self._fail(LostConnection(f"the connection to {self.host} was closed"))
         self._stream.close()
 
@@ -170,8 +173,9 @@ class Link:
             self._heard = time.monotonic()
             reader = io.BufferedReader(_Raw(self._stream, first), 1 << 16)
             while (frame := frames.read_frame(reader)) is not None:
-                self._heard = time.monotonic()
+                self._delivering = True
                 self._dispatch(frame)
+                self._heard, self._delivering = time.monotonic(), False
             self._fail(LostConnection(f"{self.host} closed the connection"))
         except frames.CutError as error:
             self._fail(LostConnection(f"{self.host} broke off: {error}"))
@@ -190,14 +194,18 @@ class Link:
         if "id" in head:
             with self._lock:
                 call = self._calls.get(head["id"])
+                issued = self._issued
             if call is not None:
                 call.deliver(frame)
+            elif type(head["id"]) is not int or not 0 <= head["id"] <= issued:
+                raise ProtocolError("an answer to what was not asked")
         elif "hello" in head:
             self.hello = head["hello"]
             self._ready.set()
         elif head.get("pong") == self._asked:
             self._answered.set()
         elif head.get("need") == "agent" and not self._agent_sent:
+            self._agent_sent = True
             # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()
         elif "refused" in head:
@@ -215,7 +223,7 @@ class Link:
             self._fail(LostConnection(f"{self.host} gave no answer within {ANSWER_TIMEOUT_S:g} s"))
         while self._lost is None:
             time.sleep(self._ping_every_s)
-            if time.monotonic() - self._heard > self._dead_after_s:
+            if time.monotonic() - self._heard > self._dead_after_s and not self._delivering:
                 self._fail(LostConnection(f"{self.host} has not answered for {self._dead_after_s:g} s"))
                 self._stream.close()
                 return
@@ -248,8 +256,9 @@ class Call:
 
     def __init__(self, link: Link, number: int) -> None:
         self.id = number
+        self.max_event = MAX_EVENT
         self.link = link
-        self._inbox: queue.Queue[Frame | FerryError] = queue.Queue()
+        self._inbox = Inbox()
         self._window = Window()
         self._json = bytearray()
         self._received = self._consumed = 0  # bytes; each counted by one thread alone
@@ -268,7 +277,7 @@ class Call:
 
     def fail(self, error: FerryError) -> None:
         self._refuse(error)
-        self._inbox.put(error)
+        self._inbox.end(error)
 
     def _refuse(self, error: FerryError) -> None:
         """Nothing more is taken: who is sending ends at once and says why."""
@@ -282,8 +291,6 @@ class Call:
         """
         while True:
             frame = self._inbox.get()
-            if isinstance(frame, FerryError):
-                raise frame
             head = frame.head
             if "error" in head:
                 self.link.forget(self.id)
@@ -307,15 +314,17 @@ class Call:
         head = frame.head
         if head.get("json"):
             self._json += frame.body
-            if len(self._json) > MAX_EVENT:
-                raise ProtocolError(f"a value of more than {MAX_EVENT >> 20} MiB")
+            if len(self._json) > self.max_event:
+                raise ProtocolError(f"a value of more than {self.max_event >> 20} MiB")
             return None
         if "data" in head:
             return "data", head, frame.body
         if "value" in head:
             return head["event"], head["value"], b""
         text, self._json = self._json, bytearray()
-        return head["event"], json.loads(text), b""
+        if sum(map(text.count, (b"[", b"{", b","))) > self.max_event // ITEM_BYTES:
+            raise ProtocolError("a value of too many items")
+        return head["event"], json.loads(text.decode("ascii")), b""
 
     def result(self, event: str | None = None) -> Any:
         """The answer, or the value of the one event of that name; other events are passed over."""
@@ -340,7 +349,7 @@ class Call:
 
     def pending(self) -> bool:
         """Whether a frame has come that `events` has not given out yet."""
-        return not self._inbox.empty()
+        return len(self._inbox) > 0
 
     def cancel(self) -> None:
         """Tells the host that nobody waits for the answer any more."""

@@ -1,48 +1,38 @@
-"""A job's files brought home."""
+"""A job's files brought home: what there is, what is wanted, and rounds until it is here, whole and verified."""
 
 from __future__ import annotations
 
-import math
-import os
-import stat
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from deployer.errors import FerryError, HostError
+from deployer.choice import LeftOut, Wish, choose
+from deployer.downloads import Download, RemoteFile, place_of
+from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.host import Host
+from deployer.landing import Landing
 from deployer.link import Link
+from deployer.listing import read_listing
+from deployer.transfer import Patience, Progress, Tell, Transfer
 
-RESULT_PARTS = (
-    "metrics.jsonl",
-    "config.yaml",
-    "job.json",
-    "git.patch",
-    "status.json",
-    "outcome.json",
-    "logs",
-    "export",
-)
-CHECKPOINT_PARTS = ("checkpoints",)
-FETCH_BYTES = 256 << 20
-"""One request brings this much at most, so that a broken connection costs little."""
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    path: str  # relative to the job folder
-    size: int
-    mtime: float
+ROUNDS = 3
+"""What changes while it is copied is listed and fetched anew, so often in all."""
+HEADROOM_BYTES = 16 << 20  # for journals and the file system's own blocks
 
 
 @dataclass(frozen=True)
 class Pulled:
+    """What a pull came to."""
+
     files: int
+    """That are here now, those of earlier pulls included."""
     size_bytes: int
-    left_out: tuple[RemoteFile, ...]
-    """Not brought home because all of it together exceeds the limit."""
+    fetched_files: int
+    fetched_bytes: int
+    seconds: float
+    left_out: tuple[LeftOut, ...]
 
 
 def pull(
@@ -50,101 +40,138 @@ def pull(
     job_id: str,
     *,
     target: Path,
-    parts: Sequence[str] = RESULT_PARTS,
-    max_bytes: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    wish: Wish | None = None,
+    progress: Progress = lambda done, total: None,
+    tell: Tell = lambda text: None,
 ) -> Pulled:
-    """Copies parts of a job's folder into `target`, each file complete or absent; what is there unchanged is kept.
+    """Copies a job's results into `target`; each file, and each checkpoint, is there whole and verified or not at all.
 
-    When the export would exceed max_bytes it is left out and named in the result. HostError for a file that shrank or
-    for a name that would leave the target.
+    What is there unchanged is kept, what only grew is topped up, and what an earlier pull left half done goes on where
+    it stopped. Broken connections are made again; LostConnection when none comes about any more. HostError for a name
+    that would leave the target, and for bytes that arrive damaged twice. FerryError when they cannot be written here.
     """
-    with host.connect(request={"op": "files", "job": job_id, "parts": list(parts)}) as link:
-        listed = [parse_file(row) for row in link.first.result("files")]
-        kept, left_out = _within(listed, max_bytes)
-        wanted = [file for file in kept if not _is_here(target, file)]
-        total, done = sum(file.size for file in wanted), 0
-        for file in wanted:
+    with Landing(target) as landing:
+        return _Pull(host, job_id, landing, wish or Wish(), progress=progress, tell=tell).run()
+
+
+class _Pull:
+    """One pull: rounds of listing what there is and fetching what is not here."""
+
+    def __init__(
+        self, host: Host, job_id: str, landing: Landing, wish: Wish, *, progress: Progress, tell: Tell
+    ) -> None:
+        self._host = host
+        self._job_id = job_id
+        self._landing = landing
+        self._wish = wish
+        self._progress = progress
+        self._patience = Patience(tell)
+        self._connected = False
+        self._failures: dict[str, str] = {}  # unit, or file of its own -> why it could not be had
+        self._anew: set[str] = set()  # files that are not what they were: no top-up
+        self._fetched_files = self._fetched_bytes = 0
+
+    def run(self) -> Pulled:
+        begun = time.monotonic()
+        for _ in range(ROUNDS):
+            link, listed = self._list()
             try:
-                for count in _fetch(link, job_id, file, target):
-                    done += count
-                    progress(done, total)
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise FerryError(
-                    f"cannot write {target / file.path}: {reason}", hint="--to names another folder"
-                ) from None
-    return Pulled(len(kept), sum(file.size for file in kept), tuple(left_out))
+                kept, left_out = choose(listed, self._wish, folds_case=self._landing.folds_case())
+                failed = self._fetch(link, kept)
+            finally:
+                link.close()
+            if not failed:
+                break
+        self._landing.clear()
+        here = [file for file in kept if _whole(file) not in failed]
+        seconds = time.monotonic() - begun
+        left_out += self._given_up(listed, failed, kept=kept)
+        size = sum(file.size for file in here)
+        return Pulled(len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out))
+
+    def _list(self) -> tuple[Link, list[RemoteFile]]:
+        """An open link and the host's list, over connections that may break."""
+        request = {"op": "files", "job": self._job_id, "parts": list(self._wish.parts)}
+        while True:
+            try:
+                link = self._host.connect(request=request)
+                self._connected = True
+                return link, read_listing(link.first, self._wish.parts)
+            except (LostConnection, ConnectError) as error:
+                if not self._connected:
+                    raise
+                self._patience.wait(error)
+
+    def _fetch(self, link: Link, kept: Sequence[RemoteFile]) -> set[str]:
+        """Brings what is not here; the names of what could not be had as it was listed."""
+        wholes: dict[str, list[RemoteFile]] = defaultdict(list)
+        for file in kept:
+            wholes[_whole(file)].append(file)
+        missing = {name: files for name, files in wholes.items() if not all(map(self._is_here, files))}
+        downloads = [d for files in missing.values() for d in map(self._download, files) if d is not None]
+        self._check_space(downloads)
+        if downloads:
+            self._transfer(link, downloads)
+        failures = {_whole(d.file): d.failure for d in downloads if d.failure}
+        for name, files in missing.items():
+            if name.startswith("checkpoints/"):
+                self._settle_checkpoint(name, files, failed=name in failures)
+        self._failures.update(failures)
+        self._anew.update(d.file.path for d in downloads if d.failure)
+        self._fetched_files += sum(not d.failure for d in downloads)
+        return set(failures)
+
+    def _is_here(self, file: RemoteFile) -> bool:
+        return self._landing.has(file.path, size=file.size, mtime_ns=file.mtime_ns)
+
+    def _download(self, file: RemoteFile) -> Download | None:
+        """What is to be done for one file; None when it is here, or has gathered with the rest of its checkpoint."""
+        if self._landing.has(place_of(file), size=file.size, mtime_ns=file.mtime_ns):
+            return None
+        there = self._landing.find(file.path) if file.grows and file.path not in self._anew else None
+        start = there.st_size if there is not None and there.st_size <= file.size else 0
+        return Download(file, self._landing, job_id=self._job_id, start=start)
+
+    def _check_space(self, downloads: Sequence[Download]) -> None:
+        due, free = sum(d.due_bytes for d in downloads), self._landing.free_bytes()
+        if due > max(0, free - HEADROOM_BYTES):
+            raise FerryError(
+                f"{due / 1e9:,.2f} GB are due and {self._landing.target} has room for {free / 1e9:,.2f} GB",
+                hint="--to names another folder; --pull-max sets a limit",
+            )
+
+    def _transfer(self, link: Link, downloads: Sequence[Download]) -> None:
+        transfer = Transfer(
+            self._host,
+            self._job_id,
+            downloads,
+            streams=self._wish.streams,
+            progress=self._progress,
+            patience=self._patience,
+        )
+        try:
+            transfer.run(link)
+        except OSError as error:
+            raise self._landing.cannot_write(str(error.filename or "."), error) from None
+        finally:
+            self._fetched_bytes += transfer.fetched_bytes
+
+    def _settle_checkpoint(self, name: str, files: Sequence[RemoteFile], *, failed: bool) -> None:
+        if failed:
+            self._landing.drop_folder(name)
+        else:
+            self._landing.settle_folder(name, [file.path[len(name) + 1 :] for file in files])
+
+    def _given_up(self, listed: Sequence[RemoteFile], failed: set[str], *, kept: Sequence[RemoteFile]) -> list[LeftOut]:
+        """What could not be had in the last round, and what was removed on the host before it."""
+        sizes: dict[str, list[int]] = defaultdict(list)
+        for file in listed:
+            sizes[_whole(file)].append(file.size)
+        gone = set(self._failures) - {_whole(file) for file in kept}
+        names = sorted(failed | gone)
+        return [LeftOut(name, len(sizes[name]), sum(sizes[name]), self._failures[name]) for name in names]
 
 
-def _within(files: Sequence[RemoteFile], max_bytes: int | None) -> tuple[list[RemoteFile], list[RemoteFile]]:
-    if max_bytes is None or sum(file.size for file in files) <= max_bytes:
-        return list(files), []
-    small = [file for file in files if not file.path.startswith(("export/", "checkpoints/"))]
-    return small, [file for file in files if file not in small]
-
-
-def parse_file(row: Any) -> RemoteFile:
-    """A file as a host lists it. HostError for what is no path below the job's folder with a size and a time."""
-    try:
-        path, size, mtime = row
-        file = RemoteFile(str(path), int(size), float(mtime))
-    except (TypeError, ValueError, OverflowError):
-        raise HostError(f"the host lists {row!r}, which is no file") from None
-    check_name(file.path)
-    if file.size < 0 or not math.isfinite(file.mtime) or abs(file.mtime) > 1e11:
-        raise HostError(f"the host lists {file.path!r} with {size} bytes of time {mtime}")
-    return file
-
-
-def check_name(path: str) -> None:
-    """HostError for a name from a host that would leave the target folder or drive a terminal."""
-    parts = path.split("/")
-    if (
-        not path
-        or any(part in ("", ".", "..") for part in parts)
-        or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in path)
-    ):
-        raise HostError(f"the host names a file {path!r}, which is not a path below the job's folder")
-
-
-def _is_here(target: Path, file: RemoteFile) -> bool:
-    try:
-        info = (target / file.path).lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(info.st_mode) and info.st_size == file.size and abs(info.st_mtime - file.mtime) < 1e-3
-
-
-def _fetch(link: Link, job_id: str, file: RemoteFile, target: Path) -> Iterable[int]:
-    """Brings one file to a temporary name beside its own, then renames it; yields the bytes as they come."""
-    place = target / file.path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.parent.resolve().is_relative_to(target.resolve()):
-        raise HostError(f"{place} lies behind a link that leaves {target}")
-    fd, temp = tempfile.mkstemp(dir=place.parent, prefix=".pull-")
-    try:
-        with os.fdopen(fd, "wb") as out:
-            yield from _fetch_into(out, link, job_id, file)
-        os.utime(temp, (file.mtime, file.mtime))
-        Path(temp).replace(place)
-    except BaseException:
-        Path(temp).unlink(missing_ok=True)
-        raise
-
-
-def _fetch_into(out: BinaryIO, link: Link, job_id: str, file: RemoteFile) -> Iterable[int]:
-    offset = 0
-    while offset < file.size:
-        size = min(FETCH_BYTES, file.size - offset)
-        got = 0
-        for name, _, data in link.call("fetch", job=job_id, path=file.path, offset=offset, size=size).events():
-            if name == "data":
-                got += len(data)
-                if got > size:
-                    raise HostError(f"the host sends more of {file.path} than was asked for")
-                out.write(data)
-                yield len(data)
-        if got < size:
-            raise HostError(f"{file.path} became shorter while it was copied", hint="pull again")
-        offset += got
+def _whole(file: RemoteFile) -> str:
+    """What a file is of use with: its checkpoint, or itself."""
+    return file.unit if file.unit.startswith("checkpoints/") else file.path

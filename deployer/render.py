@@ -20,13 +20,14 @@ from deployer.errors import FerryError
 if TYPE_CHECKING:
     from rich.table import Table
 
-# control characters of a host's text (C0, DEL, C1) could drive the terminal
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# what in a host's text could drive the terminal (C0, DEL, C1), turn it around (bidirectional marks) or break it (halves
+# of surrogate pairs); tab and newline pass
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def clean(text: object) -> str:
     """Text that came from a host, with what could drive a terminal made visible."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", str(text))
+    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], str(text))
 
 
 def escapes() -> bool:

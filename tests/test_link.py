@@ -3,7 +3,6 @@
 import ast
 import base64
 import io
-import shlex
 import subprocess
 import sys
 import threading
@@ -20,13 +19,9 @@ from deployer.agent.wire import Call, Sender
 from deployer.command import agent_hash, agent_sources, build_command, build_word
 from deployer.errors import HostError, UnknownJob, UsageError
 from deployer.follow import Watcher
-from deployer.host import Host
 from deployer.launch import launch_and_follow
 from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
-from deployer.pulling import pull
-from deployer.registry import JobRecord
-from deployer.roster import ask_all, rows_of
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
 
@@ -141,80 +136,6 @@ def test_host_that_ends_before_its_answer_says_so(tmp_path):
         with pytest.raises(HostError, match="exit status 1") as raised:
             link.first.result()
     assert raised.value.where == "host: go away"
-
-
-class Lying(LocalTransport):
-    """A host that answers with the nonce and then does what `code` says; `frame(head, body)` sends one."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__()
-        self.code = code
-
-    def open(self, command):
-        program = (
-            "import json, re, struct, sys, zlib, base64\n"
-            "out = sys.stdout.buffer\n"
-            f"word = zlib.decompress(base64.b64decode({command.rsplit(' ', 1)[1]!r})).decode()\n"
-            "out.write(re.search('nonce.: .([0-9a-f]+)', word).group(1).encode())\n"
-            "def frame(head, body=b''):\n"
-            "    text = head if isinstance(head, bytes) else json.dumps(head).encode()\n"
-            "    out.write(struct.pack('>II', len(text), len(body)) + text + body)\n"
-            "    out.flush()\n"
-            f"{self.code}\nout.flush()\n"
-        )
-        return super().open(f"python3 -c {shlex.quote(program)}")
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "out.write(b'X' * 100)",
-        "frame(b'[1]')",
-        "frame(b'[' * 30000)",
-        "frame({'id': 0, 'grant': 'much'}); sys.stdin.read()",
-        "frame({'id': 0}); sys.stdin.read()",
-        "frame({'id': 0, 'json': True}, b'{no'); frame({'id': 0, 'event': 'jobs'}); sys.stdin.read()",
-        "while True: frame({'id': 0, 'json': True}, b'[' * 48000)",
-    ],
-    ids=["no frame", "no object", "deep", "grant", "no event", "no json", "endless"],
-)
-def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
-    with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
-        with pytest.raises(HostError, match="not understood"):
-            link.first.result("jobs")
-
-
-@pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a"}], [{"id": "a", "state": "running", "gpus": 3}]])
-def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
-    code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
-    odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
-    known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
-    hosts = [odd, sound]
-    (row,) = rows_of(hosts, ask_all(hosts), [known])
-    assert (row["id"], row["state"]) == ("j1", "unreachable") and "not understood" in row["reason"]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [["../x", 1, 1], ["/x", 1, 1], ["a\x1b[31m", 1, 1], ["a\x9bm", 1, 1], ["a", -1, 1], ["a", 1, 1e300], "ab", ["a"]],
-)
-def test_pull_of_a_file_that_is_none_writes_nothing(tmp_path, row):
-    code = f"frame({{'id': 0, 'event': 'files', 'value': [{row!r}]}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
-    host = Host(None, str(tmp_path), _transport=Lying(code))
-    with pytest.raises(HostError):
-        pull(host, "job", target=tmp_path / "results")
-    assert not (tmp_path / "results").exists()
-
-
-def test_pull_of_more_bytes_than_were_listed_is_refused(tmp_path):
-    code = (
-        "frame({'hello': {}}); frame({'id': 0, 'event': 'files', 'value': [['a', 5, 1]]}); frame({'id': 0, 'ok': {}})\n"
-        "sys.stdin.buffer.read(8)\nwhile True: frame({'id': 1, 'data': True}, b'x' * 48000)"
-    )
-    host = Host(None, str(tmp_path), _transport=Lying(code))
-    with pytest.raises(HostError, match="more of a than"):
-        pull(host, "job", target=tmp_path / "results")
-    assert list((tmp_path / "results").iterdir()) == []
 
 
 def test_request_that_fits_no_frame_is_refused_here(tmp_path):

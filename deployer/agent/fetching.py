@@ -1,60 +1,148 @@
-"""A job's files for one client: which there are, and their bytes.
+"""A job's files for one client: which there are, and their bytes in pieces that carry a hash.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import hashlib
 import os
 import stat
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List, Optional
 
 from .errors import AgentError
 from .layout import Root
 from .requests import find_job
 from .wire import Call
 
+CHECKPOINTS = "checkpoints"
+COMPLETE = "COMPLETE"
+"""The file that the trainer writes last into a checkpoint, and removes first."""
+DIGEST_BYTES = 16
+READ_BYTES = 256 << 10
+ROWS = 1000
+
 
 def files(root: Root, call: Call) -> Dict[str, Any]:
-    """Relative path, size and mtime of the regular files below the asked parts of a job folder; links are left out."""
+    """Events `files` with rows [path, size, mtime_ns, inode] of the regular files below the asked parts of a job.
+
+    Links are left out, and so are checkpoints that are not complete.
+    """
     job = find_job(root, call.head["job"])
-    found = []  # type: List[List[Any]]
+    rows = []  # type: List[List[Any]]
     for part in call.head["parts"]:
-        found.extend(_walk(job.path, part))
-    call.send_event("files", found)
-    return {}
+        for row in _rows(job.path, part):
+            rows.append(row)
+            if len(rows) == ROWS:
+                call.send_event("files", rows)
+                rows = []
+    call.send_event("files", rows)
+    return {"job_id": job.id}
 
 
-def _walk(base: str, part: str) -> List[List[Any]]:
+def _rows(base: str, part: str) -> Iterator[List[Any]]:
     top = os.path.join(base, part)
-    if os.path.isfile(top) and not os.path.islink(top):
-        return [_file_row(base, top)]
-    rows = []
+    row = _row(base, top)
+    if row is not None:
+        yield row
+    if os.path.islink(top):
+        return
     for folder, folders, names in os.walk(top):
         folders.sort()
+        if part == CHECKPOINTS and folder == top:
+            names, folders[:] = [], [name for name in folders if _is_complete(os.path.join(folder, name))]
         for name in sorted(names):
-            path = os.path.join(folder, name)
-            if stat.S_ISREG(os.lstat(path).st_mode):
-                rows.append(_file_row(base, path))
-    return rows
+            row = _row(base, os.path.join(folder, name))
+            if row is not None:
+                yield row
 
 
-def _file_row(base: str, path: str) -> List[Any]:
-    info = os.lstat(path)
-    return [os.path.relpath(path, base), info.st_size, info.st_mtime]
+def _is_complete(checkpoint: str) -> bool:
+    return not os.path.basename(checkpoint).startswith(".") and os.path.isfile(os.path.join(checkpoint, COMPLETE))
+
+
+def _row(base: str, path: str) -> Optional[List[Any]]:
+    try:
+        info = os.lstat(path)
+    except OSError:  # gone since its folder was read
+        return None
+    if not stat.S_ISREG(info.st_mode):
+        return None
+    return [os.path.relpath(path, base), info.st_size, info.st_mtime_ns, info.st_ino]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def fetch(root: Root, call: Call) -> Dict[str, Any]:
-    """The bytes of one file of a job folder from an offset on, at most `size` of them."""
+    """The asked pieces in order: the bytes of each as data, then an event `piece` that says what became of it.
+
+    A piece is [path, inode, version, offset, length, have]. `version` is [size, mtime_ns] of a file that must be the
+    one that was listed, null of one that may have grown. `have` is the hash of what the client holds already, or null.
+    The event is {"digest": …} with the hash of the bytes as they were read, {"same": true} when the client has them,
+    {"changed": true} when the file is no longer the one that was listed, {"gone": true} without a file,
+    {"unreadable": reason}.
+    """
     job = find_job(root, call.head["job"])
-    path = os.path.join(job.path, call.head["path"])
-    if os.path.commonpath([os.path.realpath(path), os.path.realpath(job.path)]) != os.path.realpath(job.path):
-        raise AgentError("usage", "%s is not a file of job %s" % (call.head["path"], job.id))
-    left = int(call.head["size"])
-    with open(path, "rb") as f:
-        f.seek(int(call.head.get("offset", 0)))
-        while left > 0 and not call.cancelled.is_set():
-            data = f.read(min(left, 1 << 20))
-            if not data:
-                break
-            left -= len(data)
-            call.send_data(data)
+    for piece in call.head["pieces"]:
+        if call.cancelled.is_set():
+            break
+        call.send_event("piece", _send_piece(call, job.path, piece))
     return {}
+
+
+def _send_piece(call: Call, base: str, piece: List[Any]) -> Dict[str, Any]:
+    path, inode, version, offset, length, have = piece
+    try:
+        fd = _open_below(base, path)
+    except FileNotFoundError:
+        return {"gone": True}
+    except OSError as error:
+        return {"unreadable": error.strerror or str(error)}
+    try:
+        end = offset + length
+        if not _is_the_listed(os.fstat(fd), inode, version, end):
+            return {"changed": True}
+        if have is not None and _digest(fd, offset, length) == have:
+            return {"same": True}
+        digest = _send_bytes(call, fd, offset, length)
+        return {"digest": digest} if _is_the_listed(os.fstat(fd), inode, version, end) else {"changed": True}
+    finally:
+        os.close(fd)
+
+
+def _open_below(base: str, path: str) -> int:
+    full = os.path.join(base, path)
+    home = os.path.realpath(base)
+    if os.path.commonpath([os.path.realpath(full), home]) != home:
+        raise AgentError("usage", "%s is not a file of the job" % path)
+    return os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us
+
+
+def _is_the_listed(info: os.stat_result, inode: int, version: Optional[List[int]], end: int) -> bool:
+    if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size < end:
+        return False
+    return version is None or [info.st_size, info.st_mtime_ns] == version
+
+
+def _digest(fd: int, offset: int, length: int) -> str:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for data in _read(fd, offset, length):
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _send_bytes(call: Call, fd: int, offset: int, length: int) -> str:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for data in _read(fd, offset, length):
+        digest.update(data)
+        call.send_data(data)
+    return digest.hexdigest()
+
+
+def _read(fd: int, offset: int, length: int) -> Iterator[bytes]:
+    end = offset + length
+    while offset < end:
+        data = os.pread(fd, min(READ_BYTES, end - offset), offset)
+        if not data:
+            return
+        offset += len(data)
+        yield data

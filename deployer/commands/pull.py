@@ -1,26 +1,88 @@
-"""`pull`."""
+"""`pull`, and the results that a followed run brings home."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from deployer import jobs, pulling, render
+import click
+
+from deployer import jobs, render
+from deployer.agent.state import FINAL
+from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
+from deployer.errors import ConnectError, LostConnection
 from deployer.host import Host
+from deployer.listing import check_name
+from deployer.pulling import Pulled, pull
+from deployer.transfer import Patience
 
 
-def pull(host: Host, job_id: str, *, target: Path | None, checkpoints: bool, limit: int | None) -> None:
-    """Brings results home, to results/ID unless a target is given, and says what came and what stayed."""
+def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:
+    """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended."""
     if target is None:  # the id may be the beginning of one
         job_id = jobs.read_status(host, job_id)["job_id"]
-        pulling.check_name(job_id)
+        check_name(job_id)
         target = Path("results") / job_id
-    parts = (*pulling.RESULT_PARTS, *(pulling.CHECKPOINT_PARTS if checkpoints else ()))
+    try:
+        if every_s is not None:
+            pulled = _watch(host, job_id, target, wish, every_s=every_s)
+        else:
+            pulled = _pull(host, job_id, target, wish)
+    except (KeyboardInterrupt, LostConnection):
+        render.notice(f"\nwhat has come is kept; go on with: {render.invoked_as()} pull {job_id}")
+        raise
+    if as_json:
+        click.echo(json.dumps({"id": job_id, "target": str(target), **asdict(pulled)}, indent=1))
+    else:
+        _tell(pulled, job_id, target)
+
+
+def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> None:
+    """One pull, and words on what came and what stayed."""
+    _tell(_pull(host, job_id, target, wish), job_id, target)
+
+
+def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
     with render.progress("pulled") as update:
-        pulled = pulling.pull(host, job_id, target=target, parts=parts, max_bytes=limit, progress=update)
+        return pull(host, job_id, target=target, wish=wish, progress=update, tell=render.notice)
+
+
+def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float) -> Pulled:
+    """Pulls until the job has ended, and once more then."""
+    patience = Patience(render.notice)
+    pulled: Pulled | None = None
+    while True:
+        try:
+            ended = jobs.read_status(host, job_id)["state"] in FINAL  # asked first: what it wrote last must come too
+            pulled = _pull(host, job_id, target, wish)
+            if ended:
+                return pulled
+        except (LostConnection, ConnectError) as error:
+            if pulled is None:
+                raise
+            patience.wait(error)
+        else:
+            patience.progressed()
+            time.sleep(every_s)
+
+
+def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
     render.notice(f"results: {target} ({pulled.files} files, {render.size(pulled.size_bytes)})")
-    if pulled.left_out:
-        total = sum(file.size for file in pulled.left_out)
-        render.notice(
-            f"left on the host: {len(pulled.left_out)} files, {render.size(total)}; "
-            f"bring them home with: {render.invoked_as()} pull {job_id} --pull-max {total / 1e9 + 1:.0f}GB"
-        )
+    beyond = [left for left in pulled.left_out if left.reason == BEYOND_LIMIT]
+    for left in pulled.left_out:
+        if left not in beyond:
+            render.notice(f"left out: {left.name}: {left.reason}")
+    if beyond:
+        _tell_beyond(beyond, pulled, job_id)
+
+
+def _tell_beyond(beyond: Sequence[LeftOut], pulled: Pulled, job_id: str) -> None:
+    total = sum(left.size_bytes for left in beyond)
+    names = ", ".join(left.name for left in beyond[:4]) + (" …" if len(beyond) > 4 else "")
+    render.notice(
+        f"left on the host: {names}, {sum(left.files for left in beyond)} files, {render.size(total)}; bring them home "
+        f"with: {render.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
+    )

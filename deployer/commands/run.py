@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.commands.pull import pull
+from deployer.choice import Wish
+from deployer.commands.pull import bring_home
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
@@ -265,7 +266,7 @@ def follow_through(
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
     try:
-        pull(host, record.job_id, target=Path(record.results), checkpoints=False, limit=limit)
+        bring_home(host, record.job_id, target=Path(record.results), wish=Wish(max_bytes=limit))
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         render.show_error(error)

@@ -6,17 +6,34 @@ import getpass
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from deployer.errors import ConnectError
 
 T = TypeVar("T")
 
+_unasked = 0  # how many connections are being made for which nobody is to be asked
+_unasked_lock = threading.Lock()
+
+
+@contextmanager
+def nobody_to_ask() -> Iterator[None]:
+    """Nobody is asked meanwhile: for connections that can be done without."""
+    global _unasked
+    with _unasked_lock:
+        _unasked += 1
+    try:
+        yield
+    finally:
+        with _unasked_lock:
+            _unasked -= 1
+
 
 def has_terminal() -> bool:
     """Whether a person can be asked: stdin and stderr are terminals."""
-    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    return not _unasked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def ask_yes(question: str) -> bool:

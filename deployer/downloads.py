@@ -1,0 +1,256 @@
+"""One file on its way home: which pieces of it are still missing, where their bytes gather, and when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from deployer.agent.fetching import DIGEST_BYTES
+from deployer.landing import GATHERING, Landing, digest_of
+
+PIECE_BYTES = 1 << 20
+"""What one hash covers, and what a broken connection costs at most."""
+GUARD_BYTES = 64 << 10
+"""Of a file that has grown, the last bytes that are here are compared before the rest is put behind them."""
+
+
+BATCH_BYTES = 8 << 20
+BATCH_PIECES = 200
+BATCH_JSON = 32_000  # of a request, which is one frame; a path alone may take 24 kB
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file as the host lists it; `path` is relative to the job's folder."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @property
+    def unit(self) -> str:
+        """The folder that is of use only as a whole: a checkpoint, or the export. Empty for a file of its own."""
+        parts = self.path.split("/")
+        if parts[0] == "checkpoints":
+            return "/".join(parts[:2])
+        return "export" if parts[0] == "export" else ""
+
+    @property
+    def grows(self) -> bool:
+        """Whether a job only ever appends to it."""
+        return self.path == "metrics.jsonl" or self.path.startswith("logs/")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of a file, to be asked for."""
+
+    download: Download
+    offset: int
+    length: int
+    have: str | None = None
+    """The hash of what is here already; the host then sends only what differs."""
+    guard: bool = False
+    """Compared only: the rest is of use when it is the same."""
+
+    def to_json(self) -> list[object]:
+        file = self.download.file
+        version = None if file.grows else [file.size, file.mtime_ns]
+        return [file.path, file.inode, version, self.offset, self.length, self.have]
+
+
+class Download:
+    """The pieces of one file. Many threads may take part; each method is atomic."""
+
+    def __init__(self, file: RemoteFile, landing: Landing, *, job_id: str, start: int = 0) -> None:
+        self.file = file
+        self.failure = ""
+        """Why it cannot be had as it was listed; empty while it can."""
+        self._landing = landing
+        self._start = start  # what comes before is in its place already
+        version = [file.inode, start] if file.grows else [file.inode, file.size, file.mtime_ns]
+        key = json.dumps([job_id, file.path, version]).encode("ascii")
+        name = hashlib.blake2b(key, digest_size=DIGEST_BYTES).hexdigest()
+        self._part, self._journal = f"{name}.part", f"{name}.done"
+        self._fd = -1
+        self._lock = threading.Lock()
+        self._missing = max(1, -(-(file.size - start) // PIECE_BYTES))
+
+    @property
+    def due_bytes(self) -> int:
+        """What is not here yet, as far as the journal says."""
+        return max(0, self.file.size - self._start - self._landing.part_size(self._journal) * PIECE_BYTES)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Every piece in order; those that came with an earlier pull carry the hash of what is here."""
+        if self._start:
+            begin = max(0, self._start - GUARD_BYTES)
+            have = self._landing.digest(self.file.path, begin, self._start - begin)
+            yield Piece(self, begin, self._start - begin, have, guard=True)
+        for offset in range(self._start, max(self.file.size, self._start + 1), PIECE_BYTES):
+            length = min(PIECE_BYTES, self.file.size - offset)
+            yield Piece(self, offset, length, self._kept(offset, length))
+
+    def _kept(self, offset: int, length: int) -> str | None:
+        number = self._number(offset)
+        if self._landing.part_size(self._journal) <= number:
+            return None
+        with self._lock:
+            journal = self._landing.open_part(self._journal)
+            try:
+                if os.pread(journal, 1, number) != b"\1":
+                    return None
+                return digest_of(self._open(), offset - self._start, length)
+            finally:
+                os.close(journal)
+
+    def write(self, piece: Piece, data: bytes, *, at: int) -> None:
+        """Bytes of a piece, `at` bytes from its beginning. They count only once `verified` was called."""
+        if not piece.guard:
+            with self._lock:
+                os.pwrite(self._open(), data, piece.offset + at - self._start)
+
+    def verified(self, piece: Piece) -> bool:
+        """Notes that a piece is here; true when it was the last one and the file has got its name."""
+        if piece.guard:
+            return False
+        with self._lock:
+            self._missing -= 1
+            if self._missing or self.failure:
+                self._note(self._number(piece.offset))
+                return False
+            os.ftruncate(self._open(), self.file.size - self._start)
+            self._close()
+        self._settle()
+        return True
+
+    def fail(self, reason: str) -> bool:
+        """Gives the file up; true when it was not given up before."""
+        with self._lock:
+            first, self.failure = not self.failure, self.failure or reason
+            self._close()
+            return first
+
+    def _settle(self) -> None:
+        file = self.file
+        if self._start:
+            self._landing.append(self._part, file.path, start=self._start, mtime_ns=file.mtime_ns)
+        else:
+            self._landing.settle(self._part, place_of(file), mtime_ns=file.mtime_ns)
+        self._landing.drop_part(self._journal)
+
+    def _note(self, number: int) -> None:
+        journal = self._landing.open_part(self._journal)
+        try:
+            os.pwrite(journal, b"\1", number)
+        finally:
+            os.close(journal)
+
+    def _number(self, offset: int) -> int:
+        return (offset - self._start) // PIECE_BYTES
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            self._fd = self._landing.open_part(self._part)
+        return self._fd
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def place_of(file: RemoteFile) -> str:
+    """Where a file appears when it is whole: a checkpoint's files gather until all of them are there."""
+    return f"{GATHERING}/{file.path}" if file.unit.startswith("checkpoints/") else file.path
+
+
+class Work:
+    """The pieces that are still to be brought, handed out in batches to whoever carries them."""
+
+    def __init__(self, downloads: Sequence[Download]) -> None:
+        self.lock = threading.RLock()
+        self.failure: BaseException | None = None
+        self._changed = threading.Condition(self.lock)
+        self._pieces = (piece for download in downloads for piece in download.pieces())
+        self._again: deque[Piece] = deque()
+        self._doubted: set[tuple[str, int]] = set()
+        self._in_flight = 0
+        self._exhausted = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do, or nothing can be done."""
+        with self.lock:
+            return self.failure is not None or (self._exhausted and not self._again and not self._in_flight)
+
+    def take(self) -> list[Piece]:
+        """The next batch; waits while pieces may still be given back. Empty when all is done."""
+        with self._changed:
+            while not self.finished:
+                batch = self._fill()
+                if batch:
+                    self._in_flight += len(batch)
+                    return batch
+                self._changed.wait(1.0)
+            return []
+
+    def _fill(self) -> list[Piece]:
+        batch: list[Piece] = []
+        size = text = 0
+        while size < BATCH_BYTES and text < BATCH_JSON and len(batch) < BATCH_PIECES:
+            piece = self._again.popleft() if self._again else next(self._pieces, None)
+            if piece is None:
+                self._exhausted = True
+                self._changed.notify_all()
+                break
+            if not piece.download.failure:
+                batch.append(piece)
+                size += piece.length
+                text += len(json.dumps(piece.to_json()))
+        return batch
+
+    def done(self) -> None:
+        """One piece is settled."""
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+    def give_back(self, pieces: Collection[Piece]) -> None:
+        """These were not settled."""
+        with self._changed:
+            self._in_flight -= len(pieces)
+            self._again.extend(pieces)
+            self._changed.notify_all()
+
+    def retry(self, piece: Piece) -> bool:
+        """Puts a piece that came damaged back, from scratch; false when it was put back before."""
+        with self._changed:
+            key = (piece.download.file.path, piece.offset)
+            if key in self._doubted:
+                return False
+            self._doubted.add(key)
+            self._again.append(replace(piece, have=None))
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more is handed out."""
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Somebody who carried has stopped."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until something has changed, or a moment."""
+        with self._changed:
+            self._changed.wait(0.5)

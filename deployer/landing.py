@@ -1,0 +1,226 @@
+"""Where pulled files land: they gather in a hidden folder of the target and appear by a rename, whole and verified.
+
+A host names the files, so no link below the target is followed: every folder on the way is opened by its parent.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from deployer.agent.fetching import DIGEST_BYTES
+from deployer.errors import FerryError
+
+GATHERING = ".pulling"
+SAME_TIME_NS = 1_000_000
+"""Two times this near are one: not every file system keeps nanoseconds."""
+COPY_BYTES = 1 << 20
+
+
+class Landing:
+    """The target folder of one pull; use it as a context. A second pull into the same folder is refused meanwhile."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self._top = self._gathering = self._lock = -1
+        self._locked = False
+        self._made = not target.exists()
+
+    def __enter__(self) -> Landing:
+        with self._explained("."):
+            self.target.mkdir(parents=True, exist_ok=True)
+            self._top = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY)
+            self._gathering = _open_folder(self._top, [GATHERING], make=0o700)
+            if os.fstat(self._gathering).st_uid != os.geteuid():
+                raise FerryError(f"{self.target / GATHERING} belongs to somebody else", hint="remove it and pull again")
+            self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._gathering)
+            self._take_lock()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._locked and os.listdir(self._gathering) == ["lock"]:  # noqa: PTH208 (a descriptor); nothing to go on with
+            self.clear()
+            if self._made:
+                with suppress(OSError):  # it is not empty
+                    self.target.rmdir()
+        for fd in (self._lock, self._gathering, self._top):
+            if fd >= 0:
+                os.close(fd)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locked = True
+        except BlockingIOError:
+            raise FerryError(
+                f"another pull is bringing files to {self.target}", hint="wait for it, or name another folder with --to"
+            ) from None
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def find(self, path: str) -> os.stat_result | None:
+        """The regular file of that path; None when there is none, or only behind a link."""
+        try:
+            with self._folder_of(path, make=False) as (folder, name):
+                info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return None
+        return info if stat.S_ISREG(info.st_mode) else None
+
+    def has(self, path: str, *, size: int, mtime_ns: int) -> bool:
+        """Whether a file of that size and time is there."""
+        info = self.find(path)
+        return info is not None and info.st_size == size and abs(info.st_mtime_ns - mtime_ns) <= SAME_TIME_NS
+
+    def digest(self, path: str, start: int, length: int) -> str:
+        """The hash of a part of a file that is there."""
+        with self._folder_of(path, make=False) as (folder, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            return digest_of(fd, start, length)
+        finally:
+            os.close(fd)
+
+    def free_bytes(self) -> int:
+        """What the disk of the target still takes."""
+        info = os.fstatvfs(self._top)
+        return info.f_bavail * info.f_frsize
+
+    def folds_case(self) -> bool:
+        """Whether `A` and `a` are one file on this disk."""
+        try:
+            os.stat("LOCK", dir_fd=self._gathering)
+        except OSError:
+            return False
+        return True
+
+    # --- bringing files in --------------------------------------------------------------------------------------------
+
+    def open_part(self, name: str) -> int:
+        """A descriptor of the file in which bytes gather, as it was left or new; also of its journal."""
+        return os.open(name, _CREATE, 0o600, dir_fd=self._gathering)
+
+    def drop_part(self, name: str) -> None:
+        """Forgets a part."""
+        try:
+            os.unlink(name, dir_fd=self._gathering)
+        except FileNotFoundError:
+            pass
+
+    def part_size(self, name: str) -> int:
+        """Bytes of a part or a journal; 0 without one."""
+        try:
+            return os.stat(name, dir_fd=self._gathering, follow_symlinks=False).st_size
+        except OSError:
+            return 0
+
+    def settle(self, part: str, path: str, *, mtime_ns: int) -> None:
+        """Gives a complete part its name."""
+        with self._explained(path), self._folder_of(path, make=True) as (folder, name):
+            os.utime(part, ns=(mtime_ns, mtime_ns), dir_fd=self._gathering, follow_symlinks=False)
+            os.rename(part, name, src_dir_fd=self._gathering, dst_dir_fd=folder)
+
+    def append(self, part: str, path: str, *, start: int, mtime_ns: int) -> None:
+        """Puts a part behind the first `start` bytes of a file that is there.
+
+        Broken off half way it leaves a longer beginning, which is topped up the next time.
+        """
+        with self._explained(path), self._folder_of(path, make=False) as (folder, name):
+            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+            with os.fdopen(fd, "r+b", buffering=0) as file, os.fdopen(self.open_part(part), "rb") as tail:
+                file.seek(start)
+                shutil.copyfileobj(tail, file, COPY_BYTES)
+                os.utime(file.fileno(), ns=(mtime_ns, mtime_ns))
+        self.drop_part(part)
+
+    def settle_folder(self, path: str, names: Sequence[str]) -> None:
+        """Moves a folder that has gathered, with just these files in it, to its place; an older one there goes."""
+        staged = self.target / GATHERING / path
+        for found in staged.rglob("*"):
+            if not found.is_dir() and str(found.relative_to(staged)) not in names:
+                found.unlink()  # of an earlier checkpoint of the same name
+        self.drop_folder(_REPLACED)
+        with (
+            self._explained(path),
+            self._folder_of(path, make=True) as (folder, name),
+            self._folder_of(f"{GATHERING}/{path}", make=False) as (gathered, same),
+        ):
+            try:
+                os.rename(name, _REPLACED, src_dir_fd=folder, dst_dir_fd=self._gathering)
+            except FileNotFoundError:
+                pass
+            os.rename(same, name, src_dir_fd=gathered, dst_dir_fd=folder)
+        self.drop_folder(_REPLACED)
+
+    def drop_folder(self, path: str) -> None:
+        """Forgets what has gathered of a folder."""
+        staged = self.target / GATHERING / path
+        if staged.is_symlink():
+            staged.unlink()
+        elif staged.exists():
+            shutil.rmtree(staged)
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        shutil.rmtree(self.target / GATHERING, ignore_errors=True)
+
+    @contextmanager
+    def _folder_of(self, path: str, *, make: bool) -> Iterator[tuple[int, str]]:
+        *folders, name = path.split("/")
+        fd = _open_folder(self._top, folders, make=0o777 if make else None)
+        try:
+            yield fd, name
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.cannot_write(path, error) from None
+
+    def cannot_write(self, path: str, error: OSError) -> FerryError:
+        """The error for a file that cannot be written here."""
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            reason = f"{error.filename or path} is a link or a file where a folder is needed; links are not followed"
+        else:
+            reason = error.strerror or str(error)
+        return FerryError(f"cannot write {self.target / path}: {reason}", hint="--to names another folder")
+
+
+_REPLACED = "replaced"
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+
+
+def _open_folder(top: int, names: Sequence[str], *, make: int | None) -> int:
+    """A folder below `top`, opened name by name without following a link; made with this mode where missing."""
+    fd = os.dup(top)
+    for name in names:
+        try:
+            if make is not None:
+                try:
+                    os.mkdir(name, make, dir_fd=fd)
+                except FileExistsError:
+                    pass
+            child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = child
+    return fd
+
+
+def digest_of(fd: int, offset: int, length: int) -> str:
+    """The hash of a part of a file, as the host computes it."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    while length > 0 and (data := os.pread(fd, min(length, COPY_BYTES), offset)):
+        digest.update(data)
+        offset, length = offset + len(data), length - len(data)
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""Pieces of files fetched over several streams at once; what a broken connection interrupts is asked for again."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deployer.agent.fetching import DIGEST_BYTES
+from deployer.downloads import Download, Piece, Work
+from deployer.errors import ConnectError, FerryError, HostError, LostConnection
+from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S
+from deployer.host import Host
+from deployer.link import Call, Link
+from deployer.transport.ask import nobody_to_ask
+
+CALLS_PER_LINK = 3
+"""Requests under way on one connection: each has a window of 1 MiB, and no gap between two of them may show."""
+MANY_BYTES = 32 << 20
+"""Due bytes from which on more connections are worth their making."""
+MAX_STREAMS = 4
+"""Connections, unless the user says otherwise: at 100 ms four carry three times what one does."""
+END_S = 5.0
+
+Progress = Callable[[int, int], None]
+Tell = Callable[[str], None]
+
+
+class Patience:
+    """Back-off over connections that break; gives up when nothing has come for GIVE_UP_AFTER_S."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._tries = 0
+        self._last = time.monotonic()
+
+    def progressed(self) -> None:
+        """Something has come: the next break is a new one."""
+        self._tries, self._last = 0, time.monotonic()
+
+    def wait(self, error: FerryError) -> None:
+        """Waits before the next try. Raises the error, as LostConnection, when it was the last one."""
+        if time.monotonic() - self._last > GIVE_UP_AFTER_S:
+            raise LostConnection(error.message, where=error.where, hint=error.hint) from error
+        if not self._tries:
+            self._tell(f"{error.message}; trying again")
+        wait_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
+        self._tries += 1
+        time.sleep(wait_s)
+
+
+class Transfer:
+    """Brings all pieces of some downloads. `streams`: connections at most; None decides by the bytes that are due."""
+
+    def __init__(
+        self,
+        host: Host,
+        job_id: str,
+        downloads: Sequence[Download],
+        *,
+        streams: int | None,
+        progress: Progress,
+        patience: Patience,
+    ) -> None:
+        self.fetched_bytes = 0
+        self._host = host
+        self._job_id = job_id
+        self._progress = progress
+        self._patience = patience
+        self._due = sum(download.due_bytes for download in downloads)
+        many = MAX_STREAMS if self._due >= MANY_BYTES and host.ssh is not None else 1
+        self._streams = streams or many
+        self._work = Work(downloads)
+        self._others: list[Host] = []
+        self._lanes: list[threading.Thread] = []
+        self._lost: FerryError = LostConnection(f"the connection to {host.name} broke")
+
+    def run(self, link: Link) -> None:
+        """Returns when every download is whole or given up. The link is the caller's; more are made here."""
+        try:
+            while not self._work.finished:
+                self._start_lanes(link)
+                self._widen()
+                while self._alive() and not self._work.finished:
+                    self._work.wait()
+                if not self._work.finished:
+                    link.close()
+                    link = self._connect_again()
+        except BaseException as error:
+            self._work.fail(error)
+            raise
+        finally:
+            self._end(link)
+        if self._work.failure is not None:
+            raise self._work.failure
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    def _widen(self) -> None:
+        while len(self._others) < self._streams - 1:
+            self._others.append(self._host.at(self._host.ssh, self._host.root))
+            threading.Thread(target=self._join_in, args=(self._others[-1],), daemon=True).start()
+
+    def _join_in(self, host: Host) -> None:
+        """One more connection; where the host lets no more of them in, those that there are do the work."""
+        try:
+            with nobody_to_ask():
+                link = host.connect()
+            if not self._work.finished:
+                self._start_lanes(link)
+        except FerryError:
+            host.close()
+
+    def _connect_again(self) -> Link:
+        error = self._lost
+        for host in self._others:
+            host.close()
+        self._others = []
+        while True:
+            self._patience.wait(error)
+            try:
+                return self._host.connect()
+            except (LostConnection, ConnectError) as again:
+                error = again
+
+    def _end(self, link: Link) -> None:
+        if self._work.failure is not None:
+            link.close()  # what still waits for an answer ends
+        for host in self._others:
+            host.close()
+        deadline = time.monotonic() + END_S
+        for lane in self._lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+
+    # --- lanes --------------------------------------------------------------------------------------------------------
+
+    def _start_lanes(self, link: Link) -> None:
+        for _ in range(CALLS_PER_LINK):
+            lane = threading.Thread(target=self._run_lane, args=(link,), name="pull-lane", daemon=True)
+            self._lanes.append(lane)
+            lane.start()
+
+    def _alive(self) -> bool:
+        return any(lane.is_alive() for lane in self._lanes)
+
+    def _run_lane(self, link: Link) -> None:
+        try:
+            while batch := self._work.take():
+                self._bring(link, batch)
+        except LostConnection as error:
+            self._lost = error
+        except (FerryError, OSError) as error:  # OSError: this machine's disk
+            self._work.fail(error)
+        except Exception as error:  # whoever waits must hear of it
+            self._work.fail(link.not_understood(error))
+        self._work.wake()
+
+    def _bring(self, link: Link, batch: Sequence[Piece]) -> None:
+        left = deque(batch)
+        try:
+            pieces = [piece.to_json() for piece in batch]
+            self._receive(link.call("fetch", job=self._job_id, pieces=pieces), left)
+        finally:
+            self._work.give_back(left)
+
+    def _receive(self, call: Call, left: deque[Piece]) -> None:
+        got, digest = 0, _new_digest()
+        for name, value, data in call.events():
+            if name == "ok":
+                break
+            if not left:
+                raise HostError("the host sends more than was asked for")
+            if name == "data":
+                self._store(left[0], data, at=got)
+                digest.update(data)
+                got += len(data)
+            elif name == "piece":
+                self._judge(left.popleft(), value, got=got, digest=digest.hexdigest())
+                got, digest = 0, _new_digest()
+        if left:
+            raise HostError(f"the host passes over {left[0].download.file.path}")
+
+    def _store(self, piece: Piece, data: bytes, *, at: int) -> None:
+        if at + len(data) > piece.length:
+            raise HostError(f"the host sends more of {piece.download.file.path} than was asked for")
+        piece.download.write(piece, data, at=at)
+        with self._work.lock:
+            self._patience.progressed()
+            self.fetched_bytes += len(data)
+            self._progress(self.fetched_bytes, max(self._due, self.fetched_bytes))
+
+    def _judge(self, piece: Piece, answer: Any, *, got: int, digest: str) -> None:
+        """What the host's word on a piece means: it is here, it came damaged, or its file cannot be had."""
+        reasons = {"changed": "it changes while it is copied", "gone": "it was removed on the host"}
+        reason = next((reasons[key] for key in reasons if key in answer), str(answer.get("unreadable", "")))
+        sound = got == piece.length and answer.get("digest") == digest
+        if piece.guard and answer.get("same") is not True:
+            reason = reasons["changed"]
+        if reason:
+            piece.download.fail(reason)
+        elif sound or (piece.have is not None and answer.get("same") is True):
+            piece.download.verified(piece)
+        elif not self._work.retry(piece):
+            raise HostError(
+                f"{piece.download.file.path} arrives damaged: another hash than on the host, twice",
+                where=f"bytes {piece.offset} to {piece.offset + piece.length}",
+                hint="pull again; if it stays so, the host's disk or memory may be failing",
+            )
+        self._work.done()
+
+
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=DIGEST_BYTES)

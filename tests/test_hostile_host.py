@@ -1,0 +1,309 @@
+"""Hosts that lie: whatever they send, nothing leaves the target, drives the terminal or fills this machine's memory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployer.errors import HostError
+from deployer.host import Host
+from deployer.link import Link
+from deployer.pulling import pull
+from deployer.registry import JobRecord
+from deployer.roster import ask_all, rows_of
+from deployer.transport.local import LocalTransport
+from tests.ferry import Ferry
+from tests.sshd import ALIAS, SshServer, start_sshd
+
+PRELUDE = """
+import base64, hashlib, json, re, struct, sys, time, zlib
+nan, out = float("nan"), sys.stdout.buffer
+source = zlib.decompress(base64.b64decode(WORD)).decode()
+nonce = re.search('nonce.: .([0-9a-f]+)', source).group(1).encode()
+op = (re.findall('"op": "([a-z_]+)"', source.replace(chr(92), "")) or [""])[0]
+def frame(head, body=b""):
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    out.write(struct.pack(">II", len(text), len(body)) + text + body)
+    out.flush()
+def event(name, value, id=0):
+    frame({"id": id, "event": name, "value": value})
+def many(data, name="jobs", id=0):
+    for start in range(0, len(data), 48000):
+        frame({"id": id, "json": True}, data[start : start + 48000])
+    frame({"id": id, "event": name})
+def hear(op=None):
+    while True:
+        n, m = struct.unpack(">II", sys.stdin.buffer.read(8))
+        head = json.loads(sys.stdin.buffer.read(n))
+        sys.stdin.buffer.read(m)
+        if op is None or head.get("op") == op:
+            return head
+def files(*rows):
+    event("files", rows)
+    frame({"id": 0, "ok": {}})
+    frame({"hello": {}})
+def forever():
+    while True:
+        time.sleep(1)
+"""
+
+
+class Lying(LocalTransport):
+    """A host that answers with the nonce and then does what `code` says, with the words of PRELUDE."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.code = code
+
+    def open(self, command):
+        word = command.rsplit(" ", 1)[1]
+        program = f"WORD = {word!r}\n{PRELUDE}out.write(nonce)\n{self.code}\nout.flush()\n"
+        return super().open(f"python3 -c {shlex.quote(program)}")
+
+
+def lying_host(code: str, folder: Path) -> Host:
+    return Host(None, str(folder), _transport=Lying(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "out.write(b'X' * 100)",
+        "frame(b'[1]')",
+        "frame(b'[' * 30000)",
+        "frame({'id': 0, 'grant': 'much'}); sys.stdin.read()",
+        "frame({'id': 0}); sys.stdin.read()",
+        "frame({'id': 0, 'json': True}, b'{no'); frame({'id': 0, 'event': 'jobs'}); sys.stdin.read()",
+        "while True: frame({'id': 0, 'json': True}, b'[' * 48000)",
+        "frame({'id': 0, 'json': True}, b'[[],' * 12000 * 4 + b'[]]'); sys.stdin.read()",
+        "many(b'[' + b'[],' * 300000 + b'[]]')",
+        "frame({'id': 7, 'ok': {}}); sys.stdin.read()",
+        "frame({'id': 'x', 'ok': {}}); sys.stdin.read()",
+        "frame({'id': []}); sys.stdin.read()",
+        "frame({'id': 0, 'json': True}, '\\u00e9'.encode()); frame({'id': 0, 'event': 'jobs'}); sys.stdin.read()",
+    ],
+    ids=[
+        *["no frame", "no object", "deep", "grant", "no event", "no json", "endless", "too long a frame", "many items"],
+        *["never asked", "no number", "no id", "not ascii"],
+    ],
+)
+def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
+    with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
+        with pytest.raises(HostError, match="not understood"):
+            link.first.result("jobs")
+
+
+@pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a"}], [{"id": "a", "state": "running", "gpus": 3}]])
+def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
+    code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
+    known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
+    hosts = [odd, sound]
+    (row,) = rows_of(hosts, ask_all(hosts), [known])
+    assert (row["id"], row["state"]) == ("j1", "unreachable") and "not understood" in row["reason"]
+
+
+# --- pull -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["logs/../../x", 1, 1, 1],
+        ["/logs/x", 1, 1, 1],
+        ["../logs", 1, 1, 1],
+        ["logs//x", 1, 1, 1],
+        ["logs/.", 1, 1, 1],
+        ["", 1, 1, 1],
+        [".pulling/lock", 1, 1, 1],
+        ["checkpoints/x", 1, 1, 1],
+        ["logs/a\x1b[31m", 1, 1, 1],
+        ["logs/a\x9bm", 1, 1, 1],
+        ["logs/a\0b", 1, 1, 1],
+        ["logs/a", -1, 1, 1],
+        ["logs/a", 1 << 70, 1, 1],
+        ["logs/a", 1, 1e300, 1],
+        ["logs/a", 1, float("nan"), 1],
+        ["logs/a", True, 1, 1],
+        ["logs/a", 1, 1, -1],
+        "abcd",
+        ["logs/a"],
+        {},
+        None,
+    ],
+)
+def test_pull_of_a_file_that_is_none_writes_nothing(tmp_path, row):
+    with pytest.raises(HostError):
+        pull(lying_host(f"files({row!r}); forever()", tmp_path), "job", target=tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_pull_of_a_name_that_is_listed_twice_writes_nothing(tmp_path):
+    row = ["logs/a", 1, 1, 1]
+    with pytest.raises(HostError, match="twice"):
+        pull(lying_host(f"files({row!r}, {row!r}); forever()", tmp_path), "job", target=tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_pull_of_a_file_below_a_file_leaves_one_error(tmp_path):
+    rows = "['logs/a', 0, 1, 1], ['logs/a/b', 0, 1, 2]"
+    code = f"files({rows}); n = hear('fetch')['id']\n"
+    code += "for i in range(2): event('piece', {'digest': hashlib.blake2b(digest_size=16).hexdigest()}, n)\nforever()"
+    with pytest.raises(Exception, match="cannot write"):
+        pull(lying_host(code, tmp_path), "job", target=tmp_path / "results")
+
+
+FETCH_LIES = {
+    "more bytes": ("while True: frame({'id': n, 'data': True}, b'x' * 48000)", "more of logs/a than"),
+    "fewer bytes": ("frame({'id': n, 'data': True}, b'x'); event('piece', {'digest': 'x'}, n)", "damaged"),
+    "another hash": ("frame({'id': n, 'data': True}, b'12345'); event('piece', {'digest': 'x'}, n)", "damaged"),
+    "nothing": ("frame({'id': n, 'ok': {}})", "passes over"),
+    "the same, unasked": ("event('piece', {'same': True}, n)", "damaged"),
+    "no object": ("event('piece', 5, n)", "not understood"),
+    "pieces without end": ("while True: event('piece', {'gone': True}, n)", "more than was asked"),
+}
+
+
+@pytest.mark.parametrize("lie", FETCH_LIES)
+def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie):
+    code, words = FETCH_LIES[lie]
+    answer = textwrap.indent(code, "    ")
+    with pytest.raises(HostError, match=words):
+        host = lying_host(f"files(['logs/a', 5, 1, 1])\nwhile True:\n    n = hear('fetch')['id']\n{answer}", tmp_path)
+        pull(host, "job", target=tmp_path / "results")
+    assert not [path for path in (tmp_path / "results").rglob("*") if path.name == "a"]
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\rback\ud800"
+ANSWERS = f"""
+e = {EVIL!r}
+job = dict.fromkeys(["id", "name", "state", "reason", "created", "host", "on_host", "code"], e)
+status = dict.fromkeys(["job_id", "state", "reason", "path", "phase", "started_at"], e)
+status["latest"] = json.dumps({{e: e}})
+check = {{"name": e, "status": "fail", "detail": e, "hint": e}}
+values = {{
+    "ps": ("jobs", [{{**job, "gpus": [e]}}]),
+    "status": ("status", status),
+    "doctor": ("doctor", {{"facts": {{e: e}}, "checks": [check]}}),
+    "stop": ("state", status),
+    "files": ("files", [[e, 1, 1, 1]]),
+    "follow": ("state", status),
+    "launch": ("ack", {{"path": e}}),
+}}
+"""
+SAYS = (
+    ANSWERS + 'event(*values[op])\nevent("status", dict(status, state="failed"))\nframe({"id": 0, "ok": {}}); forever()'
+)
+FAILS = ANSWERS + 'frame({"id": 0, "error": {"kind": "host", "message": e, "hint": e}}); forever()'
+REFUSES = ANSWERS + 'frame({"refused": {"kind": e, "message": e, "hint": e}}); forever()'
+ENDS = ANSWERS + "sys.stderr.write(e.encode('utf-8', 'replace').decode()); sys.stderr.flush()"
+COMMANDS = (
+    ("ps",),
+    ("status", "j1"),
+    ("stop", "j1"),
+    ("doctor",),
+    ("pull", "j1"),
+    ("logs", "j1"),
+    ("run", "--no-pull", "--", "true"),
+)
+
+
+@pytest.fixture(scope="module")
+def liar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """A server on which every command is the program `lie.py` in its home."""
+    folder = tmp_path_factory.mktemp("liar")
+    program = "import os\nWORD = os.environ['SSH_ORIGINAL_COMMAND'].rsplit(' ', 1)[1]\n" + PRELUDE
+    program += "exec(open(os.path.expanduser('~/lie.py')).read())\n"
+    (folder / "liar.py").write_text(program)
+    with start_sshd(folder, extra_config=f"ForceCommand exec {sys.executable} -S {folder}/liar.py") as server:
+        yield server
+
+
+@pytest.fixture
+def victim(ferry: Ferry, liar: SshServer) -> Ferry:
+    ferry.ssh = ALIAS
+    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(liar.client_config_path)
+    return ferry
+
+
+def lie(server: SshServer, code: str, *, before: str = "") -> None:
+    (server.home / "lie.py").write_text(f"{before}\nout.write(nonce)\n{code}")
+
+
+def assert_tame(output: bytes) -> None:
+    text = output.decode()
+    assert not re.search("[^\n\t\x20-\x7e\xa0-\u200d\u2010-\u2027\u2030-\u2065\u2070-\uffff]", text), ascii(text)
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_escapes_in_whatever_a_host_says_drive_no_terminal(victim, liar, words):
+    output = b""
+    for code in (SAYS, FAILS, REFUSES, ENDS):
+        lie(liar, code, before="out.write(b'\\x1b[31m\\x9bnoise\\r\\n')")
+        done = victim.run(words[0], *victim.where(), *words[1:])
+        assert_tame(done.stdout + done.stderr)
+        output += done.stdout + done.stderr
+    assert rb"\x1b]0;owned\x07" in output
+
+
+FLOODS = {
+    "noise": ("while True: out.write(b'x' * 65536)", "", 125),
+    "a line on stderr without end": (
+        "",
+        "import itertools\nfor _ in itertools.repeat(0): sys.stderr.write('x' * 65536)",
+        None,
+    ),
+    "list of jobs without end": ("", "while True: frame({'id': 0, 'json': True}, b'[' + b'[],' * 16000)", 125),
+    "jobs of one letter": ("", "many(b'[' + b'[],' * 1300000 + b'[]]'); forever()", 125),
+    "events without end": ("", "while True: event('other', [[]] * 5000)", None),
+    "answers to nothing": ("", "while True: frame({'id': 99}, b'x' * 48000)", 125),
+    "hello without end": ("", "while True: frame({'hello': {'x': 'y' * 50000}})", None),
+    "a frame of 4 GB": ("", "out.write(b'\\xff' * 8); out.flush(); forever()", 125),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_flood_from_a_host_does_not_fill_memory(victim, liar, flood):
+    before, code, expected = FLOODS[flood]
+    lie(liar, code, before=before)
+    assert_bounded(victim, "status", "j1", expected=expected)
+
+
+def test_list_of_files_without_end_does_not_fill_memory(victim, liar):
+    code = (
+        "n = 0\nwhile True:\n"
+        "    rows = [['logs/%0200d' % i, 1, 1, 1] for i in range(n, n + 1000)]\n"
+        "    many(json.dumps(rows).encode(), 'files')\n"
+        "    n += 1000"
+    )
+    lie(liar, code)
+    assert_bounded(victim, "pull", "j1", "--to", "home", expected=125)
+
+
+def assert_bounded(victim: Ferry, *words: str, expected: int | None) -> None:
+    """Runs a command to its end, or for some seconds where the host goes on forever; its memory stays below 100 MB."""
+    client = victim.start(*words, *victim.where())
+    status, peak_kib = Path(f"/proc/{client.pid}/status"), 0
+    deadline = time.monotonic() + (3 if expected is None else 60)
+    while client.poll() is None:
+        found = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+        peak_kib = int(found[1]) if found else peak_kib
+        if time.monotonic() > deadline:
+            client.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.02)
+    out, err = client.communicate(timeout=20)
+    assert_tame(out + err)
+    assert peak_kib < 100_000
+    assert client.returncode == (130 if expected is None else expected), err.decode()
