@@ -19,6 +19,7 @@ from deployer.agent.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus import Gpu, Holder
 from deployer.agent.layout import Root
+from deployer.agent.leases import Claim
 from deployer.agent.probe import Disk
 from deployer.commands.machine import Contact, check_contact
 from tests.ferry import Ferry
@@ -47,6 +48,7 @@ def kill(value: str) -> list[str]:
 
 GIB = 1 << 30
 XID = "[1.0] NVRM: Xid (PCI:0000:06:00): %d, pid=77, name=python, GPU has fallen off the bus.\n"
+CLAIMS = [Claim("lease", "a", ("GPU-a",), uid=0), Claim("ticket", "b", ("GPU-a",), uid=0)]
 TORCH = python(torch="2.11.0", nvidia_cuda_runtime_cu12="12.8.90")
 
 # name: (the check's finding, its status, a word that what it says or advises must hold)
@@ -143,6 +145,9 @@ FINDINGS: dict[str, tuple[Check | None, str, str]] = {
         "ok",
         "1",
     ),
+    "lease": (checks_root.check_leases(CLAIMS, [{"id": "a", "state": "running"}]), "ok", "held by a of root; 1 in the"),
+    "no lease": (checks_root.check_leases([], []), "ok", "none"),
+    "lease of the dead": (checks_root.check_leases(CLAIMS, [{"id": "a", "state": "failed"}]), "warn", "stop ID"),
     "leftovers": (checks_root.check_garbage([Thing(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
     "much left": (checks_root.check_garbage([Thing(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
     "environment left": (checks_root.check_garbage([Thing(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),

@@ -10,6 +10,8 @@ from .findings import FAIL, OK, WARN, Check, check, gigabytes
 from .garbage import AGENT, DATA, ENV, Policy, Thing, choose
 from .inventory import read_inventory
 from .layout import Root
+from .leases import TICKET, Claim
+from .state import FINAL
 
 MUCH_BYTES = 10**9
 
@@ -42,6 +44,19 @@ def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
         hint = "deploy.py status ID says why; deploy.py gc --older-than 30d removes old ones"
         return check("jobs", WARN, "%s; lost: %s" % (detail, _some(lost)), hint)
     return check("jobs", OK, detail)
+
+
+def check_leases(claims: Sequence[Claim], jobs: Sequence[Dict[str, Any]]) -> Check:
+    """Who holds GPUs, and whether a job that has ended still does: a process of it is left."""
+    ended = {job["id"] for job in jobs if job["state"] in FINAL}
+    stale = [claim.job for claim in claims if claim.job in ended]
+    if stale:
+        hint = "deploy.py stop ID ends what is left of it"
+        return check("gpu leases", WARN, "held by jobs that have ended: " + _some(stale), hint)
+    holds = ["%s of %s" % (claim.job, claim.user) for claim in claims if claim.kind != TICKET]
+    waits = len(claims) - len(holds)
+    detail = ("held by " + _some(holds)) if holds else "none"
+    return check("gpu leases", OK, detail + ("; %d in the queue" % waits if waits else ""))
 
 
 def _some(names: List[str]) -> str:

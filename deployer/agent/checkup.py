@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, listing, probe, runtime
+from . import checks_gpu, checks_host, checks_net, checks_root, leases, listing, probe, runtime
 from .cgroups import read_limits
 from .checks_host import Python
 from .findings import Check, Found, read_text, run_check
@@ -50,6 +50,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
             *_group("limits", _limits),
             ("NCCL interface", lambda: checks_net.check_network(checks_net.read_network(), env)),
             ("Hugging Face cache", lambda: _hub(env)),
+            ("gpu leases", lambda: checks_root.check_leases(leases.read_claims(), jobs.result())),
             ("jobs", lambda: checks_root.check_jobs(jobs.result())),
             ("leftovers", lambda: checks_root.check_garbage(garbage.result())),
         ]  # type: List[Examination]

@@ -154,12 +154,6 @@ def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
 # --- nvidia-smi -------------------------------------------------------------------------------------------------------
 
 
-def query_driver(env: Dict[str, str]) -> str:
-    """The driver's version, "" without one."""
-    query = _start(env, "--query-gpu=driver_version", _CSV)
-    return _finish(query).split("\n")[0].strip() if query else ""
-
-
 def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[str]]":
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
     if program is None:
