@@ -44,6 +44,16 @@ def _goes_on(status: Mapping[str, Any]) -> str:
     return "starts again"
 
 
+def stall_lines(status: Mapping[str, Any]) -> list[str]:
+    """What each rank of a stalled attempt did when it was found; empty for one that did not stall."""
+    ranks = [rank for rank in status.get("stalled") or [] if isinstance(rank, dict)]
+    return [
+        f"rank {rank.get('rank')} {'still ran' if rank.get('running') else 'had ended'}; "
+        + (f"its last line: {rank['last_line']}" if rank.get("last_line") else "it had said nothing")
+        for rank in ranks
+    ]
+
+
 def silence_line(status: Mapping[str, Any]) -> str | None:
     """`no log for 10m` of a job that runs without a word."""
     silent_s = status.get("silent_s")

@@ -14,6 +14,8 @@ from deployer.prepare import Options, payload_of, with_options, without_client_k
 from trainer.config import ConfigError, check_config, config_from_yaml, config_to_yaml, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig
 
+RESUME = "train.resume"
+
 
 @dataclass(frozen=True)
 class Resumable:
@@ -41,16 +43,21 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
 def plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
     """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake."""
     try:
-        return _plan_next(job.plan, job.job_id, options)
+        return _plan_next(job, options)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     except (KeyError, TypeError, AttributeError) as error:
         raise HostError(f"the plan of {job.job_id} is not understood: {error!r}") from error
 
 
-def _plan_next(old: dict[str, Any], job_id: str, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
+def _plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
+    old, job_id = job.plan, job.job_id
     is_trainer = old["kind"] == "trainer"
-    config = with_options(_config_of(old, job_id, options) if is_trainer else _target_of(old, options), options)
+    if is_trainer:
+        config = _config_of(old, job_id, options, has_saved=job.from_step is not None)
+    else:
+        config = _target_of(old, options)
+    config = with_options(config, options)
     check_config(config)
     python = old["python"]
     plan = build_plan(
@@ -70,9 +77,22 @@ def _plan_next(old: dict[str, Any], job_id: str, options: Options) -> tuple[Laun
     return replace(plan, env_names=tuple(sorted(names))), payload_of(config)
 
 
-def _config_of(old: dict[str, Any], job_id: str, options: Options) -> Config:
+def beginning(job: Resumable, plan: LaunchPlan) -> str:
+    """Where the next attempt goes on, in words."""
+    if plan.config_yaml is None:
+        return "the same program with the same files"
+    resume = config_from_yaml(plan.config_yaml, "config.yaml").train.resume
+    if resume != "auto":
+        return "from the beginning" if resume == "never" else f"from {resume}"
+    return "from the beginning: no complete checkpoint" if job.from_step is None else f"from step {job.from_step}"
+
+
+def _config_of(old: dict[str, Any], job_id: str, options: Options, *, has_saved: bool) -> Config:
     file = f"config.yaml of {job_id}"
-    config = config_from_yaml(old["config_yaml"], file, options.overrides)
+    overrides = options.overrides
+    if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
+        overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
+    config = config_from_yaml(old["config_yaml"], file, overrides)
     before = local_data_paths(config_from_yaml(old["config_yaml"], file))
     new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
     if new:

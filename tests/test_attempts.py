@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 from deployer.agent import state, supervise
 from deployer.agent.layout import Job
 from deployer.agent.procs import is_running, process_of
+from tests.ferry import Ferry
 from tests.jobs import AGENT_DIR, end_of, make_job, make_plan, python, said, start, torchrun, wait_for
 
 FAILS_ONCE = """
@@ -196,15 +201,15 @@ sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(60)
 
 
 def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_last(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(60)"), **policy(stall_timeout_s=1.5))
+    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(60)"), **policy(stall_timeout_s=3))
     status = end_of(begin(tmp_path, plan), timeout_s=20)
-    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, "no output for 1.5s")
+    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, "no output for 3s")
     assert [(r["rank"], r["running"], r["last_line"]) for r in status["stalled"]] == [(0, True, "two")]
 
 
 def test_program_that_goes_on_speaking_does_not_stall(tmp_path: Path) -> None:
-    code = "import time\nfor n in range(12):\n    print(n)\n    time.sleep(0.25)"
-    assert end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=1.5))))["state"] == "succeeded"
+    code = "import time\nfor n in range(9):\n    print(n)\n    time.sleep(0.5)"
+    assert end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=3))))["state"] == "succeeded"
 
 
 STALLS_AT_FIRST = """
@@ -223,12 +228,12 @@ while attempt == '1':
 
 
 def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
-    plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=1, max_restarts=1))
+    plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=2, max_restarts=1))
     job = begin(tmp_path, plan)
     status = end_of(job, timeout_s=40)
     assert (status["state"], status["attempt"]) == ("succeeded", 2)
     first = status["attempts"][0]
-    assert (first["code"], first["reason"], first["step"]) == (124, "no step for 1s (last step 3)", 3)
+    assert (first["code"], first["reason"], first["step"]) == (124, "no step for 2s (last step 3)", 3)
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
@@ -263,3 +268,79 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_pat
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
+
+
+# --- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_root(tmp_path: Path) -> Iterator[Path]:
+    """A remote root on a file system of 4 MB."""
+    root = tmp_path / "small"
+    root.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", root], check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield root
+    subprocess.run(["umount", "-l", root], check=True)
+
+
+def fill(root: Path) -> None:
+    with (root / "filler").open("ab", buffering=0) as f, contextlib.suppress(OSError):
+        while True:
+            f.write(bytes(4096))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_job_whose_disk_fills_at_some_moment_ends_with_its_own_code(small_root: Path, seed: int) -> None:
+    code = "import sys, time; print('up'); time.sleep(0.3); sys.exit(7)"
+    job = begin(small_root, make_plan(python(code), **policy()))
+    threading.Event().wait(random.Random(seed).uniform(0, 0.5))
+    fill(small_root)
+    status = end_of(job, timeout_s=30)
+    assert status["state"] == "failed"
+    assert status["code"] == 7 or rank_log(job, 1) == ""  # a program that had not begun cannot: its log has no place
+
+
+def test_restart_without_room_says_so_and_keeps_what_is_known_of_the_first_attempt(small_root: Path) -> None:
+    code = "import os, sys\nif not os.path.exists('full'): sys.exit(5)\ntry:\n    f = open('filler', 'ab', 0)\n"
+    code += "    while True: f.write(bytes(4096))\nexcept OSError: sys.exit(5)"
+    job = make_job(small_root, "attempts", make_plan([]))
+    (Path(job.code) / "full").touch()
+    status = end_of(start(job, make_plan(python(code), **policy(max_restarts=2))))
+    assert (status["state"], status["attempts"][0]["code"]) == ("failed", 5)
+    assert "No space left on device" in status["reason"] or status["code"] == 5
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_runtime_s": 1}], ids=["by request", "by the limit"])
+def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, Any]) -> None:
+    job = begin(small_root, make_plan(python("import time; print('up'); time.sleep(60)"), **policy(**limits)))
+    said(job, "up")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    fill(small_root)
+    if not limits:
+        state.request_stop(job, 5)
+    status = end_of(job, timeout_s=30)
+    assert (status["state"], status["code"]) == ("stopped", 143)
+    assert state.read_status(job) == status  # it was written, not only found out
+
+
+# --- by the keys of a config -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "words"),
+    [
+        ("max_restarts: 1", 7, "attempt 2 of at most 2: rank 0 exited with code 7; starts again"),
+        ("max_runtime_s: 1", 143, "was stopped after --max-runtime 1s"),
+        ("stall_timeout_s: 3", 124, "failed: no output for 3s"),
+    ],
+)
+def test_config_key_has_its_effect_on_the_host(ferry: Ferry, key: str, code: int, words: str) -> None:
+    ends = "sys.exit(7)" if code == 7 else "time.sleep(60)"
+    (ferry.project / "own.py").write_text(f"import os, sys, time; print('pid', os.getpid()); {ends}")
+    (ferry.project / "own.yaml").write_text(f"script: own.py\ntorchrun: false\ntarget:\n  device: cpu\n  {key}\n")
+    done = ferry.run("own.yaml", *ferry.where(), "--no-pull")
+    assert done.returncode == code
+    assert words in done.stderr.decode()
+    if code == 124:
+        assert "rank 0 still ran; its last line: pid" in done.stderr.decode()

@@ -18,11 +18,11 @@ from deployer.errors import HostError, UsageError
 from deployer.host import Host
 from deployer.plan import LaunchPlan, plan_to_json
 from deployer.prepare import Options
-from deployer.resume import Resumable, plan_next
+from deployer.resume import Resumable, beginning, plan_next
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, wait_for
 from trainer.config import config_to_yaml
-from trainer.schema import Config
+from trainer.schema import Config, TrainConfig
 
 # --- the plan of the next attempt: pure ------------------------------------------------------------------------------
 
@@ -90,6 +90,25 @@ def test_overrides_reach_the_trainers_config_with_all_its_checks() -> None:
     assert yaml.safe_load(plan.config_yaml)["train"]["steps"] == 400
     assert (plan.nproc, plan.torchrun, plan.policy.max_restarts) == (2, True, 2)
     assert plan.argv[-2:] == next_of(TRAINER).argv[-2:]
+
+
+@pytest.mark.parametrize(
+    ("resume", "override", "from_step", "words"),
+    [
+        ("/elsewhere/step_000009", (), 30, "from step 30"),
+        ("/elsewhere/step_000009", (), None, "from /elsewhere/step_000009"),
+        ("never", (), 30, "from step 30"),
+        ("auto", (), None, "from the beginning: no complete checkpoint"),
+        ("auto", ("train.resume=never",), 30, "from the beginning"),
+    ],
+)
+def test_next_attempt_goes_on_from_what_the_job_has_saved_unless_told_otherwise(
+    resume: str, override: tuple[str, ...], from_step: int | None, words: str
+) -> None:
+    changes = {**TRAINER, "config_yaml": config_to_yaml(Config(train=TrainConfig(resume=resume)))}
+    job = Resumable("old-1", {**OLD, **changes}, 1, from_step)
+    plan, _ = plan_next(job, Options(overrides=override))
+    assert beginning(job, plan) == words
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from .layout import Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
-from .statusfile import StatusFile
+from .statusfile import StatusFile, say
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 SIBLINGS_S = 5.0
@@ -36,7 +36,17 @@ Hook = Callable[[], None]
 def wait(job: Job, children: Children) -> None:
     """A supervisor's turn of waiting; a TERM to it asks its job to stop."""
     if children.wait():
-        state.request_stop(job)
+        ask_to_stop(job)
+
+
+def ask_to_stop(job: Job, reason: str = "") -> bool:
+    """A stop that the supervisor asks for itself; False when the disk takes no request."""
+    try:
+        state.request_stop(job, reason=reason)
+    except OSError as e:
+        say("cannot write %s: %s" % (job.stop, e.strerror))
+        return False
+    return True
 
 
 class Attempt:
@@ -88,6 +98,9 @@ class Attempt:
             return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
             return Ending(FAILED, state.TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
+        except OSError as e:
+            what = "attempt %d cannot be prepared: %s: %s" % (self.number, e.filename, e.strerror)
+            return Ending(FAILED, state.TOOL_FAILED, what)
         self._watch()
         return self._ending()
 
@@ -141,6 +154,11 @@ class Attempt:
         return command
 
     def _resolve_python(self) -> str:
+        if state.read_stop(self.job) is not None:
+            raise Stopped
+        known = (self.status.values.get("slots") or {}).get("python")
+        if self.input.get("restarted") and known and os.path.exists(known):
+            return str(known)  # the one that the former attempt ran with
         env = {**self.input.get("base_env", {}), **self.input.get("env", {}), **self.input.get("secrets", {})}
         root = Root(os.path.dirname(os.path.dirname(self.job.path)))
         log = os.path.join(self.job.logs(self.number), "prepare.log")
@@ -182,7 +200,7 @@ class Attempt:
             state=state.RUNNING,
             started_at=state.utc(time.time()),
             main=self.main._asdict(),
-            resumed_from=progress.newest_checkpoint(self.job) if self._is_trainer else None,
+            resumed_from=progress.resumes_from(self.job, self.plan, restarted=bool(self.input.get("restarted"))),
         )
 
     # --- watch ---
@@ -236,9 +254,13 @@ class Attempt:
         timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s")
         if timeout_s is None:
             return None
-        if self._is_trainer:
-            return stalling.StallWatch(lambda: progress.trainer_mark(self.job), timeout_s)
-        return stalling.StallWatch(lambda: progress.output_mark(self.job, self.number), timeout_s)
+        return stalling.StallWatch(self._mark, timeout_s)
+
+    def _mark(self) -> Any:
+        """Changes with the job's progress, and all the time before its ranks have begun."""
+        if len(self._ranks()) < self.nproc:
+            return time.monotonic()
+        return progress.trainer_mark(self.job) if self._is_trainer else progress.output_mark(self.job, self.number)
 
     def _find_stall(self) -> None:
         """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
@@ -301,6 +323,8 @@ class Attempt:
         """The words by which a failure is known again."""
         if self.main is None or ending.state != FAILED:
             return ending.reason
+        if self._stalled is not None:
+            return "\n".join(rank["last_line"] for rank in self.status.values["stalled"])
         outcome = state.read_json(self.job.outcome) or {}
         if self._is_trainer and outcome.get("error"):
             return str(outcome["error"]).strip().split("\n")[0][: progress.MAX_LINE]

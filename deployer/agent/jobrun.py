@@ -8,7 +8,7 @@ import time
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 from . import probe, progress, restarts, stalling, state
-from .attempt import Attempt, wait
+from .attempt import Attempt, ask_to_stop, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
 from .jobgpus import JobGpus
@@ -60,7 +60,7 @@ class JobRun:
         first = {"state": state.PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
         if number == 1:
             return first
-        from_step = progress.newest_checkpoint(self.job) if self._is_trainer else None
+        from_step = progress.resumes_from(self.job, self.plan, restarted=False)
         return {**first, "attempts": before.get("attempts") or [], "resumed_from": from_step}
 
     def _begin(self) -> bool:
@@ -100,8 +100,8 @@ class JobRun:
             if not waits or self.gpus.view != self.status.values.get("queue"):
                 kept = {"state": state.QUEUED, "queue": self.gpus.view}
                 self.status.save(**(kept if waits else {"state": state.PREPARING, "queue": None}))
-            if waits and self.children.wait():
-                state.request_stop(self.job)
+            if waits:
+                wait(self.job, self.children)
             if state.read_stop(self.job) is not None:
                 return False
         return True
@@ -144,10 +144,11 @@ class JobRun:
             started_at=None,
             phase=None,
             stalled=None,
-            resumed_from=progress.newest_checkpoint(self.job) if self._is_trainer else None,
+            resumed_from=progress.resumes_from(self.job, self.plan, restarted=True),
         )
         if self.adopted:
             self._take_over_input()
+        self.input = {**self.input, "restarted": True}
         until = time.monotonic() + wait_s
         while state.read_stop(self.job) is None and time.monotonic() < until:
             self._limit_runtime()
@@ -166,8 +167,7 @@ class JobRun:
         began_s = self.status.values.get("began_mono_s")
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
             return
-        self._limited = True
-        state.request_stop(self.job, reason="stopped after --max-runtime %s" % stalling.duration(limit_s))
+        self._limited = ask_to_stop(self.job, "stopped after --max-runtime %s" % stalling.duration(limit_s))
 
     # --- end ---
 

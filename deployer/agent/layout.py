@@ -12,6 +12,7 @@ FORMAT_VERSION = 1
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
+RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor began by itself after a failure
 
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
 from .errors import AgentError
-from .layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job, Root
+from .layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 
@@ -47,7 +47,8 @@ def job_env(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Di
     base = {k: v for k, v in launch_input.get("base_env", {}).items() if not _is_torchruns(k)}
     plan = {name: fill(text, slots) for name, text in launch_input["plan"].get("env", {}).items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **plan, **launch_input.get("env", {}), **launch_input.get("secrets", {})}
-    return {**env, **marks(job, launch_input["attempt"])}
+    restarted = {RESTARTED_ENV: "1"} if launch_input.get("restarted") else {}
+    return {**env, **restarted, **marks(job, launch_input["attempt"])}
 
 
 def marks(job: Job, attempt: int) -> Dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from .layout import Job
 from .logs import RANK_LOG, last_lines
@@ -15,6 +15,7 @@ from .logs import RANK_LOG, last_lines
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
+_RESUMES_AUTO = re.compile(r"^  resume: auto$", re.MULTILINE)  # as trainer/config.py writes it
 _COMPLETE = "COMPLETE"  # as in trainer/schema.py
 
 
@@ -72,8 +73,17 @@ def last_step(job: Job) -> Optional[int]:
         return None
 
 
+def resumes_from(job: Job, plan: Dict[str, Any], *, restarted: bool) -> Optional[int]:
+    """The step of the checkpoint of its own that an attempt goes on from; None for one that begins elsewhere, and for
+    a program, of which nobody knows."""
+    if plan.get("kind") != "trainer":
+        return None
+    is_auto = _RESUMES_AUTO.search(plan.get("config_yaml") or "") is not None
+    return newest_checkpoint(job) if restarted or is_auto else None
+
+
 def newest_checkpoint(job: Job) -> Optional[int]:
-    """The step of the newest complete checkpoint, which the trainer goes on from by itself; None without one."""
+    """The step of the newest complete checkpoint; None without one."""
     folder = os.path.join(job.path, "checkpoints")
     found = [m for m in map(_STEP.match, _names(folder)) if m]
     steps = [int(m.group(1)) for m in found if os.path.isfile(os.path.join(folder, m.group(), _COMPLETE))]

@@ -5,6 +5,7 @@ supervisor is gone and the ranks go on. A host judges only jobs of its own machi
 Stdlib only, Python 3.8, Linux.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -185,7 +186,13 @@ def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = ""
         first = {key: getattr(before, key) for key in ("requested_at", "requested_mono", "reason")}
         wanted = wanted._replace(**first)
     os.makedirs(job.control, mode=0o700, exist_ok=True)
-    write_json(job.stop, wanted._asdict())
+    try:
+        write_json(job.stop, wanted._asdict())
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        os.truncate(job.reserve, os.path.getsize(job.reserve) // 2)  # the rest stays for the final status
+        write_json(job.stop, wanted._asdict())
     return wanted
 
 

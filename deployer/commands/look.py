@@ -13,7 +13,7 @@ import click
 from deployer import jobs, lastseen, render
 from deployer.agent.queueing import queue_line
 from deployer.agent.state import FINAL
-from deployer.attempts import attempt_line, silence_line
+from deployer.attempts import attempt_line, silence_line, stall_lines
 from deployer.commands.screen import next_commands, state_line
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.host import Host
@@ -129,6 +129,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows += [("warning", warning) for warning in found.get("warnings") or []]
     rows += [("attempt", line) for line in [attempt_line(found)] if line]
     rows += [("silent", line) for line in [silence_line(found)] if line]
+    rows += [("stalled", line) for line in stall_lines(found)]
     if found.get("queue"):
         rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))

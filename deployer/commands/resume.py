@@ -10,10 +10,9 @@ from deployer.commands.run import follow_through
 from deployer.errors import UsageError
 from deployer.host import Host
 from deployer.launch import resume_and_follow
-from deployer.plan import LaunchPlan
 from deployer.prepare import Options
 from deployer.registry import JobRecord
-from deployer.resume import Resumable, plan_next, read_resumable
+from deployer.resume import Resumable, beginning, plan_next, read_resumable
 
 
 def resume(
@@ -35,7 +34,7 @@ def resume(
     job = read_resumable(host, job_id)
     plan, payload = plan_next(job, Options(overrides=overrides, **changes))
     attempt = job.attempt + 1
-    render.notice(f"{job.job_id}: attempt {attempt}, {_beginning(job, plan)}")
+    render.notice(f"{job.job_id}: attempt {attempt}, {beginning(job, plan)}")
 
     def start(screen: Any, view: Any) -> dict[str, Any] | None:
         return resume_and_follow(
@@ -43,15 +42,6 @@ def resume(
         )
 
     return follow_through(start, host, record or _record(job, host), bare=plan.nproc == 1, **ways)
-
-
-def _beginning(job: Resumable, plan: LaunchPlan) -> str:
-    """Where the attempt goes on."""
-    if plan.kind != "trainer":
-        return "the same program with the same files"
-    if job.from_step is None:
-        return "from the beginning: no complete checkpoint"
-    return f"from step {job.from_step}"
 
 
 def _record(job: Resumable, host: Host) -> JobRecord:

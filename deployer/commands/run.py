@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from deployer import jobs, render
+from deployer.attempts import stall_lines
 from deployer.choice import Wish
 from deployer.commands.pull import bring_home
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
@@ -282,7 +283,11 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
         render.notice(f"{job_id} {ends.get(state, state)}")
         return
     rank = final.get("first_failing_rank")
-    _show_last_lines(host, job_id, rank)
+    stalled = stall_lines(final)
+    for line in stalled:
+        render.notice(f"  {line}")
+    if not stalled:
+        _show_last_lines(host, job_id, rank)
     code = f"code {final.get('code')}"
     render.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
     if final.get("hint"):

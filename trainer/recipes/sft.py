@@ -23,7 +23,7 @@ from trainer.models import hf
 from trainer.models.decoder import DecoderShape
 from trainer.optim import build_optimizer
 from trainer.parallel import make_backend
-from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, JOB_ID_ENV, METRICS_FILE, OUTCOME_FILE, Config
+from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, JOB_ID_ENV, METRICS_FILE, OUTCOME_FILE, RESTARTED_ENV, Config
 
 GREEDY_QUESTION = "What does os.path.join do?"
 
@@ -136,11 +136,16 @@ def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None) -
 
 
 def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
-    """The checkpoint that `train.resume` means; None for a run that starts anew."""
+    """The checkpoint that `train.resume` means; None for a run that starts anew.
+
+    After a restart by the host, what this run has saved comes first: `train.resume` says where it began.
+    """
+    if config.train.resume == "auto" or os.environ.get(RESTARTED_ENV):
+        own = checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
+        if own is not None or config.train.resume == "auto":
+            return own
     if config.train.resume == "never":
         return None
-    if config.train.resume == "auto":
-        return checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
     path = Path(config.train.resume).expanduser()
     if not checkpoint.is_complete(path):
         newest = checkpoint.newest_complete(path / CHECKPOINTS_DIR)
