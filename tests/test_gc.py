@@ -6,6 +6,8 @@ import fcntl
 import json
 import multiprocessing
 import os
+import pty
+import subprocess
 import threading
 import time
 import zlib
@@ -259,7 +261,7 @@ def test_a_pack_goes_when_no_tree_needs_a_file_of_it(root: Root) -> None:
         pack = PackWriter(root)
         pack.add(content_hash(content), content)
         pack.publish()
-    Path(root.packs, "broken").write_bytes(b"x")
+    Path(root.packs, "1-" + "0" * 16).write_bytes(b"broken")
     make_old(root.path)
     assert Called(root).found == {PACK: 2}
     assert Store(root).packs.read(content_hash(b"1")) == b"1"
@@ -307,7 +309,7 @@ def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root
     said(running, "up")
     make_old(root.path)
     try:
-        assert (called := Called(root, older_than_s=0)).jobs == [] and called.kept == {"not ended": 1}
+        assert (called := Called(root, older_than_s=0)).jobs == [] and called.kept == {"not ended yet": 1}
         assert blobs_in(root) == [b"1"]
     finally:
         state.request_stop(running, 0)
@@ -341,24 +343,42 @@ def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: R
     used, unused = keep(root, {"set/x": b"1"}), keep(root, {"set/y": b"2"})
     for tree in (used, unused):
         store.shared(tree, "set")
-    for folder in ("envs/0123/bin", "envs/4567/bin", "agent/aaaa/agent", "agent/bbbb/agent", "tmp/blob-1-ab"):
+    (env, other_env), (agent, other_agent) = ("0" * 20, "1" * 20), ("a" * 20, "b" * 20)
+    folders = f"envs/{env}/bin envs/{other_env}/bin agent/{agent}/agent agent/{other_agent}/agent tmp/blob-1-ab"
+    for folder in folders.split():
         (Path(root.path) / folder).mkdir(parents=True)
-    slots = {"python": f"{root.envs}/0123/bin/python", "agent": f"{root.agents}/aaaa/agent"}
+    slots = {"python": f"{root.envs}/{env}/bin/python", "agent": f"{root.agents}/{agent}/agent"}
     ended(root, "a", used, slots=slots)
     make_old(root.path)
-    held = hold_agent(f"{root.agents}/bbbb")
+    held = hold_agent(f"{root.agents}/{other_agent}")
     assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}
-    assert (listed(root.data), listed(root.envs), listed(root.agents)) == ([used], ["0123"], ["bbbb"])
+    assert (listed(root.data), listed(root.envs), listed(root.agents)) == ([used], [env], [other_agent])
     assert held is not None and os.close(held) is None
 
 
 def test_an_environment_that_is_being_built_stays(root: Root) -> None:
-    (Path(root.envs) / "0123").mkdir(parents=True)
+    env = Path(root.envs) / ("0" * 20)
+    env.mkdir(parents=True)
     make_old(root.path)
-    with Path(f"{root.envs}/0123.lock").open("w") as lock:
+    with Path(f"{env}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert Called(root).found == {}
     assert Called(root).found == {ENV: 1}
+
+
+def test_what_is_not_named_as_torchferry_does_is_none_of_its_business(root: Root) -> None:
+    """A root such as /workspace has folders of its user's beside ours, of the same names."""
+    files = (
+        "data/imdb/train.jsonl envs/mine/bin/python jobs/thesis/notes.txt agent/x.py tmp/y store/trees/z store/spare/w"
+    )
+    for name in files.split():
+        path = Path(root.path) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    make_old(root.path)
+    called = Called(root, older_than_s=0, max_bytes=0)
+    assert (called.found, called.jobs, called.kept) == ({}, [], {})
+    assert all((Path(root.path) / name).exists() for name in files.split())
 
 
 def test_the_spare_keeps_its_tree_for_a_week(root: Root) -> None:
@@ -386,6 +406,22 @@ def test_gc_asks_and_without_a_terminal_says_how_to_answer(ferry: Ferry) -> None
     assert done.returncode == 2 and b"--yes removes" in done.stderr
 
 
+@pytest.mark.parametrize(("answer", "left"), [(b"y\n", []), (b"n\n", ["a"])])
+def test_gc_asks_at_a_terminal(ferry: Ferry, answer: bytes, left: list[str]) -> None:
+    ended(Root(str(ferry.root)), "a")
+    master, slave = pty.openpty()
+    asking = subprocess.Popen(
+        ferry.argv("gc", "--remote-root", str(ferry.root), "--keep-jobs", "0"),
+        env=ferry.environment(),
+        stdin=slave,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    os.write(master, answer)
+    shown, _ = asking.communicate(timeout=60)
+    assert b"job a" in shown and ferry.job_ids() == left and asking.returncode == (0 if not left else 130)
+
+
 def test_gc_removes_old_jobs_and_the_next_launch_brings_what_it_needs_again(ferry: Ferry) -> None:
     (ferry.project / "say.py").write_text("print('said')")
     command = ("run", *ferry.where(), "--no-pull", "--", "python", "say.py")
@@ -405,7 +441,7 @@ def test_gc_shows_what_would_go(ferry: Ferry) -> None:
     ended(root, "a", keep(root, {"code/a": b"1"}))
     ended(root, "b", days=1)
     shown = ferry.run("gc", *ferry.where(), "--older-than", "30d", "--dry-run")
-    assert b"job a" in shown.stdout and b"job b" not in shown.stdout and b"kept: 1 jobs, ended" in shown.stderr
+    assert b"job a" in shown.stdout and b"job b" not in shown.stdout and b"kept: 1 job, ended" in shown.stderr
     assert ferry.job_ids() == ["a", "b"]
 
 

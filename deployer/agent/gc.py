@@ -151,7 +151,7 @@ def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) 
     ]
     stay = [job for job in seen.jobs if job.id not in {gone.id for gone in chosen.jobs}]
     groups = (
-        ("not ended", [job for job in stay if not job.foreign and job.ended_s is None]),
+        ("not ended yet", [job for job in stay if not job.foreign and job.ended_s is None]),
         ("of other machines", [job for job in stay if job.foreign]),
         ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
     )

@@ -1,5 +1,8 @@
 """What lies below a root, read for `garbage` to decide: jobs, and what jobs share or left behind.
 
+The root may be a folder that people use (`--remote-root /workspace`, which has their own `data/` and `jobs/`): whatever
+is not named as only Torchferry names things is none of ours and is never listed.
+
 Stdlib only, Python 3.8, Linux.
 """
 
@@ -8,7 +11,7 @@ import json
 import os
 import re
 import time
-from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
 from . import packs, state
 from .garbage import AGENT, BLOB, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
@@ -19,6 +22,13 @@ from .tree import LINK, Entry, blobs_of, root_hash
 MAX_TEXT = 32 << 20
 LAUNCH_AGE_S = 86400.0
 """A folder without a status may be a launch on another machine of a shared home; beyond this age it is none."""
+_TREE = re.compile(r"[0-9a-f]{40}\Z")  # of a tree, and of the data made from one
+_ENV = re.compile(r"[0-9a-f]{20}\Z")
+_AGENT = re.compile(r"[0-9a-f]{20}(\.\d+)?\Z")  # with a process id while it is being put there
+_TMP = re.compile(r"(arrival|blob|data|doctor|gc|pack|spare|tree)-\d+(-[0-9a-f]+)?\Z")
+_PREFIX = re.compile(r"[0-9a-f]{2}\Z")
+_BLOB = re.compile(r"[0-9a-f]{38}\Z")
+_PACK = re.compile(r"\d+-[0-9a-f]{16}\Z")
 _WORD = re.compile(rb"[a-z0-9][a-z0-9._-]*")
 _BLOCK = 512  # of st_blocks, whatever the file system
 
@@ -32,22 +42,22 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
     now, live = time.time(), _Live.read()
     trees = dict(_read_trees(root))
     things = [
-        *(Thing(TREE, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.trees)),
+        *(Thing(TREE, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.trees, _TREE)),
         *_blobs(root, now),
-        *(Thing(PACK, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.packs)),
-        *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data)),
+        *(Thing(PACK, name, _file_bytes(path), _age(path, now)) for name, path in _children(root.packs, _PACK)),
+        *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data, _TREE)),
         *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
-        *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents)),
-        *(Thing(TMP, name, size(path), _age(path, now)) for name, path in _children(root.tmp)),
+        *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents, _AGENT)),
+        *(Thing(TMP, name, size(path), _age(path, now)) for name, path in _children(root.tmp, _TMP)),
     ]
     spare = os.path.join(root.path, "store", "spare")
-    if os.path.isdir(spare):
+    if os.path.exists(os.path.join(spare, "record.json")):
         things.append(Thing(SPARE, "spare", size(spare), _age(spare, now)))
     return Inventory(
         jobs=tuple(_job(Job(path), size(path), now, live) for path in _job_folders(root)),
         things=tuple(things),
         blobs_of={name: frozenset(blobs_of(entries)) for name, entries in trees.items()},
-        packed={name: _packed(path) for name, path in _children(root.packs)},
+        packed={name: _packed(path) for name, path in _children(root.packs, _PACK)},
         names_of={name: _link_words(entries) for name, entries in trees.items()},
         spare_tree=_spare_tree(spare),
     )
@@ -83,13 +93,13 @@ def _everything(path: str) -> Iterator[str]:
             yield os.path.join(folder, name)
 
 
-def _children(folder: str) -> List[Tuple[str, str]]:
-    """(name, path) of what lies in a folder."""
+def _children(folder: str, pattern: "Pattern[str]") -> List[Tuple[str, str]]:
+    """(name, path) of what lies in a folder under a name of that pattern."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
-    return [(name, os.path.join(folder, name)) for name in names]
+    return [(name, os.path.join(folder, name)) for name in names if pattern.match(name)]
 
 
 def _age(path: str, now: float) -> float:
@@ -104,7 +114,12 @@ def _age(path: str, now: float) -> float:
 
 
 def _job_folders(root: Root) -> List[str]:
-    return [path for name, path in _children(root.jobs) if JOB_ID.match(name) and os.path.isdir(path)]
+    return [path for _, path in _children(root.jobs, JOB_ID) if _is_ours(Job(path))]
+
+
+def _is_ours(job: Job) -> bool:
+    """Whether a launch made the folder, or began to."""
+    return os.path.exists(job.lock) or bool(state.read_plan(job))
 
 
 def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
@@ -160,7 +175,7 @@ def _words(text: bytes) -> FrozenSet[str]:
 
 def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
     """The trees that can be read; a damaged one is of no use to anybody."""
-    for name, path in _children(root.trees):
+    for name, path in _children(root.trees, _TREE):
         try:
             yield name, [Entry(*row) for row in json.loads(_text(path).decode("ascii"))]
         except (ValueError, TypeError):
@@ -172,12 +187,12 @@ def _link_words(entries: List[Entry]) -> FrozenSet[str]:
 
 
 def _blobs(root: Root, now: float) -> Iterator[Thing]:
-    for prefix, folder in _children(root.blobs):
+    for prefix, folder in _children(root.blobs, _PREFIX):
         try:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder)]
         except OSError:
             continue
-        for name, info in found:
+        for name, info in ((name, info) for name, info in found if _BLOB.match(name)):
             yield Thing(BLOB, prefix + name, info.st_blocks * _BLOCK, now - info.st_mtime)
 
 
@@ -201,7 +216,7 @@ def _spare_tree(spare: str) -> Optional[str]:
 
 
 def _envs(root: Root) -> List[Tuple[str, str]]:
-    return [(name, path) for name, path in _children(root.envs) if os.path.isdir(path)]
+    return [(name, path) for name, path in _children(root.envs, _ENV) if os.path.isdir(path)]
 
 
 def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:

@@ -97,7 +97,7 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
         raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
     with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, **limits}) as link:
         found = link.first.result("gc")
-        if not (dry_run or yes) and found["total_bytes"]:
+        if not (dry_run or yes) and (found["jobs"] or found["rest"]):
             _show_gc(host, found, done=False)
             if not click.confirm(f"Remove {render.size(found['total_bytes'])}?", err=True):
                 raise click.Abort
@@ -117,7 +117,8 @@ def _show_gc(host: Host, found: dict[str, Any], *, done: bool) -> None:
     if rows:
         render.table(("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST"), rows)
     for row in found["kept_jobs"]:
-        render.notice(f"kept: {row['count']} jobs, {row['what']}, {render.size(row['size_bytes'])}")
+        jobs = "job" if row["count"] == 1 else "jobs"
+        render.notice(f"kept: {row['count']} {jobs}, {row['what']}, {render.size(row['size_bytes'])}")
     for path in found["remaining"]:
         render.notice(f"could not be removed: {path}")
     size = render.size(found["total_bytes"])
