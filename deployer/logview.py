@@ -108,6 +108,10 @@ class LogView:
     def _lines(self, file: str, data: bytes, out: BinaryIO, *, prefix: bytes) -> None:
         state = self._files.setdefault(file, _File(prefix))
         text = state.pending + data
+        if b"\r" not in text and b"\n" in text:  # nearly always, and much faster than line by line
+            lines, _, text = text.rpartition(b"\n")
+            state.skipped_bar = b""
+            self._put_line(out, state, lines.replace(b"\n", b"\n" + state.prefix))
         # a CR at the very end may be half of CR LF: it waits for the next byte
         hold = b"\r" if text.endswith(b"\r") else b""
         parts = re.split(rb"(\r?\n|\r)", text[: len(text) - len(hold)])

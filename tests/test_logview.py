@@ -1,8 +1,11 @@
 """The log view: every byte once, whole lines with their rank, bars in place or once a second."""
 
 import io
+import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployer.logview import LogView
 
@@ -103,3 +106,18 @@ def test_last_words_of_an_attempt_come_before_the_next_attempts_first():
     view.feed("attempt_2/launcher.log", 0, b"W torchrun says\n")
     assert out.getvalue() == b"[0] dying words\n[0] again\n"
     assert view.offsets == {"rank_0.log": 11, "attempt_2/rank_0.log": 6, "attempt_2/launcher.log": 16}
+
+
+@given(st.binary(max_size=200).map(lambda b: b.replace(b"\r", b"\n")), st.lists(st.integers(1, 40), min_size=1))
+def test_lines_come_whole_and_in_order_however_they_are_cut(text, sizes):
+    view, out, _ = make_view()
+    position = 0
+    for size in itertools.cycle(sizes):
+        if position >= len(text):
+            break
+        view.feed("rank_0.log", position, text[position : position + size])
+        position += size
+    view.finish()
+    lines = text.split(b"\n")
+    shown = lines if lines[-1] else lines[:-1]
+    assert out.getvalue() == b"".join(b"[0] " + line + b"\n" for line in shown)
