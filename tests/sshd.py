@@ -79,16 +79,19 @@ def start_sshd(
     *,
     user: str | None = None,
     extra_config: str = "",
+    first_config: str = "",
     key_type: str = "ed25519",
     name: str = "sshd",
     address: str = "127.0.0.1",
     run_by: Sequence[str] = (),
     max_startups: str = "100:30:200",
+    max_sessions: int = 100,
 ) -> SshServer:
     """A server below `folder`, listening when this returns. Skips where there is no sshd, fails in CI.
 
-    `user` is who its client config logs in as (default: us); others than us need root. `run_by` comes before the
-    command, such as `ip netns exec NAME`, where `address` is to listen on.
+    `user` is who its client config logs in as (default: us); others than us need root. `first_config` comes before our
+    own settings, and for sshd the first value counts. `run_by` comes before the command, such as `ip netns exec NAME`,
+    where `address` is to listen on.
     """
     if SSHD is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no sshd: apt-get install openssh-server")
@@ -104,7 +107,15 @@ def start_sshd(
     port = free_port()
     config = root / "sshd_config"
     config.write_text(
-        _SERVER.format(address=address, port=port, root=root, home=home, max_startups=max_startups)
+        f"{first_config}\n"
+        + _SERVER.format(
+            address=address,
+            port=port,
+            root=root,
+            home=home,
+            max_startups=max_startups,
+            max_sessions=max_sessions,
+        )
         + extra_config
         + "\n"
     )
@@ -145,7 +156,7 @@ PermitRootLogin prohibit-password
 StrictModes no
 Subsystem sftp internal-sftp
 MaxStartups {max_startups}
-MaxSessions 100
+MaxSessions {max_sessions}
 UseDNS no
 SetEnv HOME={home}
 """

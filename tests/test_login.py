@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,18 +112,61 @@ def test_unusable_key_file_is_named_with_the_reason(server: SshServer, tmp_path:
     assert f"{tmp_path}/odd" in error.where and reason in error.where
 
 
-def test_key_in_the_agent_lets_us_in_though_a_certificate_lies_beside_it(
-    server: SshServer, tmp_path: Path, agent: Path
+class AgentWithToken:
+    """Relays to a real agent and adds one identity on a security key, for which a token would be needed."""
+
+    def __init__(self, path: Path, agent: Path) -> None:
+        self.asked_for_token = False
+        self._agent = agent
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            client = self._listener.accept()[0]
+            threading.Thread(target=self._relay, args=(client,), daemon=True).start()
+
+    def _relay(self, client: socket.socket) -> None:
+        with client, socket.socket(socket.AF_UNIX) as real, client.makefile("rb") as requests:
+            real.connect(str(self._agent))
+            answers = real.makefile("rb")
+            while size := requests.read(4):
+                request = requests.read(*struct.unpack(">I", size))
+                self.asked_for_token |= request[0] == 13 and TOKEN in request
+                real.sendall(size + request)
+                answer = answers.read(*struct.unpack(">I", answers.read(4)))
+                if request[0] == 11:  # list the identities
+                    count = struct.unpack(">I", answer[1:5])[0]
+                    answer = b"\x0c" + struct.pack(">I", count + 1) + text(TOKEN) + text(b"token") + answer[5:]
+                client.sendall(text(answer))
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack(">I", len(value)) + value
+
+
+TOKEN = text(b"sk-ssh-ed25519@openssh.com") + text(bytes(32)) + text(b"ssh:")
+
+
+@pytest.mark.parametrize(("way", "trusts"), [("fabric", "key"), ("openssh", "key"), ("auto", "certificate")])
+def test_agent_with_a_security_key_a_certificate_and_a_plain_key_lets_us_in(
+    tmp_path: Path, agent: Path, way: str, trusts: str
 ) -> None:
     authority, key = make_key(tmp_path / "ca"), make_key(tmp_path / "key")
-    sign = ["ssh-keygen", "-q", "-s", str(authority), "-I", "me", "-n", server.user, f"{key}.pub"]
-    subprocess.run(sign, check=True)
-    authorise(server, key)
-    add_to_agent(agent, key)  # adds the certificate too
-    config = with_config(server, tmp_path, IdentityFile="none", IdentitiesOnly="no", IdentityAgent=str(agent))
-    transport = make_transport(ALIAS, config_file=config)
-    transport.connect()
-    transport.close()
+    trust = f"TrustedUserCAKeys {authority}.pub" if trusts == "certificate" else ""
+    with start_sshd(tmp_path, extra_config=trust) as server:
+        subprocess.run(["ssh-keygen", "-qs", str(authority), "-I", "me", "-n", server.user, f"{key}.pub"], check=True)
+        if trusts == "key":
+            authorise(server, key)
+        add_to_agent(agent, key)  # the certificate too
+        held = AgentWithToken(tmp_path / "relay", agent)
+        files = {"IdentityFile": f"{tmp_path}/none", "IdentitiesOnly": "no", "IdentityAgent": str(tmp_path / "relay")}
+        transport = connect(server, config=with_config(server, tmp_path, **files), way=way)
+        assert read_all(transport.open("echo in")) == b"in\n"
+        transport.close()
+    assert not held.asked_for_token
 
 
 def test_identities_only_leaves_other_keys_of_the_agent_alone(server: SshServer, tmp_path: Path, agent: Path) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deployer.transport import make_transport
-from tests.sshd import ALIAS, SshServer, free_port, start_sshd
+import pytest
+
+from deployer.errors import ConnectError
+from deployer.transport import Transport, make_transport
+from tests.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
 from tests.ways import (
     address_config,
     both_ways,
@@ -47,6 +53,60 @@ def test_jump_host_with_an_unknown_key_is_refused(server: SshServer, hop: SshSer
     Path(config).write_text(Path(config).read_text().replace(str(hop.known_hosts_path), str(server.known_hosts_path)))
     error = refusal(config, way=way)
     assert "jump host" in error.message and f"[127.0.0.1]:{hop.port} is not known" in error.message
+
+
+@pytest.fixture(scope="module")
+def far_hop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    """A jump host where somebody else logs in."""
+    with login_user("/bin/sh") as user, start_sshd(tmp_path_factory.mktemp("far"), user=user) as running:
+        yield running
+
+
+def chain_config(servers: dict[str, SshServer], folder: Path, keys: dict[str, Path] | None = None) -> str:
+    """A config in which `box` is reached through the others, in their order; `keys`: others than their own."""
+    blocks = []
+    for name, server in servers.items():
+        key = (keys or {}).get(name, server.key_path)
+        block = server.client_config_path.read_text().replace(f"Host {ALIAS} 127.0.0.1", f"Host {name}")
+        blocks.append(block.replace(f"IdentityFile {server.key_path}", f"IdentityFile {key}"))
+    hops = ",".join(name for name in servers if name != ALIAS)
+    config = folder / "client_config"
+    config.write_text("".join(blocks) + f"Host {ALIAS}\n    ProxyJump {hops}\n")
+    return str(config)
+
+
+@both_ways
+def test_chain_of_jump_hosts_with_users_and_ports_of_their_own_carries_the_connection(
+    server: SshServer, hop: SshServer, far_hop: SshServer, tmp_path: Path, way: str
+) -> None:
+    config = chain_config({"far": far_hop, "near": hop, ALIAS: server}, tmp_path)
+    transport = make_transport(ALIAS, config_file=config, way=way)
+    transport.connect()
+    assert read_all(transport.open("echo in")) == b"in\n"
+    transport.close()
+    assert f"Accepted publickey for {far_hop.user}" in far_hop.log_path.read_text()
+
+
+@both_ways
+@pytest.mark.parametrize("name", ["far", "near", ALIAS])
+def test_link_of_a_chain_that_lets_us_not_in_is_named_and_sees_no_key_but_its_own(
+    server: SshServer, hop: SshServer, far_hop: SshServer, foreign_key: Path, tmp_path: Path, way: str, name: str
+) -> None:
+    servers = {"far": far_hop, "near": hop, ALIAS: server}
+    error = refusal(chain_config(servers, tmp_path, {name: foreign_key}), way=way)
+    assert f"{servers[name].user}@127.0.0.1:{servers[name].port}" in error.message
+    assert ("jump host" in error.message) is (name != ALIAS)
+
+
+@both_ways
+def test_key_named_for_the_target_is_not_tried_on_the_jump_host(
+    server: SshServer, hop: SshServer, foreign_key: Path, tmp_path: Path, way: str
+) -> None:
+    config = chain_config({"near": hop, ALIAS: server}, tmp_path, {"near": foreign_key})
+    before = hop.log_path.read_text().count("Failed publickey")
+    error = refusal(config, way=way, ssh_key=str(server.key_path))
+    assert f"127.0.0.1:{hop.port}" in error.message and "jump host" in error.message
+    assert hop.log_path.read_text().count("Failed publickey") - before <= 1
 
 
 @both_ways
@@ -123,11 +183,104 @@ def test_port_that_speaks_something_else_is_named_so(tmp_path: Path, way: str) -
     assert "does not speak SSH" in error.message
 
 
-def test_connections_dropped_at_random_are_tried_again(tmp_path: Path) -> None:
-    with start_sshd(tmp_path, max_startups="2:70:4") as server:
-        transports = [make_transport(ALIAS, config_file=str(server.client_config_path)) for _ in range(8)]
-        for transport in transports:
+@pytest.fixture
+def black_hole() -> Iterator[int]:
+    """A loopback port that drops what wants to connect: its queue is full."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        queued = [socket.socket() for _ in range(4)]
+        for sock in queued:
+            sock.setblocking(False)
+            sock.connect_ex(address)
+        yield address[1]
+        for sock in queued:
+            sock.close()
+
+
+@both_ways
+def test_address_that_drops_packets_ends_by_the_connect_timeout(tmp_path: Path, way: str, black_hole: int) -> None:
+    config = address_config(tmp_path, "127.0.0.1", black_hole, ConnectTimeout="60")
+    begun = time.monotonic()
+    error = refusal(config, way=way, connect_timeout_s=1.0)
+    assert error.message == f"127.0.0.1:{black_hole} did not answer within 1 s"
+    assert time.monotonic() - begun < 5
+
+
+@both_ways
+def test_server_that_stalls_in_the_login_ends_by_the_connect_timeout(tmp_path: Path, way: str) -> None:
+    stall = "AuthorizedKeysFile none\nAuthorizedKeysCommand /bin/sleep 60\nAuthorizedKeysCommandUser root"
+    with start_sshd(tmp_path, first_config=stall) as server:
+        begun = time.monotonic()
+        error = refusal(str(server.client_config_path), way=way, connect_timeout_s=1.5)
+        assert time.monotonic() - begun < 6
+    assert "did not finish the login within 1.5 s" in error.message
+
+
+@both_ways
+def test_twelve_connections_at_once_to_a_crowded_server_all_come_through(tmp_path: Path, way: str) -> None:
+    with start_sshd(tmp_path, max_startups="3:50:5", max_sessions=2) as server:
+        config = str(server.client_config_path)
+        transports = [make_transport(ALIAS, config_file=config, way=way) for _ in range(12)]
+
+        def use(transport: Transport) -> bytes:
             transport.connect()
-        assert [read_all(transport.open("echo in")) for transport in transports] == [b"in\n"] * 8
-        for transport in transports:
+            answer = read_all(transport.open("echo in"))
             transport.close()
+            return answer
+
+        with ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(use, transports)) == [b"in\n"] * 12
+        assert "drop connection" in server.log_path.read_text()
+
+
+@both_ways
+def test_session_beyond_what_the_server_allows_is_a_clear_error(tmp_path: Path, way: str) -> None:
+    with start_sshd(tmp_path, max_sessions=1) as server:
+        transport = make_transport(ALIAS, config_file=str(server.client_config_path), way=way)
+        transport.connect()
+        first = transport.open("cat")
+        with pytest.raises(ConnectError, match="opens no session"):
+            transport.open("cat")
+        first.close_write()
+        assert read_all(first) == b""
+        transport.close()
+
+
+# --- IPv6 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server6(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with start_sshd(tmp_path_factory.mktemp("ssh6"), address="::1") as running:
+        yield running
+
+
+@both_ways
+@pytest.mark.parametrize("spelling", ["[::1]:{port}", "{user}@[::1]:{port}", "ssh://[::1]:{port}", "::1", "{user}@::1"])
+def test_ipv6_address_in_any_spelling_is_reached(server6: SshServer, spelling: str, way: str) -> None:
+    address = spelling.format(user=server6.user, port=server6.port)
+    transport = make_transport(address, config_file=str(server6.client_config_path), way=way)
+    transport.connect()
+    assert read_all(transport.open("echo in")) == b"in\n"
+    assert transport.description == f"{server6.user}@[::1]:{server6.port}"
+    transport.close()
+
+
+@both_ways
+def test_link_local_address_with_its_interface_is_reached(tmp_path: Path, way: str) -> None:
+    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    found = [(line[0], line[5]) for line in lines if line[3] == "20"]
+    if not found:
+        pytest.skip("no interface here has a link-local address")
+    address = f"{ipaddress.IPv6Address(bytes.fromhex(found[0][0]))}%{found[0][1]}"
+    with start_sshd(tmp_path, address=address) as server:
+        config = server.client_config_path
+        config.write_text(config.read_text().replace(f"Hostname {address}", f"Hostname {address.replace('%', '%%')}"))
+        transport = make_transport(f"[{address}]:{server.port}", config_file=str(server.client_config_path), way=way)
+        transport.connect()
+        assert read_all(transport.open("echo in")) == b"in\n"
+        transport.close()

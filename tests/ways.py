@@ -64,9 +64,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def address_config(folder: Path, host: str, port: int) -> str:
+def address_config(folder: Path, host: str, port: int, **settings: str) -> str:
     path = folder / "client_config"
-    path.write_text(f"Host {ALIAS}\n Hostname {host}\n Port {port}\n ConnectTimeout 1\n")
+    settings = {"Hostname": host, "Port": str(port), "ConnectTimeout": "1", **settings}
+    path.write_text(f"Host {ALIAS}\n" + "".join(f" {name} {value}\n" for name, value in settings.items()))
     return str(path)
 
 

@@ -28,12 +28,14 @@ def key_type(text: str) -> str:
 
 
 def public_blob(path: Path) -> bytes | None:
-    """The public half of a private key file, without its passphrase; None when it cannot be told."""
+    """The public half of a key file, private (without its passphrase) or public; None when it cannot be told."""
     try:
-        text = path.read_text(encoding="ascii")
+        text = path.read_text(encoding="utf-8")
         if "BEGIN OPENSSH PRIVATE KEY" in text:
             return openssh_public_blob(text)
-        return base64.b64decode(path.with_name(path.name + ".pub").read_text().split()[1])
+        if "PRIVATE KEY" in text:
+            text = path.with_name(path.name + ".pub").read_text()
+        return base64.b64decode(text.split()[1], validate=True)
     except (OSError, ValueError, IndexError, UnusableKey):
         return None
 

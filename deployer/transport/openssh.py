@@ -36,8 +36,12 @@ LOST = 255
 
 # Runs ssh beside a shell that waits for the end of its input, which comes when we end, however we end. A background
 # command ignores the terminal's interrupt, so Ctrl-C does not cost the connection by which the host is told of it.
-# What ends ssh in its first moments leaves the socket behind.
-_WATCHED = 'trap "" INT QUIT; "$@" </dev/null & p=$!; exec 2>/dev/null; read -r _; kill $p; wait $p; rm -f -- "$0"'
+# A signal that comes just before ssh waits for something is overlooked by it, so there are two; one that comes in its
+# first moments leaves the socket behind.
+_WATCHED = (
+    'trap "" INT QUIT; "$@" </dev/null & p=$!; exec 2>/dev/null; '
+    'read -r _; kill $p; sleep 1; kill $p; wait $p; rm -f -- "$0"'
+)
 _AT_TERMINAL = threading.Lock()
 
 

@@ -59,6 +59,8 @@ def explain_late(words: SshWords, text: str, options: SshOptions, *, timeout_s: 
             where=quote(printable(text)),
             hint="try `ssh` to each of them alone; --connect-timeout waits longer",
         )
+    if not words.connected and options.proxy_command is None:
+        return explain_socket_error(TimeoutError(), host=options.hostname, port=options.port, timeout_s=timeout_s)
     return explain_silence(where=options.description, timeout_s=timeout_s)
 
 

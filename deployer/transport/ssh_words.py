@@ -23,6 +23,8 @@ class SshWords:
         self.ended = threading.Event()
         self.ready = False
         """Logged in."""
+        self.connected = False
+        """The TCP connection was there."""
         self.greeted = False
         """The server itself has answered, not only a hop before it."""
         self.instead = ""
@@ -69,6 +71,8 @@ class SshWords:
             self.accepted = self.offered[-1] if self.offered else ""
         elif found := re.match(_INSTEAD, text):
             self.instead = self.instead or found[1]
+        elif text == "debug1: Connection established.":
+            self.connected = True
         elif text.startswith("debug1: Authenticating to "):
             self.greeted = True
         elif re.match(_READY, text):
