@@ -10,7 +10,7 @@ from typing import Any
 from deployer import lastseen
 from deployer.agent.state import FINAL
 from deployer.errors import FerryError, HostError
-from deployer.host import Host
+from deployer.host import HERE, Host
 from deployer.lastseen import Row
 from deployer.link import Link
 from deployer.registry import JobRecord
@@ -94,7 +94,22 @@ def rows_of(hosts: Sequence[Host], answers: Sequence[Answer], records: Sequence[
     rows: list[Row] = []
     for host, answer in zip(hosts, answers, strict=True):
         rows += answer if isinstance(answer, list) else _last_rows(host, answer, records)
-    return sorted(rows, key=lambda row: str(row.get("created") or ""))
+    return sorted(_once_each(rows, records), key=lambda row: str(row.get("created") or ""))
+
+
+def _once_each(rows: Sequence[Row], records: Sequence[JobRecord]) -> list[Row]:
+    """Hosts that share a home list the same jobs: each is told by the host that it runs on, or was launched on."""
+    launched = {record.job_id: record.ssh or HERE for record in records}
+
+    def rank(row: Row) -> tuple[bool, bool]:
+        return bool(row.get("on_host")), launched.get(row["id"]) != row["where"]
+
+    best: dict[tuple[Any, Any], Row] = {}
+    for row in rows:
+        key = row["id"], row.get("created")
+        if key not in best or rank(row) < rank(best[key]):
+            best[key] = row
+    return list(best.values())
 
 
 def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> list[Row]:

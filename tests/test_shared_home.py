@@ -87,3 +87,17 @@ def test_job_of_another_host_can_be_read_and_is_not_stopped(site: Site) -> None:
     every = site.ferry.run("stop", "--all", "--yes", "--grace", "5", *site.where("gpu2"))
     assert every.returncode == 0 and f"{job.id} runs on host gpu1".encode() in every.stderr
     assert site.ps("gpu1") == {"gpu1": ("running", None), "gpu2": ("stopped", None), "gpu3": ("running", "gpu3")}
+
+
+def test_ps_of_all_hosts_lists_each_job_once_at_its_own_host(site: Site) -> None:
+    (Path(site.jobs["gpu3"].code) / "go").touch()
+    wait_for(lambda: (state.read_status(site.jobs["gpu3"]) or {})["state"] == "succeeded")
+    rows = json.loads(site.ferry.run("ps", "--json").stdout)
+    found = {row["id"]: (row["state"], row["where"]) for row in rows if row["where"] != "this machine"}
+    ssh = {name: host.ssh for name, host in site.hosts.items()}
+    assert found == {
+        site.jobs["gpu1"].id: ("running", ssh["gpu1"]),
+        site.jobs["gpu2"].id: ("running", ssh["gpu2"]),
+        site.jobs["gpu3"].id: ("succeeded", ssh["gpu3"]),
+    }
+    assert len([row for row in rows if row["id"] in found]) == 3
