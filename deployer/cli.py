@@ -144,7 +144,6 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     sys.exit(
         command.resume(
             host,
-            record,
             record.job_id if record else job_id,
             overrides=overrides,
             changes=options,

@@ -26,6 +26,8 @@ class JobRecord:
     created: str
     ssh_key: str | None = None
     transport: str = "auto"
+    secrets: tuple[str, ...] = ()
+    """Names of the secrets that this client has given the job: a host is given no others."""
 
 
 def state_dir() -> Path:

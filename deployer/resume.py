@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +40,18 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
         raise HostError(f"{host.name} tells of {job_id} what is not understood: {error!r}") from error
 
 
-def plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
-    """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake."""
+def plan_next(job: Resumable, options: Options, *, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
+    """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
+    secret that the host asks for though it is not among `known`: those that this client has given the job before."""
     try:
-        return _plan_next(job, options)
+        return _plan_next(job, options, known)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     except (KeyError, TypeError, AttributeError) as error:
         raise HostError(f"the plan of {job.job_id} is not understood: {error!r}") from error
 
 
-def _plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, Any]]:
+def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
     old, job_id = job.plan, job.job_id
     is_trainer = old["kind"] == "trainer"
     if is_trainer:
@@ -59,6 +60,8 @@ def _plan_next(job: Resumable, options: Options) -> tuple[LaunchPlan, dict[str, 
         config = _target_of(old, options)
     config = with_options(config, options)
     check_config(config)
+    if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
+        _check_secrets(job_id, config.target.secrets, known={*known, *options.secrets})
     python = old["python"]
     plan = build_plan(
         config,
@@ -85,6 +88,15 @@ def beginning(job: Resumable, plan: LaunchPlan) -> str:
     if resume != "auto":
         return "from the beginning" if resume == "never" else f"from {resume}"
     return "from the beginning: no complete checkpoint" if job.from_step is None else f"from step {job.from_step}"
+
+
+def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str]) -> None:
+    asked = [name for name in names if name not in known]
+    if asked:
+        raise UsageError(
+            f"the host says that {job_id} needs the secret {asked[0]}, which this client has never given it",
+            hint=" ".join(f"--secret {name}" for name in asked) + " passes it on, if that is right",
+        )
 
 
 def _config_of(old: dict[str, Any], job_id: str, options: Options, *, has_saved: bool) -> Config:

@@ -22,7 +22,7 @@ from deployer.resume import Resumable, beginning, plan_next
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, wait_for
 from trainer.config import config_to_yaml
-from trainer.schema import Config, TrainConfig
+from trainer.schema import Config, TargetConfig, TrainConfig
 
 # --- the plan of the next attempt: pure ------------------------------------------------------------------------------
 
@@ -65,8 +65,13 @@ TRAINER = {
 }
 
 
+def secret_config(name: str) -> Config:
+    return Config(target=TargetConfig(secrets=[name]))
+
+
 def next_of(changes: dict[str, Any], **options: Any) -> LaunchPlan:
-    plan, _ = plan_next(Resumable("old-1", {**OLD, **changes}, 1, None), Options(**options))
+    known = ("GONE", "HERE", "LOST")
+    plan, _ = plan_next(Resumable("old-1", {**OLD, **changes}, 1, None), Options(**options), known=known)
     return plan
 
 
@@ -107,7 +112,7 @@ def test_next_attempt_goes_on_from_what_the_job_has_saved_unless_told_otherwise(
 ) -> None:
     changes = {**TRAINER, "config_yaml": config_to_yaml(Config(train=TrainConfig(resume=resume)))}
     job = Resumable("old-1", {**OLD, **changes}, 1, from_step)
-    plan, _ = plan_next(job, Options(overrides=override))
+    plan, _ = plan_next(job, Options(overrides=override), known=())
     assert beginning(job, plan) == words
 
 
@@ -130,6 +135,23 @@ def test_every_missing_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "x")
     with pytest.raises(UsageError, match="the secrets GONE, LOST are not set in this shell"):
         next_of({"secret_names": ["GONE", "HERE", "LOST"]})
+
+
+@pytest.mark.parametrize("changes", [{}, {**TRAINER, "config_yaml": config_to_yaml(secret_config("CLOUD_KEY"))}])
+def test_host_gets_no_secret_that_the_job_was_never_given(changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUD_KEY", "canary")
+    job = Resumable("old-1", {**OLD, **changes, "secret_names": ["CLOUD_KEY"]}, 1, None)
+    with pytest.raises(UsageError, match="needs the secret CLOUD_KEY, which this client has never given it"):
+        plan_next(job, Options(), known=("HF_TOKEN",))
+    _, payload = plan_next(job, Options(secrets=("CLOUD_KEY",)), known=())
+    assert payload["secrets"] == {"CLOUD_KEY": "canary"}
+
+
+def test_config_that_grows_without_bound_is_refused() -> None:
+    lines = ["a: &a [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{n}: &{n} [{','.join([f'*{m}'] * 10)}]" for m, n in zip("abcdef", "bcdefg", strict=True)]
+    with pytest.raises(UsageError, match="has more than 100,000 values"):
+        next_of({**TRAINER, "config_yaml": "\n".join(lines)})
 
 
 def test_plan_that_makes_no_sense_is_the_hosts_error() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
 MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
+MAX_VALUES = 100_000
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 UNKNOWN_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -238,6 +239,8 @@ def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> o
         raise ConfigError(f"{key or 'the config'} has the YAML tag {node.tag}, which is not allowed", where=place)
     if key.count(".") + key.count("[") > MAX_DEPTH:
         raise ConfigError(f"{key} is nested too deeply", where=place)
+    if len(lines) > MAX_VALUES:  # aliases of aliases make billions out of ten lines
+        raise ConfigError(f"{file} has more than {MAX_VALUES:,} values", where=place)
     if isinstance(node, yaml.ScalarNode):
         return Word(node.value) if node.style is None else str(node.value)
     if isinstance(node, yaml.SequenceNode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,12 @@ from deployer.errors import UsageError
 from deployer.host import Host
 from deployer.launch import resume_and_follow
 from deployer.prepare import Options
-from deployer.registry import JobRecord
+from deployer.registry import JobRecord, read_records
 from deployer.resume import Resumable, beginning, plan_next, read_resumable
 
 
 def resume(
     host: Host,
-    record: JobRecord | None,
     job_id: str,
     *,
     overrides: tuple[str, ...],
@@ -32,7 +32,9 @@ def resume(
     if ways["as_json"] and not ways["detach"]:
         raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
-    plan, payload = plan_next(job, Options(overrides=overrides, **changes))
+    record = _record(job, host)
+    plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets)
+    record = replace(record, secrets=plan.secret_names)
     attempt = job.attempt + 1
     render.notice(f"{job.job_id}: attempt {attempt}, {beginning(job, plan)}")
 
@@ -41,11 +43,14 @@ def resume(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
         )
 
-    return follow_through(start, host, record or _record(job, host), bare=plan.nproc == 1, **ways)
+    return follow_through(start, host, record, bare=plan.nproc == 1, **ways)
 
 
 def _record(job: Resumable, host: Host) -> JobRecord:
-    """For a job that was launched from elsewhere."""
+    """This client's record of the job; a new one for a job that was launched from elsewhere."""
+    kept = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job.job_id, host.ssh, host.root)]
+    if kept:
+        return kept[0]
     place = (host.ssh, host.root, str(Path.cwd() / "results" / job.job_id))
     name, created = str(job.plan.get("name", "")), str(job.plan.get("created", ""))
     return JobRecord(job.job_id, name, *place, created, host.ssh_key, host.transport)

@@ -116,7 +116,7 @@ def _record(prepared: Prepared, host: Host) -> JobRecord:
     plan = prepared.plan
     results = Path.cwd() / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
-    return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport)
+    return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport, plan.secret_names)
 
 
 # --- dry run ----------------------------------------------------------------------------------------------------------
