@@ -65,6 +65,14 @@ def test_reader_resumes_from_given_offsets(job: Job) -> None:
     assert [(c.offset, c.data) for c in reader.poll()] == [(7, b"789")]
 
 
+def test_reader_that_stops_here_takes_nothing_that_comes_later(job: Job) -> None:
+    write(job, "rank_0.log", b"x" * CHUNK_BYTES + b"before")
+    reader = LogReader(job)
+    reader.stop_here()
+    write(job, "rank_0.log", b"after" * CHUNK_BYTES)
+    assert read_all(reader) == {"rank_0.log": b"x" * CHUNK_BYTES + b"before"}
+
+
 def test_reader_of_some_ranks_shows_only_theirs(job: Job) -> None:
     for name in ("launcher.log", "rank_0.log", "rank_1.log", "rank_11.log"):
         write(job, name, b"x")

@@ -40,6 +40,8 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     call.send_event("from", offsets)
     reader = logs.LogReader(job, asked, offsets, chosen, stay=asked is not None)
     once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
+    if once:
+        reader.stop_here()
     return follow_job(job, call, reader, once=once, lines=lines)
 
 

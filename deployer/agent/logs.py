@@ -54,6 +54,15 @@ class LogReader:
         self._ranks = ranks
         self._stay = stay
         self._dropped: Dict[str, Dropped] = {}
+        self._ends: Dict[str, int] = {}
+
+    def stop_here(self) -> None:
+        """What is written from now on is not read: a job that writes without a pause would have no present end."""
+        attempt = latest_attempt(self._job)
+        if attempt is not None:
+            folder = self._job.logs(attempt)
+            for name in log_files(folder):
+                self._ends[log_name(attempt, name)] = os.stat(os.path.join(folder, name)).st_size
 
     def limit(self, name: str) -> Optional[int]:
         """The size limit of a file, in bytes, once a part of it was dropped."""
@@ -105,6 +114,7 @@ class LogReader:
             if offset >= first or not data:
                 break
             offset = first
+        data = data[: max(0, self._ends.get(name, offset + len(data)) - offset)]
         self.offsets[name] = offset + len(data)
         return Chunk(name, offset, data, offset - begun) if data else None
 
