@@ -2,9 +2,13 @@
 
 import json
 import os
+import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +101,48 @@ def test_connection_cut_while_files_are_sent_one_job_and_it_is_followed(both, se
     out, err = client.communicate(timeout=60)
     assert (client.returncode, out) == (0, b"ran\n"), err.decode()
     assert b"trying again" in err and len(both.job_ids()) == 1
+
+
+def test_64_mib_up_and_down_at_once_arrive_whole(both):
+    size = 64 << 20
+    cat = "import sys, shutil; shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer, 1 << 16)"
+    data = random.Random(1).randbytes(1 << 20) * (size >> 20)
+    done = both.run("exec", *both.where(), "--", "python3", "-c", cat, stdin=data)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == data
+
+
+@pytest.mark.parametrize("stdin", ["closed", "pipe"])
+def test_launch_without_an_input_or_with_somebody_elses_leaves_it_alone(both, stdin):
+    reading, writing = os.pipe()
+    os.write(writing, b"not for you\n")
+    words = both.argv("run", *both.where(), "--no-pull", "--", "cat")
+    argv = ["sh", "-c", 'exec "$@" <&-', "sh", *words] if stdin == "closed" else words
+    done = subprocess.run(argv, cwd=both.project, env=both.environment(), stdin=reading, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b""), done.stderr.decode()
+    assert os.read(reading, 100) == b"not for you\n"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_later_commands_connect_as_the_launch_did(remote, tmp_path):
+    spy = tmp_path / "bin" / "ssh"
+    spy.parent.mkdir()
+    spy.write_text(f'#!/bin/sh\necho "$@" >> "$0.log"\nexec {shutil.which("ssh")} "$@"\n')
+    spy.chmod(0o755)
+    remote.run("run", *remote.where(), "--transport", "openssh", "--no-pull", "--name", "kept", "--", "true")
+    remote.env["PATH"] = f"{spy.parent}:{os.environ['PATH']}"
+    assert remote.run("status", "kept").returncode == 0
+    assert "ControlMaster=yes" in (tmp_path / "bin" / "ssh.log").read_text()
+
+
+def test_connect_timeout_of_the_command_line_ends_a_silent_port(remote):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        begun = time.monotonic()
+        done = remote.run("doctor", "--ssh", place, "--connect-timeout", "0.5")
+    assert time.monotonic() - begun < 5
+    assert done.returncode == 125 and b"no SSH handshake came within 0.5 s" in done.stderr
 
 
 def test_pull_by_the_beginning_of_an_id_names_the_folder_by_the_whole(remote):

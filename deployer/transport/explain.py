@@ -156,8 +156,8 @@ def explain_auth(
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return ConnectError(
-            f"{where} only accepts {', '.join(methods)}, which is not supported here",
-            hint="Kerberos and host-based logins need the ssh program; ask for a key to be allowed",
+            f"{where} only accepts {', '.join(methods)}",
+            hint="a Kerberos login needs a ticket (kinit) and the ssh program (--transport openssh)",
         )
     if not tried:
         return ConnectError(

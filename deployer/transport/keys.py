@@ -49,7 +49,7 @@ def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | Non
     ready, locked = _file_candidates(files, held, ask, skipped)
     found = [Candidate(f"agent: {key.comment} ({key.get_name()})", lambda key=key: key, True) for key in agent]  # type: ignore[misc]
     if options.pkcs11:
-        skipped.append("PKCS11Provider (smart cards need the ssh program)")
+        skipped.append("PKCS11Provider (smart cards need --transport openssh)")
     return Keyring([*found, *ready, *locked], skipped)
 
 
@@ -111,7 +111,7 @@ def _class_of(kind: str) -> type[paramiko.PKey]:
     if kind.startswith("ecdsa-"):
         return paramiko.ECDSAKey
     if kind.startswith("sk-"):
-        raise UnusableKey("a security key; it needs the ssh program: add it to ssh-agent or use another key")
+        raise UnusableKey("a security key; it needs --transport openssh")
     raise UnusableKey(f"{kind} is not supported")
 
 
@@ -164,6 +164,6 @@ def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]
         skipped.append(f"agent at {options.identity_agent} ({error})")
         return []
     usable = [key for key in keys if key.get_name() in _USABLE]
-    skipped += [f"agent: {key.comment} ({key.get_name()} needs the ssh program)" for key in keys if key not in usable]
+    skipped += [f"agent: {key.comment} ({key.get_name()} needs --transport openssh)" for key in keys if key not in usable]
     named = [key for key in usable if key.asbytes() in wanted]
     return named if options.identities_only else named + [key for key in usable if key not in named]
