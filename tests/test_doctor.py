@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
 from deployer.agent.probe import Disk
 from deployer.commands.machine import Contact, check_contact
-from tests.ferry import Ferry
+from tests.ferry import REPO, Ferry
 from tests.test_gpus import fake_smi
 from tests.test_runtime import make_python
 
@@ -258,6 +259,10 @@ def test_a_host_with_gpus_is_examined_whole(tmp_path: Path) -> None:
     assert f"pid {os.getpid()}" in found["gpu 1"]["detail"]
     assert f"13.0.88 ({tmp_path}/own/bin/python)" in found["torch"]["detail"]
     assert len(found) >= 30
+    page = (REPO / "docs" / "troubleshooting.md").read_text().split("## What the doctor checks")[1]
+    explained = {name for line in page.splitlines() for name in line.strip("| ").split(" | ")[0].split(", ")}
+    assert {re.sub(r"\d", "N", name) for name in found} <= explained
+    assert set(findings(0, 0, 0, b"")) <= explained
 
 
 def test_a_broken_driver_is_one_finding_among_the_others(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pty
+import random
 import subprocess
 import threading
 import time
@@ -398,6 +399,32 @@ def test_a_collection_that_was_killed_half_way_is_finished_by_the_next(root: Roo
     assert Called(root).found == {}
 
 
+@pytest.mark.soak
+def test_a_collection_killed_at_any_moment_harms_nothing_and_the_next_one_ends_it(root: Root, tmp_path: Path) -> None:
+    moments = random.Random(3)
+    needed = keep(root, {f"code/{n}": b"%d" % n for n in range(50)})
+    ended(root, "kept", needed, days=1)
+    for turn in range(40):
+        ended(root, f"old{turn}", keep(root, {f"code/{n}": b"%d" % (n + turn) for n in range(200)}))
+        make_old(Path(root.path) / "store")
+        collecting = multiprocessing.get_context("fork").Process(target=Called, args=(root,), kwargs=OLD)
+        collecting.start()
+        collecting.join(moments.uniform(0, 0.6))
+        collecting.kill()
+        collecting.join()
+        trees = [name for name in listed(root.trees) if Store(root).has_tree(name)]
+        for number, name in enumerate(trees):  # what is said to be here is whole
+            Store(root).materialise(name, str(tmp_path / f"{turn}-{number}"))
+        assert needed in trees
+    make_old(root.tmp)
+    Called(root, **OLD)
+    assert listed(root.jobs) == ["kept"]
+    assert len(blobs_in(root)) == 50 and listed(root.tmp) == []
+
+
+OLD = {"older_than_s": 30 * DAY_S}
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -459,18 +486,23 @@ def test_launches_share_the_store_and_a_collection_waits_for_them(root: Root) ->
 def test_a_launch_waits_until_the_collection_is_over(root: Root) -> None:
     order: list[str] = []
 
-    def launch() -> None:
+    def launching() -> None:
         with store_in_use(root):
             order.append("launched")
 
-    thread = threading.Thread(target=launch)
+    thread = threading.Thread(target=launching)
     with store_alone(root):
         thread.start()
         thread.join(0.2)
-        assert thread.is_alive()
         order.append("collected")
     thread.join(30)
     assert order == ["collected", "launched"]
+
+
+def test_a_launch_does_not_wait_for_ever_for_a_collection_that_hangs(root: Root) -> None:
+    with store_alone(root), pytest.raises(AgentError, match=r"gc has been at work in .* for 0 s"):
+        with store_in_use(root, wait_s=0):
+            pass
 
 
 class Launching:

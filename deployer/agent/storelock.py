@@ -14,19 +14,25 @@ from .errors import AgentError
 from .layout import Root
 
 WAIT_S = 10.0
+"""How long a collection waits for launches."""
+LAUNCH_WAIT_S = 60.0
+"""How long a launch waits for a collection, which holds the store for moments; longer than this, it hangs."""
 _POLL_S = 0.05
 
 
 @contextmanager
-def store_in_use(root: Root) -> Iterator[None]:
+def store_in_use(root: Root, *, wait_s: float = LAUNCH_WAIT_S) -> Iterator[None]:
     """Nothing is collected meanwhile; waits for a collection that is under way. A file system without locks is no
-    reason not to launch: nothing can be collected there."""
+    reason not to launch: nothing can be collected there. AgentError when a collection does not end."""
     fd = _open(root)
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            locked = _lock(fd, fcntl.LOCK_SH, wait_s)
         except OSError:
-            pass
+            locked = True
+        if not locked:
+            hint = "end the process that holds %s/store/gc.lock" % root.path
+            raise AgentError("host", "gc has been at work in %s for %g s" % (root.path, wait_s), hint)
         yield
     finally:
         os.close(fd)
@@ -37,11 +43,12 @@ def store_alone(root: Root, *, wait_s: float = WAIT_S) -> Iterator[None]:
     """No launch finds or copies anything meanwhile. AgentError when launches are at it for longer than `wait_s`."""
     fd = _open(root)
     try:
-        deadline = time.monotonic() + wait_s
-        while not _try_alone(fd, root):
-            if time.monotonic() >= deadline:
-                raise AgentError("host", "a launch is under way in %s" % root.path, "nothing was removed; try again")
-            time.sleep(_POLL_S)
+        try:
+            locked = _lock(fd, fcntl.LOCK_EX, wait_s)
+        except OSError as error:
+            raise AgentError("host", "%s cannot be locked: %s" % (root.path, error.strerror), "nothing was removed")
+        if not locked:
+            raise AgentError("host", "a launch is under way in %s" % root.path, "nothing was removed; try again")
         yield
     finally:
         os.close(fd)
@@ -53,14 +60,17 @@ def _open(root: Root) -> int:
     return os.open(os.path.join(folder, "gc.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _try_alone(fd: int, root: Root) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise AgentError("host", "%s cannot be locked: %s" % (root.path, error.strerror), "nothing was removed")
-    return True
+def _lock(fd: int, how: int, wait_s: float) -> bool:
+    """False when it could not be had in time. OSError where there are no locks."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(_POLL_S)
 
 
 def hold_agent(folder: str) -> Optional[int]:
