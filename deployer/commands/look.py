@@ -124,7 +124,8 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
-    rows = [("state", state_line(found)), ("where", host.name), ("folder", found.get("path"))]
+    state = state_line(found) if found["state"] in FINAL else state_of(found)
+    rows = [("state", state), ("where", host.name), ("folder", found.get("path"))]
     rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
     rows += [("warning", warning) for warning in found.get("warnings") or []]
     rows += [("attempt", line) for line in [attempt_line(found)] if line]
