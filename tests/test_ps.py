@@ -27,7 +27,7 @@ from deployer.roster import ask_all, rows_of
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.sshd import ALIAS, start_sshd
-from tests.test_link import Lying
+from tests.test_hostile_host import Lying
 
 GO = "import os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)"
 
