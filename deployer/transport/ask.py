@@ -14,6 +14,9 @@ from deployer.errors import ConnectError
 
 T = TypeVar("T")
 
+AT_TERMINAL = threading.Lock()
+"""Held while a person is asked, so that two hosts do not ask at once."""
+
 _unasked = 0  # how many connections are being made for which nobody is to be asked
 _unasked_lock = threading.Lock()
 
@@ -86,7 +89,8 @@ class Questions:
     def answer_until_finished(self) -> None:
         """From the waiting thread: answers whatever is asked until the background has finished."""
         while (question := self._queue.get()) is not None:
-            question()
+            with AT_TERMINAL:
+                question()
 
 
 class Attempt:

@@ -14,24 +14,29 @@ from deployer.transport.retry import HandshakeCut, retry_cuts
 from deployer.transport.session import Session, open_session_to
 from deployer.transport.sockets import SshSocket, connect_tcp, start_proxy
 
+Begun = tuple[SshSocket, Deadline]
+"""A connected socket, and the time that is left to log in."""
 
-def dial(options: SshOptions, *, accept_new: bool, ask: Ask, sock: SshSocket | None = None) -> Session:
-    """An authenticated connection; `sock` is already connected, for the first attempt. ConnectError names the hop."""
-    connected = [sock] if sock is not None else []
+
+def dial(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None = None) -> Session:
+    """An authenticated connection; `begun` is the beginning of the first attempt. ConnectError names the hop."""
+    begins = [begun] if begun is not None else []
 
     def connect() -> Session:
-        return _dial_once(options, accept_new=accept_new, ask=ask, sock=connected.pop() if connected else None)
+        return _dial_once(options, accept_new=accept_new, ask=ask, begun=begins.pop() if begins else None)
 
     return retry_cuts(connect)
 
 
-def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, sock: SshSocket | None) -> Session:
-    pipe: Any = sock
+def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None) -> Session:
+    pipe: Any = None
     hop, proxy = None, None
-    if sock is None and options.jump is not None:
+    if begun is None and options.jump is not None:
         hop = _dial_hop(options.jump, options, accept_new=accept_new, ask=ask)
         pipe = _open_tunnel(hop, options)
     deadline = Deadline(options.connect_timeout_s)
+    if begun is not None:
+        pipe, deadline = begun
     if pipe is None and options.proxy_command is not None:
         pipe, proxy = start_proxy(options.proxy_command)
     elif pipe is None:

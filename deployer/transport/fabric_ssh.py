@@ -10,6 +10,7 @@ from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.ssh_config import SshOptions
 from deployer.transport import WRITE_TIMEOUT_S
 from deployer.transport.ask import Attempt, Questions
+from deployer.transport.deadline import Deadline
 from deployer.transport.drain import Drain
 from deployer.transport.explain import explain_no_answer
 from deployer.transport.sockets import connect_tcp
@@ -97,13 +98,14 @@ class FabricTransport:
     def _connect(self, questions: Questions) -> None:
         importer = threading.Thread(target=import_dial, name="paramiko-import", daemon=True)
         importer.start()
-        options, sock = self.options, None
+        options, begun = self.options, None
         if options.jump is None and options.proxy_command is None:
-            sock = connect_tcp(options, timeout_s=options.connect_timeout_s)
+            deadline = Deadline(options.connect_timeout_s)
+            begun = connect_tcp(options, timeout_s=options.connect_timeout_s), deadline
         importer.join()
         from deployer.transport.dial import dial
 
-        self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, sock=sock)
+        self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, begun=begun)
         self._spare = self._open_channel(self._session)
 
     def _open_channel(self, session: Session) -> paramiko.Channel:

@@ -164,6 +164,7 @@ def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]
         skipped.append(f"agent at {options.identity_agent} ({error})")
         return []
     usable = [key for key in keys if key.get_name() in _USABLE]
-    skipped += [f"agent: {key.comment} ({key.get_name()} needs --transport openssh)" for key in keys if key not in usable]
+    odd = [key for key in keys if key not in usable]
+    skipped += [f"agent: {key.comment} ({key.get_name()} needs --transport openssh)" for key in odd]
     named = [key for key in usable if key.asbytes() in wanted]
     return named if options.identities_only else named + [key for key in usable if key not in named]

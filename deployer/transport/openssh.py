@@ -14,10 +14,11 @@ import threading
 from deployer.errors import ConnectError, HostError, LostConnection
 from deployer.ssh_config import SshOptions, key_path, ssh_argv
 from deployer.target import Target
-from deployer.transport.ask import Attempt, has_terminal
+from deployer.transport.ask import AT_TERMINAL, Attempt, has_terminal
 from deployer.transport.control import control_path
 from deployer.transport.drain import Drain
 from deployer.transport.explain import explain_no_answer, printable, quote
+from deployer.transport.known_hosts import host_name_in_files
 from deployer.transport.pipes import PipeStream
 from deployer.transport.retry import retry_cuts
 from deployer.transport.ssh_errors import NeedsPerson, explain_late, explain_ssh
@@ -42,7 +43,6 @@ _WATCHED = (
     'trap "" INT QUIT; "$@" </dev/null & p=$!; exec 2>/dev/null; '
     'read -r _; kill $p; sleep 1; kill $p; wait $p; rm -f -- "$0"'
 )
-_AT_TERMINAL = threading.Lock()
 
 
 class OpenSSHTransport:
@@ -85,7 +85,7 @@ class OpenSSHTransport:
         except NeedsPerson:
             if not has_terminal() or self.options.batch_mode:
                 raise
-            with _AT_TERMINAL:
+            with AT_TERMINAL:
                 self._connect(ask=True)
 
     def open(self, command: str) -> SshStream:
@@ -116,7 +116,7 @@ class OpenSSHTransport:
         return subprocess.call(argv)
 
     def _keep(self, stream: SshStream) -> SshStream:
-        self._streams.append(stream)
+        self._streams = [*(other for other in self._streams if not other.closed), stream]
         return stream
 
     def _no_session(self, said: str) -> ConnectError | HostError | LostConnection:
@@ -157,15 +157,23 @@ class OpenSSHTransport:
         master = _Master(self._argv_to_connect(socket_path, ask=ask), socket_path, ask=ask)
         timeout_s = PERSON_TIMEOUT_S if ask else self.options.connect_timeout_s * (1 + len(self.options.hops))
         try:
-            master.words.settled.wait(timeout_s)
-            if master.words.ready:
+            words = master.words
+            if not words.settled.wait(timeout_s) and words.accepted and has_terminal():
+                words.settled.wait(PERSON_TIMEOUT_S)  # the key is on a token that somebody has to touch
+            if words.ready:
+                self._tell_new_key(master)
                 return master
-            if master.words.ended.is_set():
-                raise explain_ssh(master.said(), master.words, self.options, asked=ask)
-            raise explain_late(master.words, master.said(), self.options, timeout_s=timeout_s)
+            if words.ended.is_set():
+                raise explain_ssh(master.said(), words, self.options, asked=ask)
+            raise explain_late(words, master.said(), self.options, timeout_s=timeout_s)
         except BaseException:
             master.stop()
             raise
+
+    def _tell_new_key(self, master: _Master) -> None:
+        if "Permanently added" in master.said() and self._accept_new:
+            name = host_name_in_files(self.options)
+            sys.stderr.write(f"New host key of {name} accepted: {master.words.host_key}\n")
 
     def _argv_to_connect(self, socket_path: str, *, ask: bool) -> list[str]:
         strictness = "accept-new" if self._accept_new else self.options.strict_host_key
@@ -264,6 +272,10 @@ class SshStream(PipeStream):
         self._words = SshWords()
         self._transport = transport
         super().__init__(argv, host=transport.description, sift=self._words.sift)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def wait_open(self, timeout_s: float) -> bool:
         """Whether the server has opened the session within the time."""

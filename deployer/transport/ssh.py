@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deployer.errors import UsageError
 from deployer.ssh_config import SshOptions, chosen_config, resolve
 from deployer.transport import Stream
 from deployer.transport.ask import Attempt
@@ -99,6 +100,8 @@ class SshTransport:
         )
         lives = self._way != "fabric" and self._users_master_lives(options)
         self._reason = why_openssh(options, users_master=lives) if self._way == "auto" else ""
+        if self._way == "openssh" and shutil.which("ssh") is None:
+            raise UsageError("--transport openssh needs the ssh program", hint="install the OpenSSH client")
         if self._way == "openssh" or self._reason:
             self._chosen = self._openssh(options, users_master=lives)
         else:
