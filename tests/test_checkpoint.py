@@ -17,7 +17,8 @@ from tests.ranks import run_ranks
 from trainer import checkpoint
 from trainer.dist import Dist
 from trainer.optim import build_optimizer
-from trainer.schema import OptimConfig
+from trainer.recipes.sft import resume_path
+from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -261,3 +262,20 @@ def test_state_file_is_json_of_step_world_size_and_extra(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     state = json.loads((tmp_path / "step_000002" / "state.json").read_text())
     assert state == {"step": 2, "world_size": 1, "data": {"row": 5}}
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "elsewhere"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_restarted_run_goes_on_from_its_own_checkpoint_wherever_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str, restarted: bool
+) -> None:
+    own, elsewhere = tmp_path / "run" / "checkpoints" / "step_000002", tmp_path / "other" / "step_000009"
+    save_after_two_steps(ALONE, str(own.parent))
+    elsewhere.parent.mkdir()
+    shutil.copytree(own, elsewhere)
+    if restarted:
+        monkeypatch.setenv(RESTARTED_ENV, "1")
+    config = Config(train=TrainConfig(resume=str(elsewhere) if resume == "elsewhere" else resume))
+    first = {"auto": own, "never": None, "elsewhere": elsewhere}
+    assert resume_path(config, tmp_path / "run", ALONE) == (own if restarted else first[resume])
+    assert resume_path(config, tmp_path / "new", ALONE) == {**first, "auto": None}[resume]
