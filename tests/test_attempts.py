@@ -236,6 +236,13 @@ def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
     assert (first["code"], first["reason"], first["step"]) == (124, "no step for 2s (last step 3)", 3)
 
 
+def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Path) -> None:
+    code = "import os, time\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': time.sleep(60)"
+    status = end_of(begin(tmp_path, make_plan(**torchrun(code), **policy(stall_timeout_s=2))))
+    assert (status["state"], status["code"]) == ("failed", 124)
+    assert [(r["running"], r["last_line"]) for r in status["stalled"]] == [(False, "rank 0"), (True, "rank 1")]
+
+
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")

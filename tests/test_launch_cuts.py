@@ -61,3 +61,21 @@ def test_launch_cut_from_a_host_that_stays_away_is_one_job_or_none_and_is_noted(
         # 75: it may have been started, so it is noted and `ps` asks that host for it
         assert (code, len(jobs)) in ((0, 1), (75, 0), (75, 1), (125, 0)), (number, code)
         assert set(jobs) <= set(noted) and (code == 75 or noted == jobs), number
+
+
+@pytest.mark.parametrize("resumes", [4, pytest.param(50, marks=pytest.mark.soak)])
+def test_resume_cut_at_a_random_byte_starts_its_attempt_once_or_not(ferry, server, tmp_path, resumes):
+    ferry.ssh = ALIAS
+    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
+    assert ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", ONCE).returncode == 0
+    (job_id,) = ferry.job_ids()
+    attempts = 1
+    for number in range(resumes):
+        follow = "--detach" if number % 2 else "--no-pull"
+        with CutProxy(server, cuts=2, largest=LARGEST, seed=SEED + number) as proxy:
+            ferry.env["TORCHFERRY_SSH_CONFIG"] = str(proxy.client_config(tmp_path))
+            code = ferry.run("resume", job_id, follow).returncode
+        wait_for(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
+        before, attempts = attempts, json.loads((ferry.job() / "status.json").read_text())["attempt"]
+        assert attempts - before == (1 if code == 0 else 0) or code == 75, (number, code)
+        assert (ferry.job() / "count").read_text() == "once\n" * attempts

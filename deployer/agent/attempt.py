@@ -78,13 +78,12 @@ class Attempt:
         self._adopted = False
         self._is_trainer = self.plan.get("kind") == "trainer"
         self._stop: Optional[Stopping] = None
-        self._stalled: Optional[Ending] = None
         self._stall_request: Optional[state.StopRequest] = None
         self._failed_at: Optional[float] = None
         self._logs: Optional[LogKeeper] = None
         self._more_hooks = list(hooks)
         self._metrics_before = progress.metrics_mark(job)
-        self._stall: Optional[stalling.StallWatch] = None
+        self._stall = stalling.Stall(job, number, self.plan, self._ranks)
         self._oom = oom.OomWatch()
         self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
 
@@ -210,7 +209,6 @@ class Attempt:
         return [*self._more_hooks, *own, self._keep_logs]
 
     def _watch(self) -> None:
-        self._stall = self._stall_watch()
         hooks = self._hooks()
         while not self._ended():
             for hook in hooks:
@@ -250,26 +248,11 @@ class Attempt:
         if self._failed_at is not None and time.monotonic() >= self._failed_at + SIBLINGS_S:
             kill_ranks(self._ranks())
 
-    def _stall_watch(self) -> Optional[stalling.StallWatch]:
-        timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s")
-        if timeout_s is None:
-            return None
-        return stalling.StallWatch(self._mark, timeout_s)
-
-    def _mark(self) -> Any:
-        """Changes with the job's progress, and all the time before its ranks have begun."""
-        if len(self._ranks()) < self.nproc:
-            return time.monotonic()
-        return progress.trainer_mark(self.job) if self._is_trainer else progress.output_mark(self.job, self.number)
-
     def _find_stall(self) -> None:
         """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
-        if self._stall is None or self._stop is not None or not self._stall.is_stalled():
-            return
-        timeout_s = stalling.limit_of(self.plan.get("policy") or {}, "stall_timeout_s") or 0.0
-        self._stalled = stalling.stalled_ending(self.job, timeout_s, is_trainer=self._is_trainer)
-        self.status.save(stalled=stalling.describe_ranks(self.job, self.number, self._ranks()))
-        self._stall_request = state.new_stop(stalling.STALL_GRACE_S)
+        if self._stop is None and self._stall.find():
+            self.status.save(stalled=self._stall.ranks)
+            self._stall_request = state.new_stop(stalling.STALL_GRACE_S)
 
     def _note_memory(self) -> None:
         if first_failure(self._ranks()) is None:
@@ -299,8 +282,8 @@ class Attempt:
     # --- end ---
 
     def _ending(self) -> Ending:
-        if self._stalled is not None:
-            return self._stalled
+        if self._stall.ending is not None:
+            return self._stall.ending
         stop = state.read_stop(self.job)
         ending = decide_ending(
             self._ranks(),
@@ -323,8 +306,8 @@ class Attempt:
         """The words by which a failure is known again."""
         if self.main is None or ending.state != FAILED:
             return ending.reason
-        if self._stalled is not None:
-            return "\n".join(rank["last_line"] for rank in self.status.values["stalled"])
+        if self._stall.ending is not None:
+            return "\n".join(rank["last_line"] for rank in self._stall.ranks)
         outcome = state.read_json(self.job.outcome) or {}
         if self._is_trainer and outcome.get("error"):
             return str(outcome["error"]).strip().split("\n")[0][: progress.MAX_LINE]

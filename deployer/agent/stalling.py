@@ -41,6 +41,41 @@ class StallWatch:
         return now >= self._changed + self._timeout_s
 
 
+class Stall:
+    """What is known of one attempt's stall: its `ending` once one was found, and what the `ranks` did then."""
+
+    def __init__(self, job: Job, attempt: int, plan: Dict[str, Any], ranks: Callable[[], Sequence[RankRecord]]) -> None:
+        self.ending: Optional[Ending] = None
+        self.ranks: List[Dict[str, Any]] = []
+        self._job = job
+        self._attempt = attempt
+        self._read_ranks = ranks
+        self._nproc = int(plan.get("nproc") or 1)
+        self._is_trainer = plan.get("kind") == "trainer"
+        self._timeout_s = limit_of(plan.get("policy") or {}, "stall_timeout_s")
+        self._watch: Optional[StallWatch] = None
+
+    def find(self) -> bool:
+        """Whether the attempt has stalled, told once. Never before all its ranks run."""
+        if self._timeout_s is None or self.ending is not None:
+            return False
+        if self._watch is None:
+            self._watch = StallWatch(self._mark, self._timeout_s)
+        if not self._watch.is_stalled():
+            return False
+        self.ending = stalled_ending(self._job, self._timeout_s, is_trainer=self._is_trainer)
+        self.ranks = describe_ranks(self._job, self._attempt, self._read_ranks())
+        return True
+
+    def _mark(self) -> Any:
+        """Changes with the job's progress, and all the time before its ranks run."""
+        if len(self._read_ranks()) < self._nproc:
+            return time.monotonic()
+        if self._is_trainer:
+            return progress.trainer_mark(self._job)
+        return progress.output_mark(self._job, self._attempt)
+
+
 def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
     if not is_trainer:
         return Ending(FAILED, STALL_CODE, "no output for %s" % duration(timeout_s))
