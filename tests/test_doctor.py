@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import checks_gpu, checks_host, checks_net, checks_root, checkup, probe
+from deployer.agent import checks_gpu, checks_host, checks_net, checks_root, checkup, hostfacts
 from deployer.agent.cgroups import Limits
 from deployer.agent.checks_gpu import Card, GpuFacts, Report
 from deployer.agent.checks_host import Python
@@ -19,9 +19,9 @@ from deployer.agent.checks_net import Network
 from deployer.agent.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus import Gpu, Holder
+from deployer.agent.hostfacts import Disk
 from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
-from deployer.agent.probe import Disk
 from deployer.commands.machine import Contact, check_contact
 from tests.ferry import REPO, Ferry
 from tests.test_gpus import fake_smi
@@ -230,13 +230,13 @@ def test_a_root_that_cannot_be_written_fails_and_a_good_one_is_left_as_it_was(tm
 
 
 def test_an_account_without_a_shell_is_told_apart() -> None:
-    assert probe.is_shell("/bin/sh")
-    assert not probe.is_shell("/bin/false") and not probe.is_shell("/no/such/shell")
+    assert hostfacts.is_shell("/bin/sh")
+    assert not hostfacts.is_shell("/bin/false") and not hostfacts.is_shell("/no/such/shell")
 
 
 def test_folders_that_the_container_s_variables_name_and_that_are_gone_are_found(tmp_path: Path) -> None:
     env = {"VIRTUAL_ENV": str(tmp_path), "HF_HOME": str(tmp_path / "gone"), "CUDA_HOME": ""}
-    assert probe.missing_folders(env) == ["HF_HOME"]
+    assert hostfacts.missing_folders(env) == ["HF_HOME"]
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

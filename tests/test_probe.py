@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import probe
+from deployer.agent import hostfacts, probe
 from deployer.agent.cgroups import Limits, read_limits
 from deployer.agent.layout import Root
 
@@ -56,7 +56,7 @@ def test_secrets_are_known_by_their_names(name: str, secret: bool) -> None:
 
 
 def test_facts_describe_this_host(tmp_path: Path) -> None:
-    facts = probe.host_facts(Root(str(tmp_path / "not/yet/there")))
+    facts = hostfacts.host_facts(Root(str(tmp_path / "not/yet/there")))
     assert facts["hostname"] == socket.gethostname()
     assert 1 <= facts["cpus"] <= (os.cpu_count() or 1)
     assert facts["disk_free_gib"] > 0 and facts["mem_gib"] > 0
@@ -64,8 +64,8 @@ def test_facts_describe_this_host(tmp_path: Path) -> None:
 
 
 def test_the_file_system_of_a_path_is_that_of_its_mount(tmp_path: Path) -> None:
-    assert probe.read_disk("/proc/self").kind == "proc"
-    disk, status = probe.read_disk(str(tmp_path / "not/yet")), os.statvfs(tmp_path)
+    assert hostfacts.read_disk("/proc/self").kind == "proc"
+    disk, status = hostfacts.read_disk(str(tmp_path / "not/yet")), os.statvfs(tmp_path)
     assert (disk.size_bytes, disk.path) == (status.f_blocks * status.f_frsize, str(tmp_path / "not/yet"))
 
 
@@ -86,7 +86,7 @@ overlay / overlay rw,noatime 0 0
     ],
 )
 def test_of_several_mounts_the_deepest_and_last_counts(path: str, kind: str, options: list[str]) -> None:
-    assert probe.mount_of(path, MOUNTS) == (kind, options)
+    assert hostfacts.mount_of(path, MOUNTS) == (kind, options)
 
 
 # --- control groups ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from .cgroups import Limits
 from .findings import OK, WARN, Check, check, gigabytes
-from .probe import Disk, is_secret
+from .hostfacts import Disk
+from .probe import is_secret
 
 LOW_DISK_BYTES = 10 * 10**9
 LOW_INODES = 20000

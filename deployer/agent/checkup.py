@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, leases, listing, probe, runtime
+from . import checks_gpu, checks_host, checks_net, checks_root, hostfacts, leases, listing, probe, runtime
 from .cgroups import read_limits
 from .checks_host import Python
 from .findings import Check, Found, read_text, run_check
@@ -55,7 +55,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
             ("leftovers", lambda: checks_root.check_garbage(garbage.result())),
         ]  # type: List[Examination]
         checks = [found for name, check in list_of for found in run_check(name, check)]
-        return {**probe.host_facts(root), **_gpu_facts(gpu_facts)}, checks
+        return {**hostfacts.host_facts(root), **_gpu_facts(gpu_facts)}, checks
 
 
 def _group(name: str, read: Callable[[], List[Examination]]) -> List[Examination]:
@@ -88,26 +88,26 @@ def _gpu_facts(reading: "Future[checks_gpu.GpuFacts]") -> Dict[str, Any]:
 
 
 def _session(ahead_s: Optional[float]) -> List[Examination]:
-    user = probe.user_name()
-    shell = probe.login_shell()
+    user = hostfacts.user_name()
+    shell = hostfacts.login_shell()
     container = probe.container_env()
     lingers = os.path.exists("/var/lib/systemd/linger/" + user)
     clock = [] if ahead_s is None else [("clock", lambda: checks_host.check_clock(ahead_s))]
     return [
-        ("login shell", lambda: checks_host.check_shell(shell, runs=probe.is_shell(shell))),
+        ("login shell", lambda: checks_host.check_shell(shell, runs=hostfacts.is_shell(shell))),
         *clock,
-        ("logout", lambda: checks_host.check_logout(probe.read_logind(), user=user, lingers=lingers)),
+        ("logout", lambda: checks_host.check_logout(hostfacts.read_logind(), user=user, lingers=lingers)),
         ("other users", lambda: checks_host.check_hidden(os.path.exists("/proc/1"))),
         (
             "container environment",
-            lambda: checks_host.check_container(container, missing=probe.missing_folders(container)),
+            lambda: checks_host.check_container(container, missing=hostfacts.missing_folders(container)),
         ),
     ]
 
 
 def _root(root: Root) -> List[Examination]:
-    disk = probe.read_disk(root.path)
-    tmp = probe.read_disk(os.environ.get("TMPDIR") or "/tmp")
+    disk = hostfacts.read_disk(root.path)
+    tmp = hostfacts.read_disk(os.environ.get("TMPDIR") or "/tmp")
     no_venv = "environments that are built there do not run: --remote-root DIR, or --python PATH"
     no_compile = "torch.compile and triton build there: --env TMPDIR=DIR"
     return [
@@ -128,23 +128,23 @@ def _gpus(facts: checks_gpu.GpuFacts) -> List[Examination]:
         ("gpus", lambda: checks_gpu.check_gpus(facts)),
         ("gpu memory", lambda: checks_gpu.check_gpu_memory(facts)),
         ("gpu errors", lambda: checks_gpu.check_gpu_errors(facts)),
-        ("gpu faults", lambda: checks_gpu.check_kernel_log(probe.read_kernel_log())),
+        ("gpu faults", lambda: checks_gpu.check_kernel_log(hostfacts.read_kernel_log())),
         ("gpu persistence", lambda: checks_gpu.check_persistence(facts)),
     ]
 
 
 def _limits() -> List[Examination]:
     limits = read_limits()
-    memory = probe.read_meminfo()
+    memory = hostfacts.read_meminfo()
     overcommit = read_text("/proc/sys/vm/overcommit_memory").strip()
-    shm = probe.read_disk("/dev/shm") if os.path.isdir("/dev/shm") else None
+    shm = hostfacts.read_disk("/dev/shm") if os.path.isdir("/dev/shm") else None
     seen = len(os.sched_getaffinity(0))
     infiniband = sorted(os.path.basename(path) for path in glob.glob("/sys/class/infiniband/*"))
     files, locked, processes = (
         resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
     )
     return [
-        ("memory", lambda: checks_host.check_memory(probe.memory_bytes(), limits)),
+        ("memory", lambda: checks_host.check_memory(hostfacts.memory_bytes(), limits)),
         ("CPUs", lambda: checks_host.check_cpus(seen, limits)),
         ("swap", lambda: checks_host.check_swap(memory.get("SwapTotal", 0), memory.get("SwapFree", 0))),
         ("overcommit", lambda: checks_host.check_overcommit(overcommit, memory.get("CommitLimit", 0))),
@@ -156,6 +156,6 @@ def _limits() -> List[Examination]:
 
 
 def _hub(env: Dict[str, str]) -> Check:
-    folder = probe.hub_folder(env)
+    folder = hostfacts.hub_folder(env)
     models = len(glob.glob(os.path.join(glob.escape(folder), "models--*")))
-    return checks_host.check_hub(probe.read_disk(folder), models)
+    return checks_host.check_hub(hostfacts.read_disk(folder), models)

@@ -28,9 +28,9 @@ from .garbage import (
     totals,
     unneeded,
 )
+from .hostfacts import existing_folder
 from .inventory import read_inventory
 from .layout import Job, Root
-from .probe import existing_folder
 from .store import remove_folder
 from .storelock import store_alone
 from .wire import Call
