@@ -32,6 +32,8 @@ class RemoteFile:
     size: int
     mtime_ns: int
     inode: int
+    stored: int
+    """Bytes that it takes on the host's disk: a log whose oldest part was dropped is longer than that."""
 
     @property
     def unit(self) -> str:
@@ -44,7 +46,7 @@ class RemoteFile:
     @property
     def grows(self) -> bool:
         """Whether a job only ever appends to it."""
-        return self.path == "metrics.jsonl" or self.path.startswith("logs/")
+        return self.path == "metrics.jsonl" or (self.path.startswith("logs/") and self.path.endswith(".log"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ class Download:
     @property
     def due_bytes(self) -> int:
         """What is not here yet, as far as the journal says."""
-        return max(0, self.file.size - self._start - self._landing.part_size(self._journal) * PIECE_BYTES)
+        left = min(self.file.size - self._start, self.file.stored)
+        return max(0, left - self._landing.part_size(self._journal) * PIECE_BYTES)
 
     def pieces(self) -> Iterator[Piece]:
         """Every piece in order; those that came with an earlier pull carry the hash of what is here."""
@@ -115,6 +118,11 @@ class Download:
         if not piece.guard:
             with self._lock:
                 os.pwrite(self._open(), data, piece.offset + at - self._start)
+
+    def write_hole(self, piece: Piece) -> None:
+        """Zeros; where nothing was written before, the file is so already."""
+        if piece.have is not None:
+            self.write(piece, bytes(piece.length), at=0)
 
     def verified(self, piece: Piece) -> bool:
         """Notes that a piece is here; true when it was the last one and the file has got its name."""

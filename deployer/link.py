@@ -111,9 +111,13 @@ class Link:
         """The call of the request that was given to `open`."""
         return self._calls[0]
 
+    def wait_ready(self) -> None:
+        """Returns when the agent is there, or the connection is lost."""
+        self._ready.wait()
+
     def call(self, op: str, **params: Any) -> Call:
         """Sends a request; its events and answer come from the returned call. Waits for the agent to be there first."""
-        self._ready.wait()
+        self.wait_ready()
         with self._lock:
             self._issued = number = self._issued + 1
         call = Call(self, number)

@@ -33,15 +33,16 @@ def read_listing(call: Call, parts: Sequence[str]) -> list[RemoteFile]:
 
 
 def parse_file(row: Any, parts: Sequence[str]) -> RemoteFile:
-    """A file as a host lists it. HostError for what is no path below the asked parts with a size, a time, an inode."""
-    if not isinstance(row, list) or [type(value) for value in row] != [str, int, int, int]:
+    """A file as a host lists it. HostError for what is no path below the asked parts with numbers."""
+    if not isinstance(row, list) or [type(value) for value in row] != [str, int, int, int, int]:
         raise HostError(f"the host lists {_short(row)}, which is no file")
     file = RemoteFile(*row)
     check_name(file.path)
     if file.path.split("/", 1)[0] not in parts:
         raise HostError(f"the host lists {_short(file.path)}, which was not asked for")
-    if not (0 <= file.size < 1 << 62 and abs(file.mtime_ns) < 1 << 62 and 0 <= file.inode < 1 << 64):
-        raise HostError(f"the host lists {_short(file.path)} with {_short(row[1:])} as size, time and inode")
+    plausible = 0 <= file.size < 1 << 62 and abs(file.mtime_ns) < 1 << 62
+    if not (plausible and 0 <= file.inode < 1 << 64 and 0 <= file.stored < 1 << 62):
+        raise HostError(f"the host lists {_short(file.path)} with {_short(row[1:])} as size, time, inode and blocks")
     return file
 
 

@@ -109,6 +109,7 @@ class Transfer:
         try:
             with nobody_to_ask():
                 link = host.connect()
+            link.wait_ready()  # until then a lane would only keep pieces from those that can bring them
             if not self._work.finished:
                 self._start_lanes(link)
         except FerryError:
@@ -201,6 +202,9 @@ class Transfer:
             reason = reasons["changed"]
         if reason:
             piece.download.fail(reason)
+        elif answer.get("hole") is True and got == 0 and not piece.guard:
+            piece.download.write_hole(piece)
+            piece.download.verified(piece)
         elif sound or (piece.have is not None and answer.get("same") is True):
             piece.download.verified(piece)
         elif not self._work.retry(piece):

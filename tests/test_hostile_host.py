@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import signal
 import sys
 import textwrap
@@ -19,58 +18,9 @@ from deployer.link import Link
 from deployer.pulling import pull
 from deployer.registry import JobRecord
 from deployer.roster import ask_all, rows_of
-from deployer.transport.local import LocalTransport
 from tests.ferry import Ferry
+from tests.lying import PRELUDE, Lying, lying_host
 from tests.sshd import ALIAS, SshServer, start_sshd
-
-PRELUDE = """
-import base64, hashlib, json, re, struct, sys, time, zlib
-nan, out = float("nan"), sys.stdout.buffer
-source = zlib.decompress(base64.b64decode(WORD)).decode()
-nonce = re.search('nonce.: .([0-9a-f]+)', source).group(1).encode()
-op = (re.findall('"op": "([a-z_]+)"', source.replace(chr(92), "")) or [""])[0]
-def frame(head, body=b""):
-    text = head if isinstance(head, bytes) else json.dumps(head).encode()
-    out.write(struct.pack(">II", len(text), len(body)) + text + body)
-    out.flush()
-def event(name, value, id=0):
-    frame({"id": id, "event": name, "value": value})
-def many(data, name="jobs", id=0):
-    for start in range(0, len(data), 48000):
-        frame({"id": id, "json": True}, data[start : start + 48000])
-    frame({"id": id, "event": name})
-def hear(op=None):
-    while True:
-        n, m = struct.unpack(">II", sys.stdin.buffer.read(8))
-        head = json.loads(sys.stdin.buffer.read(n))
-        sys.stdin.buffer.read(m)
-        if op is None or head.get("op") == op:
-            return head
-def files(*rows):
-    event("files", rows)
-    frame({"id": 0, "ok": {}})
-    frame({"hello": {}})
-def forever():
-    while True:
-        time.sleep(1)
-"""
-
-
-class Lying(LocalTransport):
-    """A host that answers with the nonce and then does what `code` says, with the words of PRELUDE."""
-
-    def __init__(self, code: str) -> None:
-        super().__init__()
-        self.code = code
-
-    def open(self, command):
-        word = command.rsplit(" ", 1)[1]
-        program = f"WORD = {word!r}\n{PRELUDE}out.write(nonce)\n{self.code}\nout.flush()\n"
-        return super().open(f"python3 -c {shlex.quote(program)}")
-
-
-def lying_host(code: str, folder: Path) -> Host:
-    return Host(None, str(folder), _transport=Lying(code))
 
 
 @pytest.mark.parametrize(
@@ -117,23 +67,23 @@ def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, ro
 @pytest.mark.parametrize(
     "row",
     [
-        ["logs/../../x", 1, 1, 1],
-        ["/logs/x", 1, 1, 1],
-        ["../logs", 1, 1, 1],
-        ["logs//x", 1, 1, 1],
-        ["logs/.", 1, 1, 1],
-        ["", 1, 1, 1],
-        [".pulling/lock", 1, 1, 1],
-        ["checkpoints/x", 1, 1, 1],
-        ["logs/a\x1b[31m", 1, 1, 1],
-        ["logs/a\x9bm", 1, 1, 1],
-        ["logs/a\0b", 1, 1, 1],
-        ["logs/a", -1, 1, 1],
-        ["logs/a", 1 << 70, 1, 1],
-        ["logs/a", 1, 1e300, 1],
-        ["logs/a", 1, float("nan"), 1],
-        ["logs/a", True, 1, 1],
-        ["logs/a", 1, 1, -1],
+        ["logs/../../x", 1, 1, 1, 1],
+        ["/logs/x", 1, 1, 1, 1],
+        ["../logs", 1, 1, 1, 1],
+        ["logs//x", 1, 1, 1, 1],
+        ["logs/.", 1, 1, 1, 1],
+        ["", 1, 1, 1, 1],
+        [".pulling/lock", 1, 1, 1, 1],
+        ["checkpoints/x", 1, 1, 1, 1],
+        ["logs/a\x1b[31m", 1, 1, 1, 1],
+        ["logs/a\x9bm", 1, 1, 1, 1],
+        ["logs/a\0b", 1, 1, 1, 1],
+        ["logs/a", -1, 1, 1, 1],
+        ["logs/a", 1 << 70, 1, 1, 1],
+        ["logs/a", 1, 1e300, 1, 1],
+        ["logs/a", 1, float("nan"), 1, 1],
+        ["logs/a", True, 1, 1, 1],
+        ["logs/a", 1, 1, -1, 1],
         "abcd",
         ["logs/a"],
         {},
@@ -147,14 +97,14 @@ def test_pull_of_a_file_that_is_none_writes_nothing(tmp_path, row):
 
 
 def test_pull_of_a_name_that_is_listed_twice_writes_nothing(tmp_path):
-    row = ["logs/a", 1, 1, 1]
+    row = ["logs/a", 1, 1, 1, 1]
     with pytest.raises(HostError, match="twice"):
         pull(lying_host(f"files({row!r}, {row!r}); forever()", tmp_path), "job", target=tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 
 def test_pull_of_a_file_below_a_file_leaves_one_error(tmp_path):
-    rows = "['logs/a', 0, 1, 1], ['logs/a/b', 0, 1, 2]"
+    rows = "['logs/a', 0, 1, 1, 1], ['logs/a/b', 0, 1, 2, 1]"
     code = f"files({rows}); n = hear('fetch')['id']\n"
     code += "for i in range(2): event('piece', {'digest': hashlib.blake2b(digest_size=16).hexdigest()}, n)\nforever()"
     with pytest.raises(Exception, match="cannot write"):
@@ -177,7 +127,9 @@ def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie
     code, words = FETCH_LIES[lie]
     answer = textwrap.indent(code, "    ")
     with pytest.raises(HostError, match=words):
-        host = lying_host(f"files(['logs/a', 5, 1, 1])\nwhile True:\n    n = hear('fetch')['id']\n{answer}", tmp_path)
+        host = lying_host(
+            f"files(['logs/a', 5, 1, 1, 1])\nwhile True:\n    n = hear('fetch')['id']\n{answer}", tmp_path
+        )
         pull(host, "job", target=tmp_path / "results")
     assert not [path for path in (tmp_path / "results").rglob("*") if path.name == "a"]
 
@@ -196,7 +148,7 @@ values = {{
     "status": ("status", status),
     "doctor": ("doctor", {{"facts": {{e: e}}, "checks": [check]}}),
     "stop": ("state", status),
-    "files": ("files", [[e, 1, 1, 1]]),
+    "files": ("files", [[e, 1, 1, 1, 1]]),
     "follow": ("state", status),
     "launch": ("ack", {{"path": e}}),
 }}
@@ -283,7 +235,7 @@ def test_flood_from_a_host_does_not_fill_memory(victim, liar, flood):
 def test_list_of_files_without_end_does_not_fill_memory(victim, liar):
     code = (
         "n = 0\nwhile True:\n"
-        "    rows = [['logs/%0200d' % i, 1, 1, 1] for i in range(n, n + 1000)]\n"
+        "    rows = [['logs/%0200d' % i, 1, 1, 1, 1] for i in range(n, n + 1000)]\n"
         "    many(json.dumps(rows).encode(), 'files')\n"
         "    n += 1000"
     )

@@ -13,9 +13,12 @@ from deployer.choice import BEYOND_LIMIT, Wish, choose
 from deployer.downloads import PIECE_BYTES, RemoteFile
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.host import Host
+from deployer.landing import Landing
 from deployer.pulling import pull
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
+from tests.lying import lying_host
+from tests.sshd import ALIAS, SshServer, start_sshd
 
 
 @pytest.fixture
@@ -178,6 +181,17 @@ def test_log_that_is_another_one_by_now_is_fetched_anew(job, tmp_path, text):
     assert files_below(tmp_path / "home") == files_below(job) and pulled.left_out == ()
 
 
+def test_log_whose_oldest_part_was_dropped_keeps_its_hole(job, tmp_path):
+    log = job / "logs" / "attempt_1" / "rank_0.log"
+    with log.open("r+b") as file:
+        file.seek(1 << 34)
+        file.write(b"the newest part\n")
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home")
+    came = tmp_path / "home" / "logs" / "attempt_1" / "rank_0.log"
+    assert came.stat().st_size == (1 << 34) + 16 and came.stat().st_blocks < 10_000
+    assert pulled.fetched_bytes < 3 << 20
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +258,7 @@ def test_checkpoint_saved_again_under_its_name_replaces_the_older_one(job, tmp_p
 
 def test_limit_keeps_what_fits_whole_and_names_the_rest():
     def file(path, size):
-        return RemoteFile(path, size, 0, 1)
+        return RemoteFile(path, size, 0, 1, size)
 
     files = [file("metrics.jsonl", 10), file("export/a", 40)]
     files += [file(f"checkpoints/step_{s}/{name}", 15) for s in (1, 2, 3) for name in ("COMPLETE", "w")]
@@ -257,7 +271,7 @@ def test_limit_keeps_what_fits_whole_and_names_the_rest():
 
 
 def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
-    files = [RemoteFile("logs/A", 1, 0, 1), RemoteFile("logs/a", 2, 0, 2)]
+    files = [RemoteFile("logs/A", 1, 0, 1, 1), RemoteFile("logs/a", 2, 0, 2, 1)]
     kept, left_out = choose(files, Wish(), folds_case=True)
     assert [f.path for f in kept] == ["logs/A"] and [left.name for left in left_out] == ["logs/a"]
 
@@ -308,10 +322,42 @@ def test_two_pulls_into_one_folder_do_not_meet(job, tmp_path):
 
 
 def test_disk_that_has_no_room_is_said_before_anything_is_fetched(job, tmp_path):
-    with put(job / "export" / "huge", b"").open("r+b") as file:
-        file.truncate(1 << 43)
-    with pytest.raises(FerryError, match=r"8,796\.09 GB are due"):
-        pull(host_of(job), "j1", target=tmp_path / "home")
+    with Landing(tmp_path / "home") as landing:
+        room = landing.free_bytes()
+    code = f"files(['export/huge', {room}, 1, 1, {room}]); forever()"
+    with pytest.raises(FerryError, match="GB are due"):
+        pull(lying_host(code, tmp_path), "j1", target=tmp_path / "home")
+
+
+# --- several connections ----------------------------------------------------------------------------------------------
+
+
+def connections(server: SshServer) -> int:
+    return server.log_path.read_text().count("Accepted publickey")
+
+
+@pytest.mark.parametrize(("streams", "least", "most"), [(None, 2, 4), (1, 1, 1)], ids=["as many as pay", "one"])
+def test_much_data_comes_over_several_connections(job, tmp_path, monkeypatch, streams, least, most):
+    put(job / "export" / "model.safetensors", noise(64 << 20))
+    with start_sshd(tmp_path, extra_config="LogLevel VERBOSE") as server:
+        monkeypatch.setenv("TORCHFERRY_SSH_CONFIG", str(server.client_config_path))
+        host = Host(ALIAS, str(job.parent.parent))
+        pull(host, "j1", target=tmp_path / "home", wish=Wish(streams=streams))
+        host.close()
+        assert least <= connections(server) <= most
+    assert files_below(tmp_path / "home") == files_below(job)
+
+
+def test_host_that_lets_no_second_connection_in_serves_all_over_the_first(job, tmp_path, monkeypatch):
+    put(job / "export" / "model.safetensors", noise(40 << 20))
+    with start_sshd(tmp_path) as server:
+        monkeypatch.setenv("TORCHFERRY_SSH_CONFIG", str(server.client_config_path))
+        host = Host(ALIAS, str(job.parent.parent))
+        host.connect().close()
+        (server.home.parent / "authorized_keys").write_text("")
+        pull(host, "j1", target=tmp_path / "home")
+        host.close()
+    assert files_below(tmp_path / "home") == files_below(job)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -22,7 +23,7 @@ ROWS = 1000
 
 
 def files(root: Root, call: Call) -> Dict[str, Any]:
-    """Events `files` with rows [path, size, mtime_ns, inode] of the regular files below the asked parts of a job.
+    """Events `files` with rows [path, size, mtime_ns, inode, stored bytes] of the regular files below the asked parts.
 
     Links are left out, and so are checkpoints that are not complete.
     """
@@ -66,7 +67,7 @@ def _row(base: str, path: str) -> Optional[List[Any]]:
         return None
     if not stat.S_ISREG(info.st_mode):
         return None
-    return [os.path.relpath(path, base), info.st_size, info.st_mtime_ns, info.st_ino]
+    return [os.path.relpath(path, base), info.st_size, info.st_mtime_ns, info.st_ino, info.st_blocks * 512]
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def fetch(root: Root, call: Call) -> Dict[str, Any]:
     one that was listed, null of one that may have grown. `have` is the hash of what the client holds already, or null.
     The event is {"digest": …} with the hash of the bytes as they were read, {"same": true} when the client has them,
     {"changed": true} when the file is no longer the one that was listed, {"gone": true} without a file,
-    {"unreadable": reason}.
+    {"unreadable": reason}, and {"hole": true} where the file has none but zeros: a log whose oldest part was dropped.
     """
     job = find_job(root, call.head["job"])
     for piece in call.head["pieces"]:
@@ -101,6 +102,8 @@ def _send_piece(call: Call, base: str, piece: List[Any]) -> Dict[str, Any]:
         end = offset + length
         if not _is_the_listed(os.fstat(fd), inode, version, end):
             return {"changed": True}
+        if _is_hole(fd, offset, length):
+            return {"hole": True}
         if have is not None and _digest(fd, offset, length) == have:
             return {"same": True}
         digest = _send_bytes(call, fd, offset, length)
@@ -121,6 +124,15 @@ def _is_the_listed(info: os.stat_result, inode: int, version: Optional[List[int]
     if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size < end:
         return False
     return version is None or [info.st_size, info.st_mtime_ns] == version
+
+
+def _is_hole(fd: int, offset: int, length: int) -> bool:
+    if length == 0:
+        return False
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
+    except OSError as error:  # ENXIO: no data up to the end; a file system may know no holes
+        return error.errno == errno.ENXIO
 
 
 def _digest(fd: int, offset: int, length: int) -> str:
