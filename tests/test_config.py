@@ -374,6 +374,12 @@ def test_later_override_of_a_key_wins_and_variables_add_up() -> None:
     assert (config.target.env, config.run.name) == ({"A": "3", "B": "2"}, "b")
 
 
+def test_gpu_ranks_take_a_number_of_gpus_to_choose() -> None:
+    config = override("target.gpu_ranks=auto:2")
+    assert isinstance(config, Config)
+    assert (config.target.gpu_ranks, num_processes(config)) == (["auto:2"], 2)
+
+
 def test_gpu_ranks_take_commas_and_uuids() -> None:
     config = override("target.gpu_ranks=GPU-8932f937-d72c,MIG-11112222")
     assert isinstance(config, Config)
@@ -503,6 +509,13 @@ RULES = [
     (
         target(gpu_ranks=["cuda:0"]),
         "target.gpu_ranks holds 'cuda:0', expected an index such as 0 or a UUID such as GPU-8932f937-…",
+    ),
+    (target(gpu_ranks=["auto:0"]), "target.gpu_ranks holds 'auto:0', not a number of GPUs"),
+    (target(gpu_ranks=["auto"]), "target.gpu_ranks holds 'auto', not a number of GPUs"),
+    (target(gpu_ranks=["auto:2", 1]), "target.gpu_ranks is ['auto:2', 1], auto:N stands alone"),
+    (
+        target(gpu_ranks=["auto:2"], train_backend="pytorch"),
+        "target.train_backend is pytorch, one process, but target.gpu_ranks names 2 GPUs: ['auto:2']",
     ),
     (
         target(gpu_ranks=["GPU-8932f937", 1]),

@@ -100,6 +100,7 @@ def test_dry_run_command_is_what_real_ranks_run(ferry, tmp_path, words, devices,
     ranks = sorted((json.loads(line.split(b"] ", 1)[1]) for line in done.stdout.splitlines()), key=lambda r: r["rank"])
     assert [r["rank"] for r in ranks] == [str(n) for n in range(len(devices.split(",")))]
     for rank in ranks:
+        assert rank["stdin"].startswith(f"{tmp_path}/leases/job-same-")  # so it holds the GPUs as long as it lives
         assert rank["cmdline"] == [sys.executable, "-u", *(w.replace("{job}", str(ferry.job())) for w in program)]
         assert (rank["env"]["CUDA_VISIBLE_DEVICES"], rank["env"]["CUDA_DEVICE_ORDER"]) == (devices, "PCI_BUS_ID")
     assert (
@@ -126,6 +127,7 @@ def parent(pid):
 wrapper = os.getppid()
 env = dict(item.split("=", 1) for item in open("/proc/self/environ").read().split("\\0") if item)
 print(json.dumps({"rank": os.environ["RANK"], "cmdline": cmdline(os.getpid()), "env": env,
+                  "stdin": os.readlink("/proc/self/fd/0"),
                   "launcher": cmdline(parent(wrapper))}))
 """
 

@@ -44,6 +44,15 @@ def test_four_gpus_torchrun_with_four_processes_and_the_devices_in_the_given_ord
     assert plan.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def test_number_of_gpus_to_choose_is_a_slot_that_the_host_fills():
+    plan = plan_of(TargetConfig(gpu_ranks=["auto:2"]))
+    assert argv_of(plan)[4] == "--nproc-per-node=2"
+    assert fill(plan.env["CUDA_VISIBLE_DEVICES"], {"gpus": "1,3"}) == "1,3"
+    shown = shell_slots(plan, root="~/r", agent="abc")
+    assert "CUDA_VISIBLE_DEVICES=$GPUS " in render_command(plan, shown)
+    assert "CUDA_VISIBLE_DEVICES=1,3 " in render_command(plan, {**shown, "gpus": "1,3"})
+
+
 def test_one_gpu_without_torchrun():
     plan = plan_of(TargetConfig(gpu_ranks=[1]))
     assert argv_of(plan) == ["/py", "-u", "train.py", "/r/jobs/j1/config.yaml"]

@@ -112,6 +112,49 @@ def test_adopted_job_keeps_its_gpus_to_its_end(host: Ferry) -> None:
     assert run(host, "--gpus", "0").returncode == 0
 
 
+def test_restarted_job_keeps_its_gpus_between_its_attempts(host: Ferry) -> None:
+    script = "[ $TORCHFERRY_ATTEMPT = 1 ] && exit 1; " + BLOCKED
+    holder = begin(host, "holder", "--gpus", "0", "--max-restarts", "1", script=script)
+    file = wait_for(lambda: list((host.root.parent / "leases").iterdir()))
+    wait_for(lambda: status_of(host, holder).get("attempt") == 2)
+    assert "GPU 0 is held by job" in error_of(run(host, "--gpus", "0"))
+    reached(host, holder, "running")
+    assert list((host.root.parent / "leases").iterdir()) == file
+    go(holder)
+    assert end_of(Job(str(holder)))["state"] == "succeeded"
+
+
+def test_resumed_job_asks_for_its_gpus_again(host: Ferry) -> None:
+    failed = begin(host, "failed", "--gpus", "0", script="[ $TORCHFERRY_ATTEMPT = 2 ]")
+    end_of(Job(str(failed)))
+    holder = begin(host, "holder", "--gpus", "0")
+    refused = host.run("resume", failed.name, *host.where())
+    assert (refused.returncode, error_of(refused)[:27]) == (125, "GPU 0 is held by job holder")
+    go(holder)
+    end_of(Job(str(holder)))
+    assert host.run("resume", failed.name, *host.where(), "--no-pull").returncode == 0
+
+
+def test_slice_of_a_gpu_and_the_gpu_exclude_each_other(host: Ferry, tmp_path: Path) -> None:
+    fake_smi(tmp_path, gpus="1, GPU-aabb2222-0000, Fake H100, 81559, 4\n")
+    holder = begin(host, "holder", "--gpus", "MIG-1234-5678")
+    assert error_of(run(host, "--gpus", "1")).startswith(f"GPU 1 is held by job {holder.name}")
+    go(holder)
+    end_of(Job(str(holder)))
+    whole = begin(host, "whole", "--gpus", "1")
+    assert error_of(run(host, "--gpus", "MIG-1234-5678")).startswith(f"GPU MIG-1234-5678 is held by job {whole.name}")
+
+
+def test_gpus_shows_who_holds_uses_and_waits(host: Ferry, tmp_path: Path) -> None:
+    fake_smi(tmp_path, gpus=FOUR, apps=f"GPU-3, {os.getpid()}, 500\n")
+    holder = begin(host, "holder", "--gpus", "0")
+    waiting = begin(host, "waiting", "--gpus", "0,1", "--queue")
+    shown = host.run("gpus", *host.where()).stdout.decode().splitlines()
+    assert shown[1].split()[:8] == ["0", "Fake", "H100", "300", "of", "81,559", "MiB", holder.name]
+    assert f"pid {os.getpid()} of " in shown[4] and ", 500 MiB: " in shown[4]
+    assert shown[-1].split()[0] == waiting.name and "0,1" in shown[-1].split()
+
+
 def test_job_beside_others_is_listed_and_keeps_nobody_out(host: Ferry) -> None:
     beside = begin(host, "beside", "--gpus", "2", "--allow-busy")
     shown = json.loads(host.run("gpus", *host.where(), "--json").stdout)

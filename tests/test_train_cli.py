@@ -65,6 +65,32 @@ def test_environment_on_the_cpu_shows_no_gpu():
     assert "OMP_NUM_THREADS" not in env
 
 
+USAGE = [launch.GpuUsage(0, 300), launch.GpuUsage(1, 70000), launch.GpuUsage(2, 4), launch.GpuUsage(3, 200)]
+
+
+def test_freest_gpus_are_chosen_in_the_order_of_their_index():
+    config = config_of(gpu_ranks=["auto:2"])
+    assert launch.choose_gpus(config, {}, USAGE).target.gpu_ranks == [2, 3]
+
+
+def test_gpus_that_the_launcher_chose_are_kept():
+    given = {"TORCHFERRY_JOB_ID": "j", "CUDA_VISIBLE_DEVICES": "1,0"}
+    assert launch.choose_gpus(config_of(gpu_ranks=["auto:2"]), given, None).target.gpu_ranks == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("usage", "message"),
+    [
+        (USAGE, "auto:4, and of this host's 4 GPUs 3 are free; busy: 1 (70000 MiB in use)"),
+        (None, "auto:4, but nvidia-smi does not tell which GPUs are free"),
+    ],
+)
+def test_more_gpus_than_are_free_are_refused_with_the_reason(usage, message):
+    with pytest.raises(ConfigError) as caught:
+        launch.choose_gpus(config_of(gpu_ranks=["auto:4"]), {"CUDA_VISIBLE_DEVICES": "0"}, usage)
+    assert message in caught.value.message
+
+
 def test_gpu_beyond_those_of_the_host_is_refused():
     with pytest.raises(ConfigError) as caught:
         launch.check_gpus([0, 2], launch.parse_gpus(TWO_GPUS))

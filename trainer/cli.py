@@ -68,10 +68,11 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
+    here = config
     if launch.has_auto_gpus(config):
-        config = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
-    launch.check_target(config, launch.read_host_gpus(), os.environ)
-    os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
+        here = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
+    launch.check_target(here, launch.read_host_gpus(), os.environ)
+    os.environ.update(launch.build_launch_env(here, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     launch.write_config(config, run_dir)
     forget_stop(run_dir)

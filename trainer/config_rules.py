@@ -168,7 +168,9 @@ def _gpus(config: Config) -> Iterator[Broken]:
     if len({_index(rank) is None for rank in ranks}) > 1:
         yield Broken(key, f"{key} is {show(ranks)}, CUDA takes indices or UUIDs, not both")
     if config.target.train_backend == "pytorch" and num_processes(config) > 1:
-        message = f"target.train_backend is pytorch, one process, but {key} names {len(ranks)} GPUs: {show(ranks)}"
+        message = (
+            f"target.train_backend is pytorch, one process, but {key} names {gpu_count(ranks)} GPUs: {show(ranks)}"
+        )
         yield Broken("target.train_backend", message, "use ddp or fsdp, or name one GPU", (key,))
 
 

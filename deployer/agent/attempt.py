@@ -7,19 +7,21 @@ import os
 import signal
 import subprocess
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import oom, progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
-from .jobgpus import JobGpus
 from .layout import Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from .statusfile import StatusFile, say
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
+
+if TYPE_CHECKING:
+    from .jobgpus import JobGpus
 
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
@@ -61,7 +63,7 @@ class Attempt:
         *,
         status: StatusFile,
         children: Children,
-        gpus: JobGpus,
+        gpus: "Optional[JobGpus]",
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.job = job
@@ -147,7 +149,8 @@ class Attempt:
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         state.remove(self.job.outcome)  # of an earlier attempt
-        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir, **self.gpus.slots}
+        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir}
+        slots.update(self.gpus.slots if self.gpus is not None else {})
         command = job_command(self.job, self.input, slots)
         self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
         return command
@@ -183,7 +186,7 @@ class Attempt:
                     command.argv,
                     cwd=command.cwd,
                     env=command.env,
-                    stdin=self.gpus.stdin,
+                    stdin=self.gpus.stdin if self.gpus is not None else subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,

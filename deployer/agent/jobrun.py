@@ -5,16 +5,18 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import time
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 from . import probe, progress, restarts, stalling, state
 from .attempt import Attempt, ask_to_stop, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
-from .jobgpus import JobGpus
 from .layout import Job
 from .procs import Process, describe, end_all
 from .statusfile import StatusFile, say
+
+if TYPE_CHECKING:
+    from .jobgpus import JobGpus
 
 
 class JobRun:
@@ -30,7 +32,7 @@ class JobRun:
         self.adopted = bool(launch_input.get("adopt"))
         self.children = Children()
         self.status = StatusFile(job, self._first_status())
-        self.gpus = JobGpus(self.plan, self._env(), launch_input.get("held"))
+        self.gpus = self._gpus(launch_input.get("held"))
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -74,9 +76,8 @@ class JobRun:
         """The attempts, up to the last one's ending."""
         if not self.adopted and not self._queue():
             return Ending(STOPPED, None, "stopped on request, while it was queued")
-        if self.adopted:
-            self.gpus.hold_again(self.status.values.get("devices") or [], self.status.values.get("slots") or {})
-        self.status.values["devices"] = self.gpus.devices
+        if self.gpus is not None:
+            self.status.values["devices"] = self.gpus.devices
         ending = self._try(adopted=self.adopted)
         while ending.state == FAILED and self.policy.get("max_restarts"):
             reason = self._why_no_restart()
@@ -92,9 +93,20 @@ class JobRun:
             ending = self._try()
         return ending
 
+    def _gpus(self, held: Optional[Dict[str, Any]]) -> "Optional[JobGpus]":
+        devices = self.status.values.get("devices") if self.adopted else None
+        if not held and not devices:
+            return None
+        from .jobgpus import JobGpus  # a job without GPUs starts sooner
+
+        gpus = JobGpus(self.plan, self._env(), held)
+        if devices:
+            gpus.hold_again(devices, self.status.values.get("slots") or {})
+        return gpus
+
     def _queue(self) -> bool:
         """Waits for the job's GPUs; False when a stop was asked for meanwhile."""
-        while self.gpus.waiting:
+        while self.gpus is not None and self.gpus.waiting:
             self.gpus.look()
             waits = self.gpus.waiting
             if not waits or self.gpus.view != self.status.values.get("queue"):
@@ -201,7 +213,8 @@ class JobRun:
         if ending.state == STOPPED:
             final["ended"] = len(self._seen - set(self._remaining))
             final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
-        self.gpus.release()  # before anybody can see the end: the next job may follow at once
+        if self.gpus is not None:
+            self.gpus.release()  # before anybody can see the end: the next job may follow at once
         self.status.save_last(**final)
 
     def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:

@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import stat
 import time
 from contextlib import contextmanager
@@ -110,7 +109,7 @@ class Claims:
 
     def hold(self, claim: Claim) -> Held:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
-        unique = secrets.token_hex(8)
+        unique = os.urandom(8).hex()
         new, name = "new-" + unique, "job-%s-%s.lock" % (claim.job, unique)
         text = json.dumps({key: getattr(claim, key) for key in _WRITTEN})
         try:

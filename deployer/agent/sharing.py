@@ -7,7 +7,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 from . import gpus
 from .errors import AgentError
@@ -20,13 +20,11 @@ from .wire import Call
 _MINE = "mine"
 
 
-def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Optional[Held]:
-    """The GPUs that a plan asks for, held; with policy.queue a ticket when they are not free; None for no GPUs.
+def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
+    """The GPUs that a plan asks for, held; with policy.queue a ticket when they are not free.
 
     AgentError when the host lacks them, or when they are not free, with who has them.
     """
-    if not wants_gpus(plan):
-        return None
     sight = see_for(plan, env)
     if plan["allow_busy"]:
         return _beside(plan, sight)
@@ -43,18 +41,13 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Optional[Held]:
 
 
 @contextmanager
-def claimed(plan: Dict[str, Any], env: Dict[str, str]) -> Iterator[Optional[Held]]:
+def claimed(plan: Dict[str, Any], env: Dict[str, str]) -> Iterator[Held]:
     """The same while a supervisor is started, which holds them then by itself."""
     held = claim_gpus(plan, env)
     try:
         yield held
     finally:
-        if held is not None:
-            held.release()
-
-
-def wants_gpus(plan: Dict[str, Any]) -> bool:
-    return bool(plan["device"] == "cuda" and plan["gpus"])
+        held.release()
 
 
 def would_get(plan: Dict[str, Any], env: Dict[str, str]) -> str:

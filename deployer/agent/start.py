@@ -9,17 +9,20 @@ import os
 import shutil
 import sys
 import time
-from typing import Any, Callable, Dict, Optional
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, probe, runtime, sharing, spare, state, supervise, tree
+from . import logs, probe, runtime, spare, state, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .following import follow_job
 from .layout import FORMAT_VERSION, Job, Root
-from .leases import Held
 from .store import Store
 from .storelock import store_in_use
 from .wire import Call
+
+if TYPE_CHECKING:
+    from .leases import Held
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
@@ -55,7 +58,7 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
     plan = request["plan"]
     env = _base_env()
     # before anything is shipped for a job that would be refused
-    with sharing.claimed(plan, env) as held, store_in_use(root):
+    with _claimed(plan, env) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=bool(request.get("ahead")))
         try:
             with state.locked(job):
@@ -81,7 +84,9 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     plan = call.request()["plan"]
     env = _base_env()
     found = {"job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
-    if sharing.wants_gpus(plan):
+    if _wants_gpus(plan):
+        from . import sharing
+
         found["gpus"] = sharing.would_get(plan, env)
     try:
         found["python"] = runtime.find_python(plan["python"], env=env, root=root)
@@ -105,6 +110,19 @@ def _job(root: Root, job_id: str) -> Job:
 
 def _base_env() -> Dict[str, str]:
     return probe.job_environment(dict(os.environ), probe.container_env())
+
+
+def _wants_gpus(plan: Dict[str, Any]) -> bool:
+    return bool(plan["device"] == "cuda" and plan["gpus"])
+
+
+def _claimed(plan: Dict[str, Any], env: Dict[str, str]) -> "ContextManager[Optional[Held]]":
+    """The plan's GPUs, held while its supervisor is started; None for a plan without."""
+    if not _wants_gpus(plan):
+        return nullcontext()
+    from . import sharing  # a job without GPUs starts sooner
+
+    return sharing.claimed(plan, env)
 
 
 def _check_root(root: Root) -> None:
@@ -197,7 +215,7 @@ def start_next(
 ) -> None:
     """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more."""
     env = _base_env()
-    with sharing.claimed(plan, env) as held:
+    with _claimed(plan, env) as held:
         commit()
         _start(root, job, plan, request, env, held, attempt=attempt)
 
@@ -208,7 +226,7 @@ def _start(
     plan: Dict[str, Any],
     request: Dict[str, Any],
     env: Dict[str, str],
-    held: Optional[Held],
+    held: "Optional[Held]",
     *,
     attempt: int = 1,
 ) -> None:

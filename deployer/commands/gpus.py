@@ -31,10 +31,12 @@ def gpus(host: Host, *, as_json: bool) -> None:
 def _row(gpu: dict[str, Any]) -> tuple[object, ...]:
     memory = f"{gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB"
     held = ", ".join(_holder(holder) for holder in gpu["held"])
-    processes = ", ".join(
-        f"pid {p['pid']} of {p['user']}: {p['command']}, {p['memory_mib']:,} MiB" for p in gpu["processes"]
-    )
+    processes = "; ".join(_process(process) for process in gpu["processes"])
     return gpu["index"], gpu["name"], memory, held or "-", processes or "-"
+
+
+def _process(process: dict[str, Any]) -> str:
+    return f"pid {process['pid']} of {process['user']}, {process['memory_mib']:,} MiB: {str(process['command'])[:40]}"
 
 
 def _holder(holder: dict[str, Any]) -> str:

@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from deployer import lastseen, render
-from deployer.agent.queueing import queue_line
-from deployer.agent.state import FINAL
 from deployer.attempts import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
@@ -74,8 +72,10 @@ class Screen(Watcher):
             render.notice(attempt_line(status) or "")
         queue = status.get("queue") or {}
         if queue and queue != self._queue:
+            from deployer.agent.queueing import queue_line
+
             render.notice(f"queued: {queue_line(queue, time.time())}")
-        elif self._queue and status["state"] not in FINAL:
+        elif self._queue and not queue and status["state"] in ("preparing", "running"):
             render.notice("the GPUs are free")
         self._queue = queue
 
