@@ -24,7 +24,7 @@ from deployer.transport.control import BIND_SUFFIX, MAX_ADDRESS, control_path
 from deployer.transport.ssh import why_openssh
 from tests.jobs import wait_for
 from tests.sshd import ALIAS, SshServer, make_key, start_sshd
-from tests.ways import add_to_agent, at_terminal, authorise, connect, hang_up, public, read_all, with_config
+from tests.ways import add_to_agent, at_terminal, authorise, connect, hang_up, public, read_all, refusal, with_config
 
 # --- when it is chosen ------------------------------------------------------------------------------------------------
 
@@ -214,6 +214,12 @@ def test_streams_of_one_transport_log_in_once(server: SshServer) -> None:
     assert logins(server) == before + 1
 
 
+def test_key_file_with_signs_that_ssh_expands_is_used(server: SshServer, tmp_path: Path) -> None:
+    key = make_key(tmp_path / "100% %h ~")
+    authorise(server, key)
+    connect(server, way="openssh", ssh_key=str(key)).close()
+
+
 def test_settings_of_the_user_that_change_a_session_do_not_change_ours(server: SshServer, tmp_path: Path) -> None:
     odd = {"RemoteCommand": "echo odd", "RequestTTY": "force", "LogLevel": "QUIET", "StdinNull": "yes"}
     odd |= {"LocalForward": f"{server.port} localhost:1", "EscapeChar": "none", "SessionType": "none"}
@@ -299,15 +305,27 @@ def test_password_prompt_that_is_interrupted_leaves_nothing(server: SshServer, t
 # --- control sockets --------------------------------------------------------------------------------------------------
 
 
-def test_control_path_fits_an_address_however_long_the_names_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("XDG_RUNTIME_DIR", "HOME", "TMPDIR", "TORCHFERRY_STATE_DIR"):
+@pytest.fixture
+def long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("XDG_RUNTIME_DIR", "HOME", "TMPDIR"):
         monkeypatch.setenv(variable, str(tmp_path / ("n" * 120)))
-    monkeypatch.setenv("LOGNAME", "u" * 64)
+
+
+@pytest.mark.usefixtures("long_names")
+def test_control_path_fits_an_address_however_long_the_names_are(server: SshServer) -> None:
     path = Path(control_path())
     assert len(str(path)) + BIND_SUFFIX < MAX_ADDRESS
     assert path.parent.stat().st_mode & 0o777 == 0o700
+    transport = connect(server, way="openssh")
+    assert read_all(transport.open("echo in")) == b"in\n"
+    transport.close()
+
+
+@pytest.mark.usefixtures("long_names")
+def test_user_of_64_characters_is_refused_by_the_server_and_by_nothing_before_it(server: SshServer) -> None:
+    user = "u" * 64
+    error = refusal(str(server.client_config_path), address=f"{user}@{ALIAS}", way="openssh")
+    assert f"does not let '{user}' in" in error.message
 
 
 def test_folder_for_control_sockets_that_somebody_planted_is_not_used(

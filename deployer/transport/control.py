@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -21,8 +22,8 @@ def control_path() -> str:
     refusals = []
     for folder in _folders():
         path = folder / name
-        if len(os.fsencode(path)) + BIND_SUFFIX >= MAX_ADDRESS or "%" in str(path):
-            refusals.append(f"{folder}: too long")
+        if len(os.fsencode(path)) + BIND_SUFFIX >= MAX_ADDRESS or not re.fullmatch(r"[\w./@+-]+", str(path)):
+            refusals.append(f"{folder}: too long, or with signs that ssh would read as its own")
             continue
         try:
             _make_private(folder)

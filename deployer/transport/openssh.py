@@ -189,7 +189,7 @@ class OpenSSHTransport:
             f"ServerAliveInterval={ALIVE_EVERY_S}",
             f"ServerAliveCountMax={ALIVE_COUNT}",
         ]
-        key = ["-i", str(self._key), "-o", "IdentitiesOnly=yes"] if self._key else []
+        key = ["-i", str(self._key).replace("%", "%%"), "-o", "IdentitiesOnly=yes"] if self._key else []
         return ssh_argv("-N", "-T", *_set(options), *key, target=self._target, config_file=self._config_file)
 
     def _argv_over_users_master(self, command: str | None, *, terminal: bool = False) -> list[str]:

@@ -16,6 +16,7 @@ from deployer.errors import UsageError
 from deployer.ssh_config import SshOptions, chosen_config, resolve
 from deployer.transport import Stream
 from deployer.transport.ask import Attempt
+from deployer.transport.known_hosts import host_name_in_files, read_known_keys
 
 if TYPE_CHECKING:
     from deployer.target import Target
@@ -170,12 +171,16 @@ def _why_identities(options: SshOptions) -> str:
 
 
 def _why_host_keys(options: SshOptions) -> str:
+    """paramiko checks no host certificates; most files have no such line, so most are not parsed here."""
     for path in [*options.user_known_hosts, *options.global_known_hosts]:
         try:
-            if b"@cert-authority" in path.read_bytes():
-                return f"{path} trusts a certificate authority"
+            if b"@cert-authority" not in path.read_bytes():
+                continue
         except OSError:
             continue
+        known = read_known_keys([path], host_name_in_files(options)) + read_known_keys([path], options.hostname.lower())
+        if any(key.marker == "@cert-authority" for key in known):
+            return f"{path} trusts a certificate authority for it"
     return ""
 
 
