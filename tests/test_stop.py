@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import random
 import re
 import signal
@@ -19,11 +20,13 @@ from deployer.agent import state
 from deployer.agent.gpufree import Held, device_holders, still_held
 from deployer.agent.gpus import Gpu, Holder
 from deployer.agent.layout import Job
+from deployer.commands import stop as command
 from tests import stubborn
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, said, start, torchrun, wait_for
 from tests.stubborn import canary, hops, program, running
 from tests.test_gpus import fake_smi
+from tests.test_hostile_host import lying_host
 
 UP = "import time; print('up'); time.sleep(60)"
 
@@ -274,3 +277,49 @@ def test_stop_of_an_ended_job_ends_what_it_left_when_its_supervisor_was_killed(f
 def test_stop_that_is_not_clear_stops_nothing(ferry: Ferry, words: tuple[str, ...], says: str) -> None:
     done = ferry.run(*words)
     assert (done.returncode, says in done.stderr.decode()) == (2, True)
+
+
+def test_handler_that_crashes_ends_its_rank_and_the_stop_is_true(tmp_path: Path) -> None:
+    code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\nwhile True: time.sleep(1)"
+    job = run_up(tmp_path, "crashes", code)
+    state.request_stop(job, 30)
+    status = end_of(job, timeout_s=20)
+    assert (status["state"], status["code"], status["remaining"]) == ("stopped", 1, [])
+    assert "ZeroDivisionError" in log_of(job)
+
+
+def test_what_remains_is_named_with_pid_command_and_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    final = {
+        "job_id": "j",
+        "was": "running",
+        "state": "stopped",
+        "ended": 3,
+        "remaining": [{"pid": 7, "cmdline": "python train.py\x1b[2J", "state": "D"}],
+        "gpus_free": False,
+        "gpu_holders": [{"gpu": 0, "pid": 7, "command": "python", "memory_mib": 500}],
+    }
+    code = f"event('status', {final!r}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    assert command.stop([(lying_host(code, tmp_path), "j")], grace_s=1, force=False, as_json=False) == 1
+    said = capsys.readouterr().err
+    assert "still there: pid 7 python train.py\\x1b[2J (the kernel holds it in a call" in said
+    assert "GPU 0 is not free: pid 7 python, 500 MiB" in said and "j stopped; 3 processes ended" in said
+
+
+def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> None:
+    job_id = launch(ferry, "asked")
+    terminal, inside = pty.openpty()
+    words = ferry.argv("stop", "--all", *ferry.where())
+    client = subprocess.Popen(words, env=ferry.environment(), stdin=inside, stdout=inside, stderr=inside)
+    os.close(inside)
+    seen = b""
+    while b"[y/N]" not in seen:
+        seen += os.read(terminal, 4096)
+    os.write(terminal, b"n\n")
+    assert client.wait(30) != 0 and job_id.encode() in seen
+    os.close(terminal)
+    job = Job(str(ferry.job(job_id)))
+    assert (state.judge(job)["state"], Path(job.stop).exists()) == ("running", False)
+    state.request_stop(job, force=True)
+    assert end_of(job)["state"] == "stopped"
