@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
+from deployer.agent.layout import JOB_ID
 from deployer.errors import FerryError, HostError
 from deployer.host import Host
 from deployer.link import Call
@@ -19,8 +20,13 @@ AT_ONCE = 16
 
 
 def read_status(host: Host, job_id: str) -> dict[str, Any]:
+    """A job's status as its host judges it, with its whole id. HostError for an answer that is none."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
-        return dict(link.first.result("status"))
+        found = link.first.result("status")
+    # the id stands in commands that people copy, and in a path
+    if not (isinstance(found, dict) and isinstance(found.get("state"), str) and JOB_ID.match(str(found.get("job_id")))):
+        raise HostError(f"{host.name} sent a status that is not understood: {repr(found)[:200]}")
+    return found
 
 
 End = dict[str, Any] | FerryError

@@ -14,6 +14,7 @@ import pytest
 
 from deployer.errors import HostError
 from deployer.host import Host
+from deployer.jobs import read_status
 from deployer.link import Link
 from deployer.pulling import pull
 from deployer.registry import JobRecord
@@ -207,6 +208,13 @@ def test_escapes_in_whatever_a_host_says_drive_no_terminal(victim, liar, words):
         assert_tame(done.stdout + done.stderr)
         output += done.stdout + done.stderr
     assert rb"\x1b]0;owned\x07" in output
+
+
+@pytest.mark.parametrize("status", ["None", "5", "{'state': 'running', 'job_id': 'a; rm -rf ~', 'path': '/'}"])
+def test_status_with_an_id_that_is_none_is_not_made_a_command(tmp_path, status):
+    code = f"event('status', {status}); frame({{'id': 0, 'ok': {{}}}}); forever()"
+    with pytest.raises(HostError, match="not understood"):
+        read_status(lying_host(code, tmp_path), "a")
 
 
 FLOODS = {

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -357,6 +359,33 @@ def test_host_that_lets_no_second_connection_in_serves_all_over_the_first(job, t
         (server.home.parent / "authorized_keys").write_text("")
         pull(host, "j1", target=tmp_path / "home")
         host.close()
+    assert files_below(tmp_path / "home") == files_below(job)
+
+
+@pytest.mark.soak
+def test_pull_whose_connections_are_killed_at_random_brings_every_byte(job, tmp_path, monkeypatch):
+    for number in range(4):
+        put(job / "export" / f"model-{number}.safetensors", noise(128 << 20, number))
+    chance, over, kills = random.Random(0), threading.Event(), []
+
+    def kill_sessions(server: SshServer) -> None:
+        while not over.wait(chance.uniform(0.2, 0.8)):
+            sessions = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+            for pid in sessions if chance.random() < 0.5 else sessions[:1]:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+                    kills.append(pid)
+
+    with start_sshd(tmp_path) as server:
+        monkeypatch.setenv("TORCHFERRY_SSH_CONFIG", str(server.client_config_path))
+        killer = threading.Thread(target=kill_sessions, args=(server,))
+        killer.start()
+        try:
+            pulled = pull(Host(ALIAS, str(job.parent.parent)), "j1", target=tmp_path / "home")
+        finally:
+            over.set()
+            killer.join()
+    assert len(kills) > 3 and pulled.left_out == ()
     assert files_below(tmp_path / "home") == files_below(job)
 
 

@@ -15,7 +15,6 @@ from deployer.agent.state import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.errors import ConnectError, LostConnection
 from deployer.host import Host
-from deployer.listing import check_name
 from deployer.pulling import Pulled, pull
 from deployer.transfer import Patience
 
@@ -24,7 +23,6 @@ def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_
     """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended."""
     if target is None:  # the id may be the beginning of one
         job_id = jobs.read_status(host, job_id)["job_id"]
-        check_name(job_id)
         target = Path("results") / job_id
     try:
         if every_s is not None:
