@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paramiko
@@ -115,6 +116,21 @@ def test_streams_of_one_transport_run_side_by_side(transport: Transport) -> None
         stream.write(b"%d" % number)
         stream.close_write()
     assert [read_all(stream) for stream in streams] == [b"0", b"1", b"2"]
+
+
+@both_ways
+def test_threads_that_connect_at_once_share_one_connection(server: SshServer, way: str) -> None:
+    before = server.log_path.read_text().count("Accepted publickey")
+    transport = make_transport(ALIAS, config_file=str(server.client_config_path), way=way)
+
+    def use(_: int) -> bytes:
+        transport.connect()
+        return read_all(transport.open("echo in"))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(use, range(4))) == [b"in\n"] * 4
+    transport.close()
+    assert server.log_path.read_text().count("Accepted publickey") == before + 1
 
 
 def test_local_process_has_a_session_of_its_own() -> None:

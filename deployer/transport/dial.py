@@ -10,7 +10,7 @@ from deployer.errors import ConnectError
 from deployer.ssh_config import SshOptions
 from deployer.transport.deadline import Ask, Deadline
 from deployer.transport.explain import blame_hop, explain_no_way_on
-from deployer.transport.retry import HandshakeCut, retry_cuts
+from deployer.transport.retry import retry_cuts
 from deployer.transport.session import Session, open_session_to
 from deployer.transport.sockets import SshSocket, connect_tcp, start_proxy
 
@@ -56,8 +56,6 @@ def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun 
 def _dial_hop(jump: SshOptions, options: SshOptions, *, accept_new: bool, ask: Ask) -> Session:
     try:
         return dial(jump, accept_new=accept_new, ask=ask)
-    except HandshakeCut:
-        raise
     except ConnectError as error:
         raise blame_hop(error, before=options) from None
 

@@ -11,7 +11,7 @@ from deployer.errors import ConnectError
 
 T = TypeVar("T")
 
-KEEP_TRYING_S = 30.0
+KEEP_TRYING_S = 20.0
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 4.0
 

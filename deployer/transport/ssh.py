@@ -49,6 +49,7 @@ class SshTransport:
         self._connect_timeout_s = connect_timeout_s
         self._chosen: FabricTransport | OpenSSHTransport | None = None
         self._attempt: Attempt | None = None
+        self._lock = threading.Lock()
 
     @property
     def description(self) -> str:
@@ -64,15 +65,18 @@ class SshTransport:
 
     def connect(self) -> None:
         """See Transport; connects again when the connection was lost."""
-        chosen = self._decide()
-        if self._reason not in ("", *_announced):
-            _announced.add(self._reason)
-            sys.stderr.write(f"{self.description}: connecting with the ssh program: {self._reason}\n")
-        chosen.connect()
+        with self._lock:
+            chosen = self._decide()
+            if self._reason not in ("", *_announced):
+                _announced.add(self._reason)
+                sys.stderr.write(f"{self.description}: connecting with the ssh program: {self._reason}\n")
+            chosen.connect()
 
     def open(self, command: str) -> Stream:
         """See Transport. HostError when the server runs no commands."""
-        return self._decide().open(command)
+        with self._lock:
+            chosen = self._decide()
+        return chosen.open(command)
 
     def close(self) -> None:
         """See Transport."""
