@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 from deployer.agent.errors import AgentError
 from deployer.agent.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
 from deployer.agent.sharing import claim_gpus
+from tests.ferry import Ferry
 from tests.jobs import make_plan, wait_for
+from tests.sshd import ALIAS, login_user, start_sshd
 from tests.test_gpus import fake_smi
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
@@ -142,6 +145,31 @@ def test_gpu_of_another_user_is_refused_by_name_and_free_when_their_last_process
     held = claim_gpus(plan, env)
     assert jobs_seen() == ["ours"]
     held.release()
+
+
+@ROOT_ONLY
+def test_job_of_another_account_over_ssh_waits_for_our_job_and_runs_when_it_has_ended(
+    folder: Path, ferry: Ferry, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    env = fake_smi(folder.parent, gpus="0, GPU-0, Fake H100, 81559, 4\n")
+    ferry.env.update(env)
+    with login_user("/usr/bin/zsh") as user, start_sshd(tmp_path_factory.mktemp("s"), user=user) as server:
+        (server.home / ".zshenv").write_text(f"export PATH={env['PATH']} TORCHFERRY_LEASE_DIR={folder}\n")
+        theirs = replace(ferry, ssh=ALIAS, root=Path("~/tf"))
+        theirs.env = {**ferry.env, "TORCHFERRY_SSH_CONFIG": str(server.client_config_path)}
+        ours = ferry.start(
+            "run", *ferry.where(), "--gpus", "0", "--", "sh", "-c", "while [ ! -e go ]; do sleep 0.02; done"
+        )
+        wait_for(lambda: (ferry.root / "jobs").exists() and ferry.job_ids() and (ferry.job() / "code").exists())
+        wait_for(jobs_seen)
+        refused = theirs.run("run", *theirs.where(), "--gpus", "0", "--", "id", "-un")
+        assert f"GPU 0 is held by job {ferry.job_ids()[0]} of user root for " in refused.stderr.decode()
+        waiting = theirs.start("run", *theirs.where(), "--gpus", "0", "--queue", "--no-pull", "--", "id", "-un")
+        wait_for(lambda: len(jobs_seen()) == 2)
+        (ferry.job() / "code" / "go").touch()
+        out, err = waiting.communicate(timeout=60)
+        ours.communicate(timeout=60)
+    assert (out.decode(), waiting.returncode) == (user + "\n", 0), err.decode()
 
 
 @ROOT_ONLY

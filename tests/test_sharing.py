@@ -210,6 +210,7 @@ def test_queued_jobs_start_in_order_and_show_their_place(host: Ferry) -> None:
 def test_launch_that_does_not_queue_overtakes_nobody_who_waits_for_the_same_gpu(host: Ferry) -> None:
     begin(host, "holder", "--gpus", "0")
     first = begin(host, "first", "--gpus", "0,1", "--queue")
+    assert status_of(host, first)["state"] == "queued"
     done = run(host, "--gpus", "1")  # it is free, and waited for
     assert error_of(done).startswith(f"before it in the queue for GPU 1: job {first.name} of user ")
     assert run(host, "--gpus", "2").returncode == 0

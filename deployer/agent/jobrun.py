@@ -66,6 +66,8 @@ class JobRun:
         return {**first, "attempts": before.get("attempts") or [], "resumed_from": from_step}
 
     def _begin(self) -> bool:
+        if self.gpus is not None and self.gpus.waiting:
+            self.status.values["state"] = state.QUEUED
         self.status.save(supervisor=state.own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))
         if self.status.unsaved:
             return False

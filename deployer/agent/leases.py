@@ -28,6 +28,7 @@ MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
 MAX_BYTES = 16 << 10
 MAX_FILES = 10000
+MAX_NUMBER = 1 << 52
 
 LEASE, SHARED, TICKET = "lease", "shared", "ticket"
 _DEVICE = re.compile(r"GPU-[0-9A-Za-z-]{1,64}(/MIG-[0-9A-Za-z/-]{1,96})?\Z")
@@ -145,7 +146,8 @@ def folder_path() -> str:
 
 
 def _open_folder() -> int:
-    """The folder, made if need be. AgentError for anything else in its place: it could be another's trap."""
+    """The folder, made if need be, by whoever comes first: its owner could remove another's claims (which loses only
+    their sight of each other), and nothing worse. AgentError for anything else in its place."""
     path = folder_path()
     try:
         os.mkdir(path, 0o700)
@@ -251,7 +253,7 @@ def parse_claim(data: bytes) -> Optional[Claim]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     well = kind in (LEASE, SHARED, TICKET) and isinstance(devices, list) and len(devices) <= 256
-    numbers = all(type(n) is int and 0 <= n < 1 << 53 for n in (auto, number))
+    numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (auto, number))
     if not (well and numbers and all(isinstance(d, str) and _DEVICE.match(d) for d in devices)):
         return None
     return Claim(kind, job, tuple(devices), auto, number)

@@ -13,7 +13,7 @@ from . import gpus
 from .errors import AgentError
 from .gpus import Sight
 from .layout import Root
-from .leases import LEASE, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
+from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
 from .queueing import any_overlap, freest, grant, queue_of, queue_view, refusal
 from .wire import Call
 
@@ -30,7 +30,7 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
         return _beside(plan, sight)
     with claiming() as claims:
         seen = of_others(claims.read(), plan)
-        number = max((c.number for c in seen), default=0) + 1
+        number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
         mine = Claim(TICKET, plan["job_id"], _devices(sight), gpus.auto_count(plan["gpus"]), number, file=_MINE)
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:

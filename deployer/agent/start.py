@@ -43,7 +43,8 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if call.revoked:  # a client that is only gone may be asking again by now
         state.request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
-    call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path})
+    queued = _wants_gpus(plan) and (state.read_status(job) or {}).get("state") == state.QUEUED
+    call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "queued": queued})
     if not already:
         spare.make_later(root, plan["tree"])
     if request.get("patch"):

@@ -46,7 +46,7 @@ class Screen(Watcher):
         self.close()
         self.folder = str(ack["path"])
         self.remember()
-        render.notice("already running" if ack.get("already") else "started")
+        render.notice("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
 
     @property
     def acknowledged(self) -> bool:
