@@ -200,6 +200,25 @@ sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(60)
     assert rank_log(job, 2) == "up\nsaved\n"
 
 
+def test_runtime_limit_outlives_the_supervisor_that_was_killed(tmp_path: Path) -> None:
+    plan = make_plan(python("import time; print('up'); time.sleep(60)"), **policy(max_runtime_s=3))
+    job = begin(tmp_path, plan)
+    said(job, "up")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    kill_supervisor_and_adopt(job)
+    assert end_of(job, timeout_s=20)["reason"] == "stopped after --max-runtime 3s"
+
+
+def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> None:
+    started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "echo up; exec sleep 60")
+    job_id, log = json.loads(started.stdout)["id"], ferry.job() / "logs" / "attempt_1" / "rank_0.log"
+    wait_for(lambda: log.exists() and log.read_text() == "up\n")
+    then = log.stat().st_mtime - 600
+    os.utime(log, (then, then))
+    assert b"no log for 10m" in ferry.run("status", job_id).stdout
+    assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
+
+
 def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_last(tmp_path: Path) -> None:
     plan = make_plan(python("import time; print('one'); print('two'); time.sleep(60)"), **policy(stall_timeout_s=3))
     status = end_of(begin(tmp_path, plan), timeout_s=20)

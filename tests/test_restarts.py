@@ -17,7 +17,7 @@ def past(code: int = 1, *, state: str = "failed", started: bool = True, words: s
 
 
 def decide(*history: Past, most: int = 3, is_trainer: bool = True) -> str | None:
-    return why_no_restart(history, max_restarts=most, is_trainer=is_trainer)
+    return why_no_restart(history, restarts=len(history) - 1, max_restarts=most, is_trainer=is_trainer)
 
 
 # --- restarts --------------------------------------------------------------------------------------------------------

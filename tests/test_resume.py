@@ -89,6 +89,12 @@ def test_other_gpus_change_the_number_of_ranks_and_nothing_else_of_the_program()
     assert plan["argv"][5:] == RANKS["argv"][5:]
 
 
+def test_gpus_that_the_host_chooses_stay_its_choice() -> None:
+    words = {"gpus": ["auto:2"]}
+    plan = plan_to_json(next_of({**RANKS, **words}))
+    assert (plan["gpus"], plan["nproc"], plan["env"]["CUDA_VISIBLE_DEVICES"]) == (["auto:2"], 2, [{"slot": "gpus"}])
+
+
 def test_overrides_reach_the_trainers_config_with_all_its_checks() -> None:
     plan = next_of(TRAINER, overrides=("train.steps=400", "target.gpu_ranks=[0,1]", "target.max_restarts=2"))
     assert plan.config_yaml is not None
@@ -228,6 +234,7 @@ def test_stopped_job_is_resumed_and_can_be_stopped_again(ferry: Ferry) -> None:
         assert end_of(job)["state"] == "stopped"
         if attempt == 1:
             assert ferry.run("resume", job_id, "--detach").returncode == 0
+            assert b"attempt 2: stopped on request; starts again" in ferry.run("status", job_id).stdout
 
 
 def ask(ferry: Ferry, job_id: str, plan: dict[str, Any], attempt: int) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from .statusfile import StatusFile, say
 if TYPE_CHECKING:
     from .jobgpus import JobGpus
 
+KEPT_ATTEMPTS = 30
+"""How many of the last attempts the status tells of: it must fit into the room that is held for it."""
+
 
 class JobRun:
     """One job's life, from preparing to its final status."""
@@ -134,7 +137,8 @@ class JobRun:
             hooks=[self._limit_runtime],
         )
         ending = attempt.adopt() if adopted else attempt.run()
-        self.status.save(attempts=[*(self.status.values.get("attempts") or []), attempt.report(ending)])
+        former = (self.status.values.get("attempts") or [])[-KEPT_ATTEMPTS + 1 :]
+        self.status.save(attempts=[*former, attempt.report(ending)])
         return ending
 
     # --- between the attempts ---
@@ -144,8 +148,12 @@ class JobRun:
             return "the supervisor that knew its secrets was killed; resume it"
         first = int(self.status.values.get("first_attempt") or 1)
         history = [restarts.past_of(a) for a in self.status.values["attempts"] if a["attempt"] >= first]
-        most = int(self.policy["max_restarts"])
-        return restarts.why_no_restart(history, max_restarts=most, is_trainer=self._is_trainer)
+        return restarts.why_no_restart(
+            history,
+            restarts=int(self.status.values["attempt"]) - first,
+            max_restarts=int(self.policy["max_restarts"]),
+            is_trainer=self._is_trainer,
+        )
 
     def _back_off(self) -> Optional[state.StopRequest]:
         """Waits before the next attempt; the request when a stop is asked for meanwhile."""

@@ -34,8 +34,9 @@ def past_of(report: Dict[str, Any]) -> Past:
     return Past(report["state"], report["code"], started, report.get("error") or "", report.get("step"))
 
 
-def why_no_restart(history: Sequence[Past], *, max_restarts: int, is_trainer: bool) -> Optional[str]:
-    """The reason why the last of these attempts is the job's end; None when the next one should be started."""
+def why_no_restart(history: Sequence[Past], *, restarts: int, max_restarts: int, is_trainer: bool) -> Optional[str]:
+    """The reason why the last of these attempts, begun after so many restarts, is the job's end; None when the next one
+    should be started."""
     last = history[-1]
     if last.state != FAILED:
         return "it has not failed"
@@ -47,7 +48,7 @@ def why_no_restart(history: Sequence[Past], *, max_restarts: int, is_trainer: bo
         return "a mistake in the config or the data does not heal"
     if any(_is_same(last, earlier, is_trainer) for earlier in history[:-1]):
         return "the same error a second time, %s" % _place(last, is_trainer)
-    if len(history) > max_restarts:
+    if restarts >= max_restarts:
         return "all %d restarts are used up" % max_restarts
     return None
 

@@ -10,7 +10,7 @@ from typing import Any, Dict
 from . import state
 from .layout import Job
 
-RESERVE_BYTES = 16 << 10
+RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""
 LAST_TRIES = 60
 """One a second, when even then there is no room for the final status."""
