@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any, Dict
 
-from . import state, supervise
+from . import listing, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
 from .procs import SWEEP_S, describe, end_all, job_processes
@@ -18,14 +18,14 @@ _AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
 def adopt_all(root: Root, *, within_s: float) -> None:
     """Adopts every job of this root and machine that runs unsupervised, and sweeps those that ended so."""
     deadline = time.monotonic() + within_s
-    for job in state.all_jobs(root):
+    for job in listing.all_jobs(root):
         if time.monotonic() > deadline:
             return
         try:
             status = state.judge(job)
             if status.get("unsupervised"):
                 adopt(job)
-            elif state.is_unswept(status):
+            elif _is_unswept(status):
                 sweep_ended(job)
         except (AgentError, OSError, KeyError, TypeError, ValueError):
             continue  # a job that is broken must not keep the others waiting
@@ -52,3 +52,10 @@ def sweep_ended(job: Job) -> Dict[str, Any]:
         if final != status and state.supervisor_of(status) is not None:
             state.write_status(job, final)
         return {**final, "ended": len(told) - len(remaining)}
+
+
+def _is_unswept(status: Dict[str, Any]) -> bool:
+    """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
+    identity = state.supervisor_of(status)
+    here = identity is not None and (identity.machine_id, identity.boot_id) == (state.this_machine(), state.boot_id())
+    return here and status.get("state") in state.FINAL and "swept" not in status

@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import os
 import time
 from typing import Any, Dict, List, Optional
 
@@ -22,9 +23,18 @@ _SHOWN = (
 )
 
 
+def all_jobs(root: Root) -> List[Job]:
+    """Every job folder of this root."""
+    try:
+        names = os.listdir(root.jobs)
+    except OSError:
+        return []
+    return [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]
+
+
 def list_jobs(root: Root) -> List[Dict[str, Any]]:
     """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
-    return sorted((_summary(job) for job in state.all_jobs(root)), key=lambda s: (s["created"], s["id"]), reverse=True)
+    return sorted((_summary(job) for job in all_jobs(root)), key=lambda s: (s["created"], s["id"]), reverse=True)
 
 
 def _summary(job: Job) -> Dict[str, Any]:

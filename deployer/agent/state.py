@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_outcome
-from .layout import Job, Root
+from .layout import Job
 from .procs import Process, is_running, job_processes, process_of
 
 QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
@@ -342,19 +342,3 @@ def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *,
     else:
         reason = "the supervisor and the job's processes are gone and left no exit record"
     return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "ended_at": utc(time.time())}
-
-
-def is_unswept(status: Dict[str, Any]) -> bool:
-    """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
-    identity = supervisor_of(status)
-    here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
-    return here and status.get("state") in FINAL and "swept" not in status
-
-
-def all_jobs(root: Root) -> List[Job]:
-    """Every job folder of this root."""
-    try:
-        names = os.listdir(root.jobs)
-    except OSError:
-        return []
-    return [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]
