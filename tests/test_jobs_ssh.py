@@ -227,3 +227,14 @@ def test_doctor_over_ssh_examines_the_host_and_the_way_to_it(remote, server):
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert (found["login output"]["status"], found["login output"]["detail"]) == ("warn", "6 bytes: noisy")
     assert "to connect" in found["time to deploy"]["detail"] and found["root"]["status"] == "ok"
+
+
+@pytest.mark.soak
+def test_twelve_launches_at_once_on_a_crowded_server_all_start(both, tmp_path):
+    with start_sshd(tmp_path, max_startups="3:50:5", max_sessions=2) as crowded:
+        both.env["TORCHFERRY_SSH_CONFIG"] = str(crowded.client_config_path)
+        words = ("run", *both.where(), "--detach", "--", "true")
+        clients = [both.start(*words) for _ in range(12)]
+        said = [client.communicate(timeout=120)[1].decode() for client in clients]
+        assert [client.returncode for client in clients] == [0] * 12, said
+    assert len(both.job_ids()) == 12

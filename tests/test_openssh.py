@@ -251,13 +251,31 @@ def test_connection_that_broke_says_why_and_is_made_again(tmp_path: Path) -> Non
         transport.close()
 
 
-def sockets() -> set[Path]:
-    return set(Path(control_path()).parent.glob("tf-*"))
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's clients have their control sockets."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def is_clean(runtime: Path) -> bool:
+    """Whether no control socket and no process that holds one is left."""
+    return not list(runtime.glob("*/*")) and not any(str(runtime) in command for command in command_lines())
+
+
+def command_lines() -> Iterator[str]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield os.fsdecode(path.read_bytes())
+        except OSError:  # it has ended
+            continue
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "os._exit(0)", "os.kill(os.getpid(), 9)"])
-def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(server: SshServer, ending: str) -> None:
-    before = sockets()
+def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(
+    server: SshServer, runtime: Path, ending: str
+) -> None:
     code = (
         "import os, sys\nfrom deployer.transport import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way='openssh')\ntransport.connect()\n"
@@ -265,15 +283,23 @@ def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(server: Ssh
     )
     argv = [sys.executable, "-c", code, ALIAS, str(server.client_config_path)]
     session = subprocess.run(argv, capture_output=True, text=True).stdout.strip()
-    wait_for(lambda: not Path(f"/proc/{session}").exists() and sockets() <= before, timeout_s=10)
+    wait_for(lambda: not Path(f"/proc/{session}").exists() and is_clean(runtime), timeout_s=10)
 
 
 _INTERRUPTED = """
-import os, signal, sys, time
+import glob, os, signal, sys, time
 from deployer.transport import make_transport
+signal.signal(signal.SIGINT, lambda *_: None)
+if os.fork():  # the shell that the client was started from, which stays
+    os.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and glob.glob(os.environ["XDG_RUNTIME_DIR"] + "/*/*"):
+        time.sleep(0.05)
+    print("LEFT", glob.glob(os.environ["XDG_RUNTIME_DIR"] + "/*/*"), flush=True)
+    sys.exit()
+INTERRUPT
 transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])
 transport.connect()
-signal.signal(signal.SIGINT, lambda *_: None)
 stream = transport.open("cat")
 os.killpg(0, signal.SIGINT)  # as the terminal does for Ctrl-C
 time.sleep(0.2)
@@ -282,24 +308,23 @@ print("GOT", stream.read(100), flush=True)
 """
 
 
-def test_interrupt_at_the_terminal_does_not_cost_the_connection(server: SshServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answer", "on_interrupt", "outcome"),
+    [
+        ("open sesame", "", "GOT b'still here'"),
+        ("\x03", "signal.signal(signal.SIGINT, signal.default_int_handler)", ""),
+    ],
+)
+def test_interrupt_at_the_terminal_costs_no_connection_but_a_login_and_leaves_nothing(
+    server: SshServer, tmp_path: Path, runtime: Path, answer: str, on_interrupt: str, outcome: str
+) -> None:
     key = make_key(tmp_path / "locked", passphrase="open sesame")
     authorise(server, key)
     config = with_config(server, tmp_path, IdentityFile=str(key))
-    screen = at_terminal(config, {"assphrase": "open sesame"}, way="openssh", program=_INTERRUPTED)
-    assert "GOT b'still here'" in screen
-
-
-def test_password_prompt_that_is_interrupted_leaves_nothing(server: SshServer, tmp_path: Path) -> None:
-    before = sockets()
-    key = make_key(tmp_path / "locked", passphrase="open sesame")
-    authorise(server, key)
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + _INTERRUPTED
-    screen = at_terminal(
-        with_config(server, tmp_path, IdentityFile=str(key)), {"assphrase": "\x03"}, way="openssh", program=program
-    )
-    assert "KeyboardInterrupt" in screen and "GOT" not in screen
-    wait_for(lambda: sockets() <= before, timeout_s=10)
+    program = _INTERRUPTED.replace("INTERRUPT", on_interrupt)
+    screen = at_terminal(config, {"assphrase": answer}, way="openssh", program=program)
+    assert outcome in screen and ("GOT" in screen) is bool(outcome)
+    assert "LEFT []" in screen
 
 
 # --- control sockets --------------------------------------------------------------------------------------------------
