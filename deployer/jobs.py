@@ -23,9 +23,13 @@ def read_status(host: Host, job_id: str) -> dict[str, Any]:
     """A job's status as its host judges it, with its whole id. HostError for an answer that is none."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
         found = link.first.result("status")
+    return _understood(found, host.name)
+
+
+def _understood(found: Any, host: str) -> dict[str, Any]:
     # the id stands in commands that people copy, and in a path
     if not (isinstance(found, dict) and isinstance(found.get("state"), str) and JOB_ID.match(str(found.get("job_id")))):
-        raise HostError(f"{host.name} sent a status that is not understood: {repr(found)[:200]}")
+        raise HostError(f"{host} sent a status that is not understood: {repr(found)[:200]}")
     return found
 
 
@@ -58,7 +62,8 @@ def stop_jobs(
                 ends.update({n: error for n in part if n not in ends})
 
     def one_job(number: int, call: Call) -> None:
-        ends[number] = _end_of(call, lambda status: on_state(places[number][1], status))
+        host, job_id = places[number]
+        ends[number] = _end_of(call, host.name, lambda status: on_state(job_id, status))
 
     _in_threads([partial(one_host, numbers) for numbers in by_host.values()])
     return [ends[number] for number in range(len(places))]
@@ -73,16 +78,16 @@ def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-def _end_of(call: Call, on_state: Callable[[dict[str, Any]], None]) -> End:
+def _end_of(call: Call, host: str, on_state: Callable[[dict[str, Any]], None]) -> End:
     try:
         for name, value, _ in call.events():
-            if name == "state":
+            if name == "state" and isinstance(value, dict):
                 on_state(value)
             elif name == "status":
-                return dict(value)
+                return _understood(value, host)
     except FerryError as error:
         return error
-    return HostError("the host ended the stop without a status")
+    return HostError(f"{host} ended the stop without a status")
 
 
 def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:

@@ -21,6 +21,7 @@ from deployer.agent.gpufree import Held, device_holders, still_held
 from deployer.agent.gpus import Gpu, Holder
 from deployer.agent.layout import Job
 from deployer.commands import stop as command
+from deployer.errors import HostError
 from tests import stubborn
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, said, start, torchrun, wait_for
@@ -323,3 +324,10 @@ def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> 
     assert (state.judge(job)["state"], Path(job.stop).exists()) == ("running", False)
     state.request_stop(job, force=True)
     assert end_of(job)["state"] == "stopped"
+
+
+@pytest.mark.parametrize("status", [5, {"state": "stopped"}, {"state": 3, "job_id": "j"}])
+def test_stop_of_a_host_that_answers_nonsense_is_one_error(tmp_path: Path, status: Any) -> None:
+    code = f"event('state', 5); event('status', {status!r}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    with pytest.raises(HostError, match="not understood"):
+        command.stop([(lying_host(code, tmp_path), "j")], grace_s=1, force=False, as_json=False)

@@ -15,6 +15,7 @@ from deployer.errors import FerryError, UsageError
 from deployer.host import Host
 from deployer.roster import ask_all
 
+_LEFT = "remaining", "gpu_holders"
 Place = tuple[Host, str]
 """A job: its host, its id."""
 
@@ -59,7 +60,7 @@ def _report(end: dict[str, Any] | FerryError) -> int:
     if isinstance(end, FerryError):
         render.show_error(end)
         return end.exit_code
-    remaining, held = end.get("remaining") or [], end.get("gpu_holders") or []
+    remaining, held = ([row for row in end.get(key) or [] if isinstance(row, dict)] for key in _LEFT)
     for process in remaining:
         kernel = " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
         render.notice(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}")
