@@ -145,7 +145,7 @@ def test_reason_of_a_rank_that_the_kernel_killed_says_so_and_what_to_do() -> Non
     found = ending.decide_ending(ranks, nproc=2, launcher_code=1)
     assert found is not None
     assert found.reason == "rank 1 was killed by SIGKILL (often the host ran out of memory)"
-    told = ending.with_oom(found, reason=oom.REASON, hint=oom.HINT)
+    told = ending.with_oom(found, reason=oom.OomWatch.REASON, hint=oom.OomWatch.HINT)
     assert told.reason == "rank 1 was killed by SIGKILL; the kernel ended it: out of memory"
     assert "memory limit" in told.hint
 

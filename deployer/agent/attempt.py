@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import oom, progress, stalling, state
+from . import progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
@@ -22,6 +22,7 @@ from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
     from .jobgpus import JobGpus
+    from .oom import OomWatch
 
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
@@ -86,7 +87,7 @@ class Attempt:
         self._more_hooks = list(hooks)
         self._metrics_before = progress.metrics_mark(job)
         self._stall = stalling.Stall(job, number, self.plan, self._ranks)
-        self._oom = oom.OomWatch()
+        self._oom: "Optional[OomWatch]" = None
         self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
 
     def run(self) -> Ending:
@@ -258,6 +259,10 @@ class Attempt:
             self._stall_request = state.new_stop(stalling.STALL_GRACE_S)
 
     def _note_memory(self) -> None:
+        if self._oom is None:
+            from .oom import OomWatch  # the job has been started by now
+
+            self._oom = OomWatch()
         if first_failure(self._ranks()) is None:
             self._oom.sample()
 
@@ -296,8 +301,8 @@ class Attempt:
             stop_requested_mono=stop.requested_mono if stop else None,
             stop_reason=stop.reason if stop else "",
         )
-        if ending is not None and self._oom.has_killed():
-            ending = with_oom(ending, reason=oom.REASON, hint=oom.HINT)
+        if ending is not None and self._oom is not None and self._oom.has_killed():
+            ending = with_oom(ending, reason=self._oom.REASON, hint=self._oom.HINT)
         ending = with_outcome(ending, state.read_json(self.job.outcome))
         if self.main is None:
             lost = "the launch did not complete: its supervisor was killed"

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from . import probe, progress, restarts, stalling, state
+from . import progress, stalling, state
 from .attempt import Attempt, ask_to_stop, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
@@ -146,6 +146,8 @@ class JobRun:
     def _why_no_restart(self) -> Optional[str]:
         if self.adopted and self.plan.get("secret_names"):
             return "the supervisor that knew its secrets was killed; resume it"
+        from . import restarts  # a job that does not fail starts sooner
+
         first = int(self.status.values.get("first_attempt") or 1)
         history = [restarts.past_of(a) for a in self.status.values["attempts"] if a["attempt"] >= first]
         return restarts.why_no_restart(
@@ -157,6 +159,8 @@ class JobRun:
 
     def _back_off(self) -> Optional[state.StopRequest]:
         """Waits before the next attempt; the request when a stop is asked for meanwhile."""
+        from . import restarts
+
         number = int(self.status.values["attempt"])
         wait_s = restarts.backoff_s(number - int(self.status.values.get("first_attempt") or 1))
         self.status.save(
@@ -179,6 +183,8 @@ class JobRun:
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
+        from . import probe
+
         record = state.read_json(self.job.record) or {}
         base_env = probe.job_environment(dict(os.environ), probe.container_env())
         self.input = {"env": record.get("env") or {}, "secrets": {}, "base_env": base_env, **self.input}

@@ -9,12 +9,6 @@ from typing import List, NamedTuple, Optional
 
 SAMPLE_S = 5.0
 
-REASON = "the kernel ended it: out of memory"
-HINT = (
-    "lower train.micro_batch_size, data.num_workers or what is held in memory; "
-    "a container's memory limit counts, and so does /dev/shm"
-)
-
 
 class OomKills(NamedTuple):
     """How many processes the kernel has killed for lack of memory, None where it does not tell."""
@@ -63,6 +57,12 @@ def read_oom_kills() -> OomKills:
 
 class OomWatch:
     """Knows the counters as they were shortly before now: an old kill of somebody else's must not be taken for ours."""
+
+    REASON = "the kernel ended it: out of memory"
+    HINT = (
+        "lower train.micro_batch_size, data.num_workers or what is held in memory; "
+        "a container's memory limit counts, and so does /dev/shm"
+    )
 
     def __init__(self) -> None:
         self._samples = [read_oom_kills()] * 2
