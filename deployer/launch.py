@@ -58,8 +58,7 @@ def launch_and_follow(
     if patch:
         _send_patch(call, patch)
     if view is None:
-        call.result()
-        link.close()
+        _take_leave(link, call)
         return None
     return follow_to_end(
         connect,
@@ -70,6 +69,15 @@ def launch_and_follow(
         request={"from_attempt": 1},
         give_up_s=give_up_s,
     )
+
+
+def _take_leave(link: Link, call: Call) -> None:
+    """Ends the conversation with a host that has acknowledged: a connection that breaks now takes nothing back."""
+    try:
+        call.result()
+    except LostConnection:
+        pass
+    link.close()
 
 
 def _until_acknowledged(
@@ -158,8 +166,7 @@ def resume_and_follow(
         lambda: connect(request=request, payload=payload or None), Shipment({}, {}), watcher
     )
     if view is None:
-        call.result()
-        link.close()
+        _take_leave(link, call)
         return None
     own = {"from_attempt": attempt}
     return follow_to_end(

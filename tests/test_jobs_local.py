@@ -271,6 +271,27 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
     assert status and (ferry.job() / "count").read_text() == "once\n"
 
 
+def test_connection_that_breaks_after_the_acknowledgement_of_a_detached_job_is_no_error(ferry):
+    options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
+    config, command = read_config(options)
+    prepared = prepare(config, command, options=options, project=ferry.project)
+    links = []
+
+    def connect(**request):
+        links.append(Host(None, str(ferry.root)).connect(**request))
+        return links[-1]
+
+    class Cut(Watcher):
+        def started(self, ack):
+            os.kill(links[-1].hello["pid"], signal.SIGKILL)  # it waits for the patch, and so has not said the last word
+
+    git = {"commit": "0" * 40, "branch": "main", "dirty": True, "patch": "a patch"}
+    shipment = prepared.shipment
+    launch_and_follow(connect, prepared.plan, shipment=shipment, payload={}, git=git, view=None, watcher=Cut())
+    wait_for(lambda: (ferry.job() / "count").exists() and (ferry.job() / "count").read_text() == "once\n")
+    assert len(links) == 1
+
+
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text("B")], ids=["gone", "changed"])
 def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     for name, size in (("a", 1), ("b", 4 << 20)):
