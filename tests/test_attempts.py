@@ -290,7 +290,7 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_pat
             137,
             "rank 0 was killed by SIGKILL; the kernel ended it: out of memory",
         )
-        assert "micro_batch_size" in status["hint"]
+        assert "memory limit" in status["hint"]
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()

@@ -60,7 +60,7 @@ class OomWatch:
 
     REASON = "the kernel ended it: out of memory"
     HINT = (
-        "lower train.micro_batch_size, data.num_workers or what is held in memory; "
+        "lower what the ranks hold in the host's memory (data, data-loader workers, several ranks loading one model); "
         "a container's memory limit counts, and so does /dev/shm"
     )
 
