@@ -16,6 +16,7 @@ depend little on the machine; the milliseconds do.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import shutil
 import sys
@@ -167,8 +168,9 @@ def first(way: Way) -> float:
     """To a root that does not exist, from a client that knows nothing."""
     root, state = way.server.home / "root", way.lab.folder / "state"
     seconds = way.ours("--remote-root", str(root), state=state)
-    shutil.rmtree(root, ignore_errors=True)  # a spare copy may still be being made there
-    shutil.rmtree(root, ignore_errors=True)
+    with (root / "store" / "spare.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a spare copy is being made, which must not slow the next round
+    shutil.rmtree(root)
     shutil.rmtree(state)
     return seconds
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deployer.agent import frames
@@ -17,6 +18,11 @@ from deployer.link import Call
 
 INLINE_BYTES = 128 << 10
 """News up to this size are kept, to be sent again where the agent was missing; larger ones bring the agent along."""
+
+FAST_BYTES_S = 30e6
+"""A way that carries so much is not slower than zlib."""
+POOR_PAUSE = 8
+"""Frames that are not compressed after one that could not be."""
 
 Progress = Callable[[int, int], None]
 """(bytes sent, bytes in all), called as an upload goes on."""
@@ -42,13 +48,17 @@ class News:
     def is_small(self) -> bool:
         return len(self.list) + sum(self.blobs.values()) <= INLINE_BYTES
 
-    def frames(self, sources: Mapping[str, str]) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """(head, body) of every frame. UsageError when a file is gone or has changed by now."""
+    def list_frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """(head, body) of the frames of the list."""
         for start in range(0, len(self.list), frames.MAX_BODY):
             end = start + frames.MAX_BODY
             yield {"news": "end" if end >= len(self.list) else "list"}, self.list[start:end]
+
+    def frames(self, sources: Mapping[str, str]) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """(head, body) of every frame. UsageError when a file is gone or has changed by now."""
+        yield from self.list_frames()
         for part in blob_parts(self.blobs, sources):
-            yield {}, part
+            yield squeezed(part)
 
 
 def news_for(last: LastTree | None, name: str, entries: tuple[Entry, ...]) -> News | None:
@@ -70,15 +80,9 @@ def send_tree(call: Call, entries: tuple[Entry, ...]) -> None:
 
 def send_news(call: Call, news: News, sources: Mapping[str, str], progress: Progress) -> None:
     """Sends until the host says anything."""
-    sent, total = 0, sum(news.blobs.values())
-    for head, body in news.frames(sources):
-        if call.pending():
-            break
+    for head, body in news.list_frames():
         call.send_data(body, **head)
-        if not head:
-            sent += len(body)
-            progress(sent, total)
-    call.end_data()
+    _send_parts(call, news.blobs, sources, progress, until=call.pending)
 
 
 def send_blobs(
@@ -87,13 +91,38 @@ def send_blobs(
     """Sends what the host asked for. HostError when that is no part of the launch."""
     if unknown := next((h for h in hashes if h not in sizes), None):
         raise HostError(f"the host asks for {unknown!r}, which is no file of this launch")
-    blobs = {digest: sizes[digest] for digest in hashes}
-    total, sent = sum(blobs.values()), 0
+    _send_parts(call, {digest: sizes[digest] for digest in hashes}, sources, progress, until=lambda: False)
+
+
+def _send_parts(
+    call: Call,
+    blobs: Mapping[str, int],
+    sources: Mapping[str, str],
+    progress: Progress,
+    *,
+    until: Callable[[], bool],
+) -> None:
+    """Sends the blobs, squeezed where the way is slow, up to their end or until that is so."""
+    total, sent, poor, begun = sum(blobs.values()), 0, 0, time.monotonic()
     for part in blob_parts(blobs, sources):
-        call.send_data(part)
+        if until():
+            break
+        if poor or sent > FAST_BYTES_S * (time.monotonic() - begun):
+            poor = max(0, poor - 1)
+            call.send_data(part)
+        else:
+            head, body = squeezed(part)
+            poor = 0 if head else POOR_PAUSE
+            call.send_data(body, **head)
         sent += len(part)
         progress(sent, total)
     call.end_data()
+
+
+def squeezed(part: bytes) -> tuple[dict[str, Any], bytes]:
+    """Head and body of a frame, compressed where that saves a tenth."""
+    small = zlib.compress(part, 1)
+    return ({"z": 1}, small) if len(small) < 0.9 * len(part) else ({}, part)
 
 
 def blob_parts(blobs: Mapping[str, int], sources: Mapping[str, str]) -> Iterator[bytes]:
@@ -110,12 +139,15 @@ def blob_parts(blobs: Mapping[str, int], sources: Mapping[str, str]) -> Iterator
 
 def _contents(blobs: Iterable[tuple[str, int]], sources: Mapping[str, str]) -> Iterator[bytes]:
     for digest, size in blobs:
-        path, left = Path(sources[digest]), size
+        path, left = sources[digest], size
         try:
-            with path.open("rb", buffering=0) as f:
-                while left and (part := f.read(min(left, 1 << 20))):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while left and (part := os.read(descriptor, min(left, 1 << 20))):
                     left -= len(part)
                     yield part
+            finally:
+                os.close(descriptor)
         except OSError as error:
             reason = error.strerror or str(error)
             raise UsageError(f"{path} cannot be read any more: {reason}", hint="deploy again") from error

@@ -82,7 +82,8 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
         return None
     planter = _planter(store, announced, absent)
     intake = Intake(store, announced.blobs, absent, planter)
-    if _receive(intake, rest) and not store.missing(announced.entries):
+    whole = len(announced.blobs) == len(tree.blobs_of(announced.entries))
+    if _receive(intake, rest) and (whole or not store.missing(announced.entries)):
         store.save_tree(announced.entries)
     return planter.harvest() if planter else None
 

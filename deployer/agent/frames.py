@@ -16,7 +16,7 @@ MAX_FRAME = 64 * 1024
 MAX_BODY = 48 * 1024
 MAX_NOISE = 256 * 1024
 """Bytes that a login shell may print before the nonce."""
-WINDOW = 1 << 20
+WINDOW = 4 << 20
 """Bytes of a stream that may be under way without an answer: the receiver grants what it has consumed."""
 
 _LENGTHS = struct.Struct(">II")

@@ -47,7 +47,7 @@ def materialise(root: Root, root_hash: str, dest: str, *, arrived: Optional[Spar
     entries = store.load_tree(root_hash)
     spare = arrived or _take(root)
     kept = _move_into(spare, entries, dest) if spare else []
-    store.materialise(root_hash, dest, present=kept)
+    store.materialise(root_hash, dest, present=kept, entries=entries)
 
 
 def discard(spare: Optional[Spare]) -> None:
@@ -89,7 +89,7 @@ def make(root: Root, root_hash: str) -> None:
         return
     aside = os.path.join(root.tmp, "spare-%d" % os.getpid())
     try:
-        store.materialise(root_hash, os.path.join(aside, "tree"))
+        store.materialise(root_hash, os.path.join(aside, "tree"), entries=entries)
         marks = _marks(os.path.join(aside, "tree"), entries)
         with open(os.path.join(aside, "record.json"), "w") as f:
             json.dump({"entries": entries, "marks": marks}, f)

@@ -103,15 +103,17 @@ class Store:
                         writer.finish()
             _remove(path)
 
-    def materialise(self, root_hash: str, dest: str, *, present: Sequence[Entry] = ()) -> None:
+    def materialise(
+        self, root_hash: str, dest: str, *, present: Sequence[Entry] = (), entries: Optional[Sequence[Entry]] = None
+    ) -> None:
         """Writes the tree's files into the folder `dest` (made if needed), as copies of their own; not those present.
+        `entries`: the tree's, when they have been loaded already.
 
         Each blob is hashed as it is copied: AgentError of kind need when one is missing or damaged. No link in `dest`
         is followed, and links of the tree are made last.
         """
-        entries = self.load_tree(root_hash)
         try:
-            self._write_tree(entries, dest, set(present))
+            self._write_tree(entries or self.load_tree(root_hash), dest, set(present))
         except AgentError as error:
             if error.kind == "need":  # so that the next launch finds out what else is missing
                 _remove(self._tree_path(root_hash))
