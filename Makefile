@@ -56,8 +56,8 @@ format: install  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install system  ## the deployment benchmark, ratios against rsync && ssh (root: it makes network namespaces)
-	$(BIN)/python bench/deploy.py
+bench: install system  ## deploy, log, ps, pull, fan-out: ratios against what one types by hand (root: network namespaces)
+	for part in deploy log ps fanout pull; do $(BIN)/python bench/$$part.py || exit; done
 
 clean:  ## remove what the targets made
 	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

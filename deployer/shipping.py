@@ -19,8 +19,8 @@ from deployer.link import Call
 INLINE_BYTES = 128 << 10
 """News up to this size are kept, to be sent again where the agent was missing; larger ones bring the agent along."""
 
-FAST_BYTES_S = 30e6
-"""A way that carries so much is not slower than zlib."""
+FAST_BYTES_S = 15e6
+"""A way that carries so much would gain little from zlib, which takes its share of both ends' processors."""
 POOR_PAUSE = 8
 """Frames that are not compressed after one that could not be."""
 

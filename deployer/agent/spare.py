@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
 from .errors import AgentError
@@ -25,6 +26,9 @@ MAX_BYTES = 200 * 10**6
 """A larger tree gets no spare: it would cost more disk than it saves time."""
 FREE_FACTOR = 4
 """A spare is made only where so many times its size is free."""
+
+START_AFTER_S = 1.0
+"""So long the job that was just launched has the disk to itself."""
 
 _BOOT = (
     "import os, sys; os.nice(10); sys.path.insert(0, sys.argv[1]); from importlib import import_module; "
@@ -72,6 +76,7 @@ def main(root_path: str, root_hash: str) -> None:
     with open(os.path.join(root.path, "store", "spare.lock"), "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(START_AFTER_S)
             with store_in_use(root):
                 make(root, root_hash)
                 Store(root).unpack()
