@@ -50,7 +50,10 @@ def launch_and_follow(
 
     def attempt() -> Link:
         ahead = list(news.frames(shipment.sources)) if news is not None and small else ()
-        return connect(request=request, payload=payload or None, ahead=ahead, agent_too=not small and news is not None)
+        link = connect(request=request, payload=payload or None, ahead=ahead, agent_too=bool(news and not small))
+        if news is not None and small and news.blobs:
+            watcher.sending(news.size_bytes, news.size_bytes)
+        return link
 
     link, call = _until_acknowledged(attempt, shipment, watcher, news=None if small else news)
     if last is not None:

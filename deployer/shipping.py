@@ -45,8 +45,13 @@ class News:
     """Content hash -> bytes, in the order in which they travel."""
 
     @property
+    def size_bytes(self) -> int:
+        """Of the blobs."""
+        return sum(self.blobs.values())
+
+    @property
     def is_small(self) -> bool:
-        return len(self.list) + sum(self.blobs.values()) <= INLINE_BYTES
+        return len(self.list) + self.size_bytes <= INLINE_BYTES
 
     def list_frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """(head, body) of the frames of the list."""
