@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deployer.call import Call
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
-from deployer.link import Call, Link
+from deployer.link import Link
 from deployer.logview import LogView
 
 GIVE_UP_AFTER_S = 600.0

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from deployer.agent.layout import JOB_ID
+from deployer.call import Call
 from deployer.errors import FerryError, HostError
 from deployer.host import Host
-from deployer.link import Call
 
 AT_ONCE = 16
 """Jobs of one host that are stopped at the same time."""

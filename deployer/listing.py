@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deployer.call import Call
 from deployer.downloads import RemoteFile
 from deployer.errors import HostError
-from deployer.link import Call
 
 MAX_FILES = 100_000
 MAX_NAMES_BYTES = 16 << 20

@@ -12,9 +12,9 @@ from typing import Any
 
 from deployer.agent import frames
 from deployer.agent.tree import Entry, dump_entries, new_blobs
+from deployer.call import Call
 from deployer.errors import HostError, UsageError
 from deployer.lasttree import LastTree
-from deployer.link import Call
 
 INLINE_BYTES = 128 << 10
 """News up to this size are kept, to be sent again where the agent was missing; larger ones bring the agent along."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deployer.agent.fetching import DIGEST_BYTES
+from deployer.call import Call
 from deployer.downloads import Download, Piece, Work
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.host import Host
-from deployer.link import Call, Link
+from deployer.link import Link
 from deployer.transport.ask import nobody_to_ask
 
 CALLS_PER_LINK = 3
@@ -30,10 +31,11 @@ Tell = Callable[[str], None]
 
 
 class Patience:
-    """Back-off over connections that break; gives up when nothing has come for GIVE_UP_AFTER_S."""
+    """Back-off over connections that break; gives up when nothing has come for so long."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._tell = tell
+        self._give_up_after_s = give_up_after_s
         self._tries = 0
         self._last = time.monotonic()
 
@@ -43,7 +45,7 @@ class Patience:
 
     def wait(self, error: FerryError) -> None:
         """Waits before the next try. Raises the error, as LostConnection, when it was the last one."""
-        if time.monotonic() - self._last > GIVE_UP_AFTER_S:
+        if time.monotonic() - self._last > self._give_up_after_s:
             raise LostConnection(error.message, where=error.where, hint=error.hint) from error
         if not self._tries:
             self._tell(f"{error.message}; trying again")

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +12,11 @@ import pytest
 
 from deployer.choice import BEYOND_LIMIT, Wish, choose
 from deployer.downloads import PIECE_BYTES, RemoteFile
-from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.host import Host
 from deployer.landing import Landing
 from deployer.pulling import pull
+from deployer.transfer import Patience
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
 from tests.lying import lying_host
@@ -130,6 +130,14 @@ def test_connection_cut_again_and_again_brings_the_same_bytes(job, tmp_path):
     pulled = pull(CutHost(job, [3 << 20, 2 << 20, 4 << 20]), "j1", target=tmp_path / "home", tell=told.append)
     assert files_below(tmp_path / "home") == files_below(job)
     assert pulled.fetched_bytes < 22 << 20 and [words.endswith("; trying again") for words in told] == [True] * 3
+
+
+def test_patience_ends_and_says_what_happened_last():
+    told = []
+    patience = Patience(told.append, give_up_after_s=-1)
+    with pytest.raises(LostConnection, match="no route"):
+        patience.wait(ConnectError("no route"))
+    assert told == []
 
 
 def test_broken_off_pull_goes_on_where_it_stopped(job, tmp_path):
@@ -366,25 +374,23 @@ def test_host_that_lets_no_second_connection_in_serves_all_over_the_first(job, t
 def test_pull_whose_connections_are_killed_at_random_brings_every_byte(job, tmp_path, monkeypatch):
     for number in range(4):
         put(job / "export" / f"model-{number}.safetensors", noise(128 << 20, number))
-    chance, over, kills = random.Random(0), threading.Event(), []
+    chance, kills, next_at = random.Random(0), [], [5 << 20]
 
-    def kill_sessions(server: SshServer) -> None:
-        while not over.wait(chance.uniform(0.2, 0.8)):
-            sessions = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-            for pid in sessions if chance.random() < 0.5 else sessions[:1]:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-                    kills.append(pid)
+    def kill_sessions(done: int, total: int) -> None:
+        if done < next_at[0]:
+            return
+        next_at[0] = done + chance.randrange(5 << 20, 60 << 20)
+        sessions = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        for pid in sessions if chance.random() < 0.5 else sessions[:1]:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+                kills.append(pid)
 
     with start_sshd(tmp_path) as server:
         monkeypatch.setenv("TORCHFERRY_SSH_CONFIG", str(server.client_config_path))
-        killer = threading.Thread(target=kill_sessions, args=(server,))
-        killer.start()
-        try:
-            pulled = pull(Host(ALIAS, str(job.parent.parent)), "j1", target=tmp_path / "home")
-        finally:
-            over.set()
-            killer.join()
+        host = Host(ALIAS, str(job.parent.parent))
+        pulled = pull(host, "j1", target=tmp_path / "home", progress=kill_sessions)
+        host.close()
     assert len(kills) > 3 and pulled.left_out == ()
     assert files_below(tmp_path / "home") == files_below(job)
 

@@ -157,6 +157,8 @@ class SshStream:
                 data = self._channel.recv(size)
             except TimeoutError:
                 continue
+            except Exception:  # paramiko opens the window after it has read, and raises EOFError where it cannot
+                raise LostConnection(self._transport.why_lost()) from None
             if not data and not self._ended_in_order():
                 raise LostConnection(self._transport.why_lost())
             return data
@@ -219,6 +221,8 @@ class SshStream:
                 return self._channel.recv_stderr(1 << 15)
             except TimeoutError:
                 continue
+            except Exception:  # as in `read`, which tells of it
+                return b""
 
     @staticmethod
     def _quietly(action: Any) -> None:

@@ -1,0 +1,138 @@
+"""One request to the agent on a host, and the stream that answers it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from deployer.agent import frames
+from deployer.agent.frames import Frame, ProtocolError, Window
+from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
+from deployer.inbox import Inbox
+
+if TYPE_CHECKING:
+    from deployer.link import Link
+
+DEAD_AFTER_S = 35.0
+"""Silence of the host, although pinged, after which the connection counts as lost."""
+MAX_EVENT = 4 << 20
+"""Bytes of one event's value at most, unless its call expects more."""
+ITEM_BYTES = 20
+"""A value may have one item for so many of its bytes: in memory an item takes many times what it takes as text."""
+
+
+class Call:
+    """One request and its stream. Iterate `events` to the end, or take `result`."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.id = number
+        self.max_event = MAX_EVENT
+        self.link = link
+        self._inbox = Inbox()
+        self._window = Window()
+        self._json = bytearray()
+        self._received = self._consumed = 0  # bytes; each counted by one thread alone
+        self._refusal: FerryError | None = None
+
+    def deliver(self, frame: Frame) -> None:
+        if "grant" in frame.head:
+            self._window.grant(int(frame.head["grant"]))
+            return
+        self._received += len(frame.body)
+        if self._received - self._consumed > frames.WINDOW:
+            raise ProtocolError("more data than was asked for")
+        if "error" in frame.head:
+            self._refuse(error_of(frame.head["error"]))
+        self._inbox.put(frame)
+
+    def fail(self, error: FerryError) -> None:
+        self._refuse(error)
+        self._inbox.end(error)
+
+    def _refuse(self, error: FerryError) -> None:
+        """Nothing more is taken: who is sending ends at once and says why."""
+        self._refusal = self._refusal or error
+        self._window.close()
+
+    def events(self) -> Iterator[tuple[str, Any, bytes]]:
+        """(name, value, data) of every event up to the answer; `data` events carry bytes and their head as value.
+
+        Raises the host's error as ours, LostConnection when the connection broke.
+        """
+        while True:
+            frame = self._inbox.get()
+            head = frame.head
+            if "error" in head:
+                self.link.forget(self.id)
+                raise error_of(head["error"])
+            if "ok" in head:
+                self.link.forget(self.id)
+                yield "ok", head["ok"], b""
+                return
+            try:
+                event = self._event(frame)
+            except (KeyError, ValueError, RecursionError, ProtocolError) as error:
+                raise self.link.not_understood(error) from error
+            if event is not None:
+                yield event
+            if frame.body:
+                self._consumed += len(frame.body)
+                self.link.send({"id": self.id, "grant": len(frame.body)})
+
+    def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
+        """None for a part of a value that is not complete yet."""
+        head = frame.head
+        if head.get("json"):
+            self._json += frame.body
+            if len(self._json) > self.max_event:
+                raise ProtocolError(f"a value of more than {self.max_event >> 20} MiB")
+            return None
+        if "data" in head:
+            return "data", head, frame.body
+        if "value" in head:
+            return head["event"], head["value"], b""
+        text, self._json = self._json, bytearray()
+        if sum(map(text.count, (b"[", b"{", b","))) > self.max_event // ITEM_BYTES:
+            raise ProtocolError("a value of too many items")
+        return head["event"], json.loads(text.decode("ascii")), b""
+
+    def result(self, event: str | None = None) -> Any:
+        """The answer, or the value of the one event of that name; other events are passed over."""
+        found = None
+        for name, value, _ in self.events():
+            if name == (event or "ok"):
+                found = value
+        return found
+
+    def send_data(self, data: bytes, **head: Any) -> None:
+        """Sends bytes up this call's stream, as fast as the host takes them."""
+        for start in range(0, len(data), frames.MAX_BODY) or (0,):
+            part = data[start : start + frames.MAX_BODY]
+            try:
+                self._window.take(len(part), timeout_s=DEAD_AFTER_S)
+            except ProtocolError as error:
+                raise self._refusal or LostConnection(f"{self.link.host}: {error}") from None
+            self.link.send({**head, "id": self.id}, part)
+
+    def end_data(self) -> None:
+        self.link.send({"id": self.id, "end": True})
+
+    def pending(self) -> bool:
+        """Whether a frame has come that `events` has not given out yet."""
+        return len(self._inbox) > 0
+
+    def cancel(self) -> None:
+        """Tells the host that nobody waits for the answer any more."""
+        self.link.send({"id": self.id, "cancel": True})
+
+
+def error_of(data: Any) -> FerryError:
+    """The host's error as one of ours, with its exit code."""
+    if not isinstance(data, dict):
+        return HostError(f"the host refused: {data}")
+    kind = data.get("kind")
+    cls: type[FerryError] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}.get(
+        str(kind), HostError
+    )
+    return cls(str(data.get("message", "the host gave no reason")), hint=str(data.get("hint", "")))
