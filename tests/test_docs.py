@@ -76,3 +76,10 @@ def test_first_screen_commands_are_understood_as_they_stand(tmp_path, monkeypatc
         assert json.loads(result.stdout)["command"]
         tried += 1
     assert tried >= 3
+
+
+def test_every_test_that_the_hardening_page_names_exists():
+    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", (REPO / "docs" / "hardening.md").read_text())
+    have = {path.stem: path.read_text() for path in (REPO / "tests").glob("test_*.py")}
+    assert len(named) > 100
+    assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in have.get(file, "")] == []

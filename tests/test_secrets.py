@@ -123,3 +123,13 @@ def test_failures_with_debug_do_not_show_a_secret(remote: Ferry, words: tuple[st
 def test_secret_that_is_not_set_is_named_and_nothing_started(remote: Ferry) -> None:
     done = remote.run("run", *remote.where(), "--secret", "NO_SUCH_TOKEN", "--", "true")
     assert done.returncode == 2 and b"NO_SUCH_TOKEN is not set" in done.stderr and remote.job_ids() == []
+
+
+def test_secret_outlives_a_restart_of_the_supervisors_own(remote: Ferry, tmp_path: Path) -> None:
+    (remote.project / "again.py").write_text(
+        "import os, sys; assert os.environ['HF_TOKEN']; sys.exit(os.environ['TORCHFERRY_ATTEMPT'] == '1')"
+    )
+    words = ("--max-restarts", "1", "--secret", "HF_TOKEN", "--", "python", "again.py")
+    done = remote.run("run", *remote.where(), *words)
+    assert done.returncode == 0, done.stderr.decode()
+    assert files_with_secret(remote.root, remote.state, tmp_path) == []

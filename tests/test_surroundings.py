@@ -93,3 +93,15 @@ def test_job_sees_its_own_tree_while_deploys_of_the_next_one_are_cut(ferry: Ferr
     (ferry.job(old) / "code" / "go").touch()
     assert ferry.run("logs", old, "-f").stdout == b"up\n"
     assert new.stdout == b"v2\nv2\nv2\n", new.stderr.decode()
+
+
+def test_host_with_nothing_but_a_shell_and_python_has_the_whole_way(ferry: Ferry, tmp_path: Path) -> None:
+    bare = tmp_path / "bin"
+    bare.mkdir()
+    (bare / "python3").symlink_to(sys.executable)
+    ferry.env["PATH"] = str(bare)  # no git, ssh, rsync, tmux, setsid, flock or sha256sum, on neither side
+    done = ferry.run("run", *ferry.where(), "--", "python3", "-c", "import shutil; print(shutil.which('cat'))")
+    assert (done.returncode, done.stdout) == (0, b"None\n"), done.stderr.decode()
+    (job_id,) = ferry.job_ids()
+    for words in (("status", job_id), ("logs", job_id), ("stop", job_id), ("pull", job_id), ("ps",)):
+        assert ferry.run(*words).returncode == 0
