@@ -1,6 +1,6 @@
 """How long a deploy takes, as ratios against what one would type by hand.
 
-    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 50 100 200] [--only unchanged,changed,first,start]
+    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 50 100 200] [--only unchanged,changed,first,openssh]
 
 * unchanged: a tree of 1,000 files and 22 MB that the host has, from the start of `deploy.py run` to the first byte that
   the job's own process printed, against `rsync -az --delete … && ssh host true`; a new connection each time. The round
@@ -8,6 +8,8 @@
 * changed: the same after one file has changed.
 * first: trees of 1,000 files (22 MB) and 20,000 files (60 MB) to a host that has neither them nor our agent, against
   `tar | ssh tar`.
+* openssh: as unchanged, through the system's `ssh` (`--transport openssh`), and again over a live ControlMaster against
+  the same commands by hand over that master.
 * start: `--help` and `--dry-run` of the tree, against `python -c "import click"`.
 
 Both ends are this machine, in two network namespaces. Rounds are interleaved, medians are compared. Ratios
@@ -19,9 +21,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab import (
@@ -55,7 +60,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rtt", type=float, nargs="+", default=[0, 50, 100, 200], metavar="MS")
-    parser.add_argument("--only", default="unchanged,changed,first,start")
+    parser.add_argument("--only", default="unchanged,changed,first,openssh,start")
     parser.add_argument("--files", type=int, nargs="+", default=[1000, 20_000], help="sizes of the first deploys")
     chosen = parser.parse_args()
     parts = chosen.only.split(",")
@@ -72,6 +77,8 @@ def main() -> int:
                     unchanged[rtt_ms] = bench_unchanged(way, rounds=chosen.rounds)
                 if "changed" in parts:
                     bench_changed(way, rounds=chosen.rounds)
+                if "openssh" in parts:
+                    bench_openssh(way, rounds=chosen.rounds)
             if "first" in parts and first_limit(rtt_ms) is not None:
                 bench_first(lab, rtt_ms, chosen.files, rounds=max(3, chosen.rounds // 2))
         report_round_trips(unchanged)
@@ -100,20 +107,30 @@ class Way:
     line: Line
     server: SshServer
     tree: Path
+    own_config: Path | None = None
+    """ssh_config of the client, when it is not the server's own."""
 
     @property
     def ssh(self) -> str:
-        return f"ssh -F {self.server.client_config_path}"
+        return f"ssh -F {self.config}"
+
+    @property
+    def config(self) -> Path:
+        return self.own_config or self.server.client_config_path
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {**self.lab.env, "TORCHFERRY_SSH_CONFIG": str(self.config)}
 
     def shell(self, text: str) -> float:
-        return timed([*self.line.client, "sh", "-c", text], env=self.lab.client_env(self.server), cwd=self.tree)
+        return timed([*self.line.client, "sh", "-c", text], env=self.env, cwd=self.tree)
 
     def by_hand(self) -> float:
         target = self.server.home / "by-hand"
         return self.shell(f"rsync -az --delete -e '{self.ssh}' ./ {ALIAS}:{target}/ && {self.ssh} {ALIAS} true")
 
     def ours(self, *options: str, state: Path | None = None) -> float:
-        env = self.lab.client_env(self.server) | ({"TORCHFERRY_STATE_DIR": str(state)} if state else {})
+        env = self.env | ({"TORCHFERRY_STATE_DIR": str(state)} if state else {})
         argv = [*self.line.client, sys.executable, DEPLOY, "run", "--ssh", ALIAS, *options, *PROGRAM]
         return time_to_first_byte(argv, b"first", env=env, cwd=self.tree)
 
@@ -143,6 +160,33 @@ def bench_changed(way: Way, *, rounds: int) -> None:
     medians = interleave(ways, rounds)
     by = "rsync && ssh by hand"
     report(f"one file {rtt_ms:g} ms", medians["ours"], medians["hand"], by=by, limit=deploy_limit(rtt_ms))
+
+
+def bench_openssh(way: Way, *, rounds: int) -> None:
+    rtt_ms = way.line.rtt_ms
+    medians = interleave({"hand": way.by_hand, "ours": lambda: way.ours("--transport", "openssh")}, rounds)
+    by, limit = "rsync && ssh by hand", 0.50 if rtt_ms >= 50 else None
+    report(f"openssh {rtt_ms:g} ms", medians["ours"], medians["hand"], by=by, limit=limit)
+    with live_master(way) as warm:
+        medians = interleave({"hand": warm.by_hand, "ours": lambda: warm.ours("--transport", "openssh")}, rounds)
+    by, limit = "the same over its master", 0.40 if rtt_ms >= 50 else None
+    report(f"  over a master {rtt_ms:g} ms", medians["ours"], medians["hand"], by=by, limit=limit)
+
+
+@contextmanager
+def live_master(way: Way) -> Iterator[Way]:
+    """The same way with a connection of the user's that stays open and is shared."""
+    socket, config = way.lab.folder / "master", way.lab.folder / "config-with-master"
+    config.write_text(f"ControlPath {socket}\n{way.server.client_config_path.read_text()}")
+    warm = replace(way, own_config=config)
+    master = subprocess.Popen([*way.line.client, *warm.ssh.split(), "-MN", ALIAS], stdin=subprocess.DEVNULL)
+    try:
+        while not socket.exists() and master.poll() is None:
+            time.sleep(0.02)
+        yield warm
+    finally:
+        master.terminate()
+        master.wait()
 
 
 def bench_first(lab: Lab, rtt_ms: float, sizes: list[int], *, rounds: int) -> None:

@@ -83,9 +83,15 @@ def _take_ahead(store: Store, name: str, call: Call) -> Optional[Spare]:
     planter = _planter(store, announced, absent)
     intake = Intake(store, announced.blobs, absent, planter)
     whole = len(announced.blobs) == len(tree.blobs_of(announced.entries))
-    if _receive(intake, rest) and (whole or not store.missing(announced.entries)):
-        store.save_tree(announced.entries)
-    return planter.harvest() if planter else None
+    complete = _receive(intake, rest)
+    arrived = planter.harvest() if planter else None
+    try:
+        if complete and (whole or not store.missing(announced.entries)):
+            store.save_tree(announced.entries)
+    except BaseException:
+        discard(arrived)
+        raise
+    return arrived
 
 
 def _planter(store: Store, announced: _Announced, absent: Iterable[str]) -> Optional[Planter]:

@@ -88,9 +88,10 @@ class Packs:
 
     def _blobs(self) -> Dict[str, _Place]:
         if self._found is None:
-            self._found = {}
+            found: Dict[str, _Place] = {}
             for name in names(self._folder):
-                self._found.update(_open(os.path.join(self._folder, name)))
+                found.update(_open(os.path.join(self._folder, name)))
+            self._found = found
         return self._found
 
     def __del__(self) -> None:

@@ -27,7 +27,7 @@ MAX_BYTES = 200 * 10**6
 FREE_FACTOR = 4
 """A spare is made only where so many times its size is free."""
 
-START_AFTER_S = 1.0
+START_AFTER_S = 0.2
 """So long the job that was just launched has the disk to itself."""
 
 _BOOT = (

@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import stat
+import threading
 from io import RawIOBase
-from typing import Iterator, List, NoReturn, Optional, Sequence, Set, Union
+from typing import Callable, Iterator, List, NoReturn, Optional, Sequence, Set, Union
 
 from .errors import AgentError
 from .layout import Root
@@ -26,6 +27,7 @@ from .tree import EXECUTABLE, LINK, Entry, check_entry, content_hash, dump_entri
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
 _FICLONE = 0x40049409
 _CHUNK = 1 << 20
+THREADS = 3
 
 
 class Store:
@@ -125,9 +127,8 @@ class Store:
         absent = [entry for entry in entries if entry not in present]
         make_folders(dest, absent)
         copier = _Copier()
-        for entry in absent:
-            if entry.mode != LINK:
-                self._copy_blob(copier, entry, os.path.join(dest, entry.path))
+        files = [entry for entry in absent if entry.mode != LINK]
+        _in_threads(lambda entry: self._copy_blob(copier, entry, os.path.join(dest, entry.path)), files)
         for entry in absent:
             if entry.mode == LINK:
                 _make_link(entry.hash, os.path.join(dest, entry.path))
@@ -294,6 +295,34 @@ class _Copier:
         except OSError:
             self._reflink = False
         return self._reflink
+
+
+def _in_threads(work: Callable[[Entry], None], entries: Sequence[Entry]) -> None:
+    """Does the work for each entry, and raises the first failure. Creating files keeps a processor busy inside the
+    kernel (0.7 ms each on some disks), so several threads do it."""
+    failures: List[BaseException] = []
+    coming = iter(entries)
+    turn = threading.Lock()
+
+    def work_on() -> None:
+        while not failures:
+            with turn:
+                entry = next(coming, None)
+            if entry is None:
+                return
+            try:
+                work(entry)
+            except BaseException as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work_on, daemon=True) for _ in range(min(THREADS, len(entries) // THREADS))]
+    for thread in threads:
+        thread.start()
+    work_on()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def write_file(path: str, data: bytes, mode: str) -> None:
