@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deployer.agent.fetching import COMPLETE
+from deployer.agent.layout import CHECKPOINT_MARKER
 from deployer.downloads import RemoteFile
 from deployer.errors import UsageError
 
@@ -95,7 +95,7 @@ def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], wish: Wish) -> list[
 
 
 def _is_marker(file: RemoteFile) -> bool:
-    return file.path == f"{file.unit}/{COMPLETE}"
+    return file.path == f"{file.unit}/{CHECKPOINT_MARKER}"
 
 
 def _age(unit: str) -> tuple[int, str]:

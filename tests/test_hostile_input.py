@@ -16,7 +16,8 @@ from deployer.command import build_command, build_word
 from deployer.errors import FerryError, UsageError
 from deployer.plan import new_job_id
 from deployer.prepare import Options, read_config
-from deployer.target import parse_target, ssh_query
+from deployer.ssh_config import ssh_query
+from deployer.target import parse_target
 from tests.ferry import Ferry
 from tests.hostile import CANARY, hostile_strings
 

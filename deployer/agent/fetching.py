@@ -10,13 +10,11 @@ import stat
 from typing import Any, Dict, Iterator, List, Optional
 
 from .errors import AgentError
-from .layout import Root
+from .layout import CHECKPOINT_MARKER, Root
 from .requests import find_job
 from .wire import Call
 
 CHECKPOINTS = "checkpoints"
-COMPLETE = "COMPLETE"
-"""The file that the trainer writes last into a checkpoint, and removes first."""
 DIGEST_BYTES = 16
 READ_BYTES = 256 << 10
 ROWS = 1000
@@ -57,7 +55,8 @@ def _rows(base: str, part: str) -> Iterator[List[Any]]:
 
 
 def _is_complete(checkpoint: str) -> bool:
-    return not os.path.basename(checkpoint).startswith(".") and os.path.isfile(os.path.join(checkpoint, COMPLETE))
+    is_aside = os.path.basename(checkpoint).startswith(".")
+    return not is_aside and os.path.isfile(os.path.join(checkpoint, CHECKPOINT_MARKER))
 
 
 def _row(base: str, path: str) -> Optional[List[Any]]:

@@ -9,6 +9,8 @@ import re
 FORMAT_VERSION = 1
 """Of job.json; a newer client drives older jobs."""
 
+CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema.py: written last into a checkpoint, removed first
+
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number

@@ -9,14 +9,13 @@ import re
 import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from .layout import Job
+from .layout import CHECKPOINT_MARKER, Job
 from .logs import RANK_LOG, last_lines
 
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
 _RESUMES_AUTO = re.compile(r"^  resume: auto$", re.MULTILINE)  # as trainer/config.py writes it
-_COMPLETE = "COMPLETE"  # as in trainer/schema.py
 
 
 class Mark(NamedTuple):
@@ -86,7 +85,7 @@ def newest_checkpoint(job: Job) -> Optional[int]:
     """The step of the newest complete checkpoint; None without one."""
     folder = os.path.join(job.path, "checkpoints")
     found = [m for m in map(_STEP.match, _names(folder)) if m]
-    steps = [int(m.group(1)) for m in found if os.path.isfile(os.path.join(folder, m.group(), _COMPLETE))]
+    steps = [int(m.group(1)) for m in found if os.path.isfile(os.path.join(folder, m.group(), CHECKPOINT_MARKER))]
     return max(steps, default=None)
 
 

@@ -14,8 +14,6 @@ import click
 
 from deployer import jobs, render
 from deployer.attempts import stall_lines
-from deployer.choice import Wish
-from deployer.commands.pull import bring_home
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
@@ -266,6 +264,9 @@ def follow_through(
 
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
+    from deployer.choice import Wish  # a launch does not wait for what is needed after its job
+    from deployer.commands.pull import bring_home
+
     try:
         bring_home(host, record.job_id, target=Path(record.results), wish=Wish(max_bytes=limit))
     except FerryError as error:
