@@ -16,7 +16,7 @@ from deployer.command import build_command, build_word
 from deployer.errors import FerryError, UsageError
 from deployer.plan import new_job_id
 from deployer.prepare import Options, read_config
-from deployer.ssh_config import ssh_query
+from deployer.ssh_config import ssh_argv
 from deployer.target import parse_target
 from tests.ferry import Ferry
 from tests.hostile import CANARY, hostile_strings
@@ -74,7 +74,7 @@ def test_hosts_and_users_reach_ssh_as_one_word_or_are_refused() -> None:
             target = parse_target(text)
         except UsageError:
             continue
-        query = ssh_query(target, None)
+        query = ssh_argv("-G", target=target, config_file=None)
         assert query[-2:] == ["--", target.host] and CANARY not in " ".join(query)
         assert not re.search(r"[\s'\"`$;&|<>(){}\\]", target.host), text
 
