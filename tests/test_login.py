@@ -48,6 +48,29 @@ def test_second_identity_file_is_tried_after_the_first(server: SshServer, tmp_pa
     transport.close()
 
 
+def test_channel_asked_for_along_with_the_login_opens_like_any_other(server: SshServer) -> None:
+    for _ in range(3):  # the first login notes the key, the next ones ask early
+        transport = connect(server)
+        assert read_all(transport.open("echo in")) == b"in\n"
+        assert read_all(transport.open("echo again")) == b"again\n"
+        transport.close()
+    assert "dispatch_protocol_error" not in server.log_path.read_text()
+
+
+def test_channel_asked_for_along_with_a_login_that_is_refused_costs_nothing_but_the_question(tmp_path: Path) -> None:
+    with start_sshd(tmp_path) as server:
+        usual = make_key(tmp_path / "usual")
+        authorise(server, usual)
+        config = with_config(server, tmp_path, IdentityFile=f"{usual}\n    IdentityFile {server.key_path}")
+        connect(server, config).close()
+        keys = server.home.parent / "authorized_keys"
+        keys.write_text(keys.read_text().replace(Path(f"{usual}.pub").read_text(), ""))
+        transport = connect(server, config)
+        assert read_all(transport.open("echo in")) == b"in\n"
+        assert "dispatch_protocol_error: type 90" in server.log_path.read_text()  # it had been asked too early
+        transport.close()
+
+
 @both_ways
 def test_wrong_key_names_the_key_the_user_and_what_the_host_accepts(
     server: SshServer, tmp_path: Path, way: str

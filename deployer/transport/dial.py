@@ -18,17 +18,23 @@ Begun = tuple[SshSocket, Deadline]
 """A connected socket, and the time that is left to log in."""
 
 
-def dial(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None = None) -> Session:
-    """An authenticated connection; `begun` is the beginning of the first attempt. ConnectError names the hop."""
+def dial(
+    options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None = None, wants_channel: bool = False
+) -> Session:
+    """An authenticated connection; `begun` is the beginning of the first attempt. ConnectError names the hop.
+
+    wants_channel: see `open_session_to`.
+    """
     begins = [begun] if begun is not None else []
 
     def connect() -> Session:
-        return _dial_once(options, accept_new=accept_new, ask=ask, begun=begins.pop() if begins else None)
+        first = begins.pop() if begins else None
+        return _dial_once(options, accept_new=accept_new, ask=ask, begun=first, wants_channel=wants_channel)
 
     return retry_cuts(connect)
 
 
-def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None) -> Session:
+def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun | None, wants_channel: bool) -> Session:
     pipe: Any = None
     hop, proxy = None, None
     if begun is None and options.jump is not None:
@@ -42,7 +48,9 @@ def _dial_once(options: SshOptions, *, accept_new: bool, ask: Ask, begun: Begun 
     elif pipe is None:
         pipe = connect_tcp(options, timeout_s=options.connect_timeout_s)
     try:
-        session = open_session_to(options, pipe, deadline=deadline, accept_new=accept_new, ask=ask)
+        session = open_session_to(
+            options, pipe, deadline=deadline, accept_new=accept_new, ask=ask, wants_channel=wants_channel
+        )
     except BaseException:
         if hop is not None:
             hop.close()

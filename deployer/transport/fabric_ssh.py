@@ -105,14 +105,15 @@ class FabricTransport:
         importer.join()
         from deployer.transport.dial import dial
 
-        self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, begun=begun)
+        self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, begun=begun, wants_channel=True)
         self._spare = self._open_channel(self._session)
 
     def _open_channel(self, session: Session) -> paramiko.Channel:
         import paramiko
 
         try:
-            return session.open_session(timeout=OPEN_TIMEOUT_S)
+            early, session.early = session.early, None
+            return early.take() if early is not None else session.open_session(timeout=OPEN_TIMEOUT_S)
         except paramiko.ChannelException as error:
             raise ConnectError(
                 f"{self.description} opens no session: {error.text}", hint="the server's MaxSessions may be reached"

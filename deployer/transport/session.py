@@ -16,6 +16,7 @@ from deployer.errors import ConnectError
 from deployer.ssh_config import SshOptions
 from deployer.transport.ask import ask_secret, has_terminal
 from deployer.transport.deadline import Ask, Deadline
+from deployer.transport.early import EarlyChannel, may_ask_early, note_key
 from deployer.transport.explain import (
     explain_auth,
     explain_handshake,
@@ -78,6 +79,8 @@ class Session(paramiko.Transport):
         self.goodbye = ""
         self.proxy: subprocess.Popen[bytes] | None = None
         self.hop: Session | None = None
+        self.early: EarlyChannel | None = None
+        """The first channel, when it was asked for along with the login."""
         defaults: Any = paramiko.Transport
         self._preferred_keys = order_key_types(defaults._preferred_keys, host_keys.types)
         gcm = tuple(name for name in FAST_CIPHERS if name in defaults._cipher_info)
@@ -111,9 +114,12 @@ def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, 
 # --- connecting -------------------------------------------------------------------------------------------------------
 
 
-def open_session_to(options: SshOptions, sock: Any, *, deadline: Deadline, accept_new: bool, ask: Ask) -> Session:
+def open_session_to(
+    options: SshOptions, sock: Any, *, deadline: Deadline, accept_new: bool, ask: Ask, wants_channel: bool = False
+) -> Session:
     """An authenticated connection over a pipe to the server; its host key is checked before anything is told to it.
 
+    wants_channel: a channel will be opened at once, so it may be asked for along with the login (`early`).
     ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
     """
     person = deadline.pausing(ask) if has_terminal() and not options.batch_mode else None
@@ -123,7 +129,7 @@ def open_session_to(options: SshOptions, sock: Any, *, deadline: Deadline, accep
         _shake_hands(session, deadline)
         key = session.get_remote_server_key()
         host_keys.check(key.get_name(), key.asbytes(), accept_new=accept_new, ask=person)
-        _log_in(session, find_keys(options, person), deadline=deadline, ask=person)
+        _log_in(session, find_keys(options, person), deadline=deadline, ask=person, wants_channel=wants_channel)
     except BaseException:
         session.close()
         raise
@@ -152,14 +158,15 @@ def _shake_hands(session: Session, deadline: Deadline) -> None:
 # --- logging in -------------------------------------------------------------------------------------------------------
 
 
-def _log_in(session: Session, keyring: Keyring, *, deadline: Deadline, ask: Ask | None) -> None:
+def _log_in(session: Session, keyring: Keyring, *, deadline: Deadline, ask: Ask | None, wants_channel: bool) -> None:
     tried: list[str] = []
     skipped = list(keyring.skipped)
     methods: Sequence[str] = ()
     for candidate in keyring.candidates:
         # where a person is, the agent may ask for a confirmation
         session.auth_timeout = AUTH_TIMEOUT_S if candidate.from_agent and ask is not None else max(1.0, deadline.left_s)
-        methods = _try_key(session, candidate, tried, skipped)
+        methods = _try_key(session, candidate, tried, skipped, wants_channel=wants_channel)
+        wants_channel = False
         if session.is_authenticated():
             return
         if not deadline.left_s:
@@ -200,13 +207,27 @@ def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event]
     return handler
 
 
-def _try_key(session: Session, candidate: Candidate, tried: list[str], skipped: list[str]) -> Sequence[str]:
+def _try_key(
+    session: Session, candidate: Candidate, tried: list[str], skipped: list[str], *, wants_channel: bool
+) -> Sequence[str]:
     """Offers one key; the methods that the server names after a refusal."""
-    user = session.options.user
+    options = session.options
     try:
         key = candidate.load()
         tried.append(candidate.label)
-        return _authenticate(session, lambda handler, done: handler.auth_publickey(user, key, done)).methods
+        early = wants_channel and may_ask_early(session, options, key)
+
+        def offer(handler: EagerAuth, done: threading.Event) -> None:
+            handler.auth_publickey(options.user, key, done)
+            if early:
+                session.early = EarlyChannel(session)
+
+        methods = _authenticate(session, offer).methods
+        if not session.is_authenticated():
+            session.early = None
+        elif wants_channel and not early:
+            note_key(options, key)
+        return methods
     except (UnusableKey, paramiko.SSHException, EOFError, OSError) as error:
         if not session.is_active():
             raise _refused(session, tried, skipped, ()) from None
