@@ -22,6 +22,7 @@ from deployer.words import (
     SSH,
     Command,
     Commands,
+    Seconds,
     WithProgram,
     at_a_place,
     find_host,
@@ -162,7 +163,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     "every_s",
     is_flag=False,
     flag_value=2.0,
-    type=click.FloatRange(min=0.2),
+    type=Seconds(min=0.2),
     metavar="[S]",
     help="Draw the table anew every S seconds [2].",
 )
@@ -218,7 +219,7 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @at_a_place
 @click.option("--all", "every", is_flag=True, help="Every job that has not ended, of --ssh or of all known hosts.")
-@click.option("--grace", "grace_s", type=click.FloatRange(min=0), metavar="S", help="Seconds to save in [120].")
+@click.option("--grace", "grace_s", type=Seconds(min=0), metavar="S", help="Seconds to save in [120].")
 @click.option("--force", is_flag=True, help="Kill at once; what is not saved is lost.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @JSON

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import secrets
+import signal
 import threading
 import time
 import zlib
@@ -174,13 +175,20 @@ class Link:
                 self._delivering = True
                 self._dispatch(frame)
                 self._heard, self._delivering = time.monotonic(), False
-            self._fail(LostConnection(f"{self.host} closed the connection"))
+            self._fail(self._end())
         except frames.CutError as error:
             self._fail(LostConnection(f"{self.host} broke off: {error}"))
         except FerryError as error:
             self._fail(error)
         except Exception as error:  # whatever a host sends, who waits for an answer must hear of it
             self._fail(self.not_understood(error))
+
+    def _end(self) -> FerryError:
+        """Why the agent's output has ended, in order, though nobody closed it here."""
+        if not self._closed and self._stream.exit_status(1.0) == 128 + signal.SIGVTALRM:
+            hint = "a pattern without nested repetition: a+$ for (a+)+$"
+            return UsageError(f"{self.host} gave up the search: this --grep takes it too long", hint=hint)
+        return LostConnection(f"{self.host} closed the connection")
 
     def not_understood(self, error: Exception) -> HostError:
         """The error for what no agent of ours would send; trying again would not help."""

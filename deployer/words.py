@@ -67,6 +67,16 @@ def _check_no_slip(word: str, commands: list[str]) -> None:
         raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean {close[0]}?")
 
 
+class Seconds(click.FloatRange):
+    """A span of time that a clock can wait for: a number, and no more than a year."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not seconds <= 365 * 86400:  # not a number neither
+            self.fail(f"{seconds:g} is not a number of seconds up to a year.", param, ctx)
+        return seconds
+
+
 class WithProgram(Command):
     """A command whose words after `--` are a program of the user's, kept apart and untouched."""
 
@@ -96,7 +106,7 @@ TRANSPORT = click.option(
 CONNECT_TIMEOUT = click.option(
     "--connect-timeout",
     "connect_timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
     metavar="S",
     help="Seconds to connect and log in [ConnectTimeout of ssh_config, or 10].",
 )
@@ -170,7 +180,10 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"{text!r} is not a size", hint=f"for example 500MB or {PULL_MAX}")
     factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
-    return int(float(match.group(1)) * factor)
+    size = float(match.group(1)) * factor
+    if size >= 1 << 63:
+        raise UsageError(f"{text!r} is more than any disk holds", hint="for a limit 0 means none")
+    return int(size)
 
 
 def parse_duration(text: str) -> float:
@@ -178,7 +191,10 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     if match is None or not any(match.groups()):
         raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
-    return sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+    seconds = sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+    if seconds > 36500 * 86400:
+        raise UsageError(f"{text!r} is longer than a hundred years")
+    return seconds
 
 
 def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deployer.errors import UsageError
-from deployer.words import parse_since
+from deployer.words import parse_duration, parse_since, parse_size
 from tests.ferry import Ferry
 
 MIXED = "zwölf ✓\n".encode() + b"\xff\xfe\r 10%\r 20%\r\nwith cr lf\r\n\x1b[1mbold\x1b[0m\nno end"
@@ -82,6 +82,13 @@ def test_pattern_that_is_no_regular_expression_is_named(ferry, pattern):
     assert done.returncode == 2 and f"--grep '{pattern}' is no regular expression: ".encode() in done.stderr
 
 
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_pattern_that_explodes_is_named_and_leaves_nothing_running(ferry, end):
+    ended_job(ferry, {"rank_0.log": b"a" * 60 + b"!" + end})
+    done = logs(ferry, "--grep", "(a+)+$")
+    assert done.returncode == 2 and b"gave up the search: this --grep takes it too long\nhint: a pattern" in done.stderr
+
+
 def test_since_begins_where_the_log_stood_then(ferry):
     rows = index((3600, 4), (700, 8), (30, 12))
     ended_job(ferry, {"rank_0.log": b"one\ntwo\nsix\nend\n", "times.jsonl": rows})
@@ -120,6 +127,12 @@ def test_since_takes_a_duration_or_a_time(text, expected):
 def test_since_refuses_what_is_no_time(text):
     with pytest.raises(UsageError, match="is n"):
         parse_since(text)
+
+
+@pytest.mark.parametrize("parse", [parse_size, parse_duration])
+def test_number_beyond_all_measure_is_refused(parse):
+    with pytest.raises(UsageError, match=r"more than any disk|longer than a hundred"):
+        parse("9" * 400)
 
 
 def test_dropped_part_is_said_and_the_kept_one_shown(ferry):

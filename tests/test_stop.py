@@ -231,6 +231,7 @@ def test_stop_of_several_names_what_was_ended_of_each(ferry: Ferry) -> None:
     assert ferry.run("stop", "--all", "--yes", "--force", *ferry.where()).returncode == 0
     again = ferry.run("stop", "--all", "--yes", *ferry.where())
     assert (again.returncode, b"no job to stop" in again.stderr) == (0, True)
+    assert ferry.run("stop", "--all", "--json", *ferry.where()).stdout == b"[]\n"
     ended = ferry.run("stop", other)
     assert (ended.returncode, b"had ended already: stopped" in ended.stderr) == (0, True)
 
@@ -273,6 +274,8 @@ def test_stop_of_an_ended_job_ends_what_it_left_when_its_supervisor_was_killed(f
         (("stop",), "name the jobs"),
         (("stop", "a", "--all"), "name the jobs"),
         (("stop", "a", "--ssh", "h", "--force", "--grace", "5"), "--force gives no time"),
+        (("stop", "a", "--grace", "nan"), "nan is not a number of seconds"),
+        (("stop", "a", "--connect-timeout", "inf"), "inf is not a number of seconds"),
     ],
 )
 def test_stop_that_is_not_clear_stops_nothing(ferry: Ferry, words: tuple[str, ...], says: str) -> None:

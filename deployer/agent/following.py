@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import signal
 import time
-from typing import Any, Collection, Dict, List, Optional
+from typing import Any, Callable, Collection, Dict, List, Optional
 
 from . import logs, logtimes, state
 from .errors import AgentError
@@ -15,8 +15,9 @@ from .requests import find_job
 from .wire import Call
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
-SEARCH_S = 30
-"""A search in one chunk that takes longer ends the agent: nothing else can interrupt a pattern that explodes."""
+SEARCH_S = 3.0
+"""Seconds of computing for a search in one chunk. A longer one ends the agent by SIGVTALRM, of which the client hears:
+nothing else can interrupt a pattern that explodes."""
 
 
 def follow(root: Root, call: Call) -> Dict[str, Any]:
@@ -78,13 +79,13 @@ def follow_job(
             if lines is None:
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
             else:
-                _send_matches(call, _search(lines, chunk))
+                _send_matches(call, _in_time(lines.feed, chunk))
         news = now["state"], now.get("attempt"), now.get("queue")
         if news != shown and not once:
             shown = news
             call.send_event("state", now)
         if not chunks and (once or now["state"] in state.FINAL):
-            _send_matches(call, lines.end() if lines else [])
+            _send_matches(call, _in_time(lines.end) if lines else [])
             call.send_event("status", dict(now, job_id=job.id))
             return {}
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
@@ -92,12 +93,12 @@ def follow_job(
     return {}
 
 
-def _search(lines: LineFilter, chunk: logs.Chunk) -> List[Match]:
-    signal.alarm(SEARCH_S)
+def _in_time(search: Callable[..., List[Match]], *chunk: logs.Chunk) -> List[Match]:
+    signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_S)
     try:
-        return lines.feed(chunk)
+        return search(*chunk)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _send_matches(call: Call, matches: List[Match]) -> None:

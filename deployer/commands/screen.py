@@ -69,7 +69,7 @@ class Screen(Watcher):
         attempt = number_of(status)
         if attempt != self._attempt:
             self._attempt = attempt
-            render.notice(attempt_line(status) or "")
+            render.notice(attempt_line(status) or f"attempt {attempt}")
         queue = status.get("queue") or {}
         if queue and queue != self._queue:
             from deployer.agent.queueing import queue_line

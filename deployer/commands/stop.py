@@ -99,6 +99,8 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
         places += [(host, row["id"]) for row in live if not row.get("on_host")]
     if not places:
         render.notice("no job to stop")
+        if as_json:
+            click.echo("[]")
         return unasked
     if not yes:
         _ask(places)
