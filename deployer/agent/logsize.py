@@ -4,7 +4,6 @@ The ranks append to their files themselves. A hole punched into the beginning of
 the disk; offsets stay what they are, nothing is copied, and the rank notices nothing. Stdlib only, Python 3.8, Linux.
 """
 
-import ctypes
 import os
 from typing import Dict, Optional, Tuple
 
@@ -119,6 +118,8 @@ def _punch(fd: int, start: int, end: int) -> None:
     start, end = start // block * block, end // block * block
     if end <= start:
         return
+    import ctypes  # hardly ever needed, and not quick to load
+
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:  # musl: its off_t has 64 bits anyway
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate

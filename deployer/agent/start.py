@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, probe, runtime, spare, state, supervise, tree
+from . import logs, probe, spare, state, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .following import follow_job
@@ -66,10 +66,11 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
                 if _existing(job, plan):
                     return False
                 try:
-                    _make_job(root, job, plan, request, arrived)
-                    if call.cancelled.is_set():
-                        raise AgentError("host", "the launch was cancelled")
-                    _start(root, job, plan, request, env, held)
+                    with supervise.Starting(job, AGENT_DIR, held_fd=held.fd if held is not None else -1) as starting:
+                        _make_job(root, job, plan, request, arrived)
+                        if call.cancelled.is_set():
+                            raise AgentError("host", "the launch was cancelled")
+                        starting.go(_launch_input(root, plan, request, env, held))
                 except BaseException:
                     if not os.path.exists(job.status):
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
@@ -83,6 +84,8 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
     an environment would be built, whose interpreter is not known yet."""
     plan = call.request()["plan"]
+    from . import runtime  # a launch leaves that to its supervisor
+
     env = _base_env()
     found = {"job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
     if _wants_gpus(plan):
@@ -218,21 +221,20 @@ def start_next(
     env = _base_env()
     with _claimed(plan, env) as held:
         commit()
-        _start(root, job, plan, request, env, held, attempt=attempt)
+        supervise.spawn(job, AGENT_DIR, _launch_input(root, plan, request, env, held, attempt=attempt))
 
 
-def _start(
+def _launch_input(
     root: Root,
-    job: Job,
     plan: Dict[str, Any],
     request: Dict[str, Any],
     env: Dict[str, str],
     held: "Optional[Held]",
     *,
     attempt: int = 1,
-) -> None:
+) -> Dict[str, Any]:
     python = dict(plan["python"], wheels=_wheels_folder(root, plan))
-    launch_input = {
+    return {
         "plan": dict(plan, python=python),
         "env": request.get("env", {}),
         "secrets": request.get("secrets", {}),
@@ -240,7 +242,6 @@ def _start(
         "attempt": attempt,
         "held": held.handed() if held is not None else None,
     }
-    supervise.spawn(job, AGENT_DIR, launch_input)
 
 
 def _wheels_folder(root: Root, plan: Dict[str, Any]) -> Optional[str]:

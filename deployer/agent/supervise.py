@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-import ctypes
 import fcntl
 import json
 import os
@@ -17,7 +16,6 @@ from typing import Any, Dict
 from . import state
 from .children import AWAITED
 from .errors import AgentError
-from .jobrun import JobRun
 from .layout import SUPERVISOR_ENV, Job
 
 START_S = 30.0
@@ -33,51 +31,60 @@ _BOOT = (
 # --- the agent's side -------------------------------------------------------------------------------------------------
 
 
-def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
-    """Starts the job's supervisor and comes back once it has said in status.json who it is.
+class Starting:
+    """A supervisor's process that loads itself while the job's folder is still being made. `go` gives it the job.
 
-    `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else; with it goes the descriptor
-    that holds the job's GPUs. AgentError when it does not
-    start; the supervisor's own words are in control/supervisor.log.
+    As a context: one that was given no job by the end of it is let go, and ends without a word.
     """
-    os.makedirs(job.control, mode=0o700, exist_ok=True)
-    parent = os.path.abspath(agent_dir)
-    for _ in (__package__ or "").split("."):
-        parent = os.path.dirname(parent)
-    argv = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-X",
-        "utf8",
-        "-c",
-        _BOOT,
-        parent,
-        __name__,
-        job.path,
-        os.path.abspath(agent_dir),
-    ]
+
+    def __init__(self, job: Job, agent_dir: str, *, held_fd: int = -1) -> None:
+        """held_fd: the descriptor that holds the job's GPUs."""
+        self._job = job
+        os.makedirs(job.control, mode=0o700, exist_ok=True)
+        parent = os.path.abspath(agent_dir)
+        for _ in (__package__ or "").split("."):
+            parent = os.path.dirname(parent)
+        options = ["-I", "-S", "-X", "utf8", "-c", _BOOT]
+        with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, parent, __name__, job.path, os.path.abspath(agent_dir)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env={**os.environ, SUPERVISOR_ENV: job.path},
+                start_new_session=True,
+                close_fds=True,
+                pass_fds=[held_fd] if held_fd >= 0 else [],
+            )
+        threading.Thread(target=self._process.wait, daemon=True).start()  # no zombie while this agent lives
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    def go(self, launch_input: Dict[str, Any]) -> None:
+        """Comes back once it has said in status.json who it is.
+
+        `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else. AgentError when it does
+        not start; the supervisor's own words are in control/supervisor.log.
+        """
+        try:
+            with self._pipe:
+                self._pipe.write(json.dumps(launch_input).encode("ascii"))
+        except BrokenPipeError:
+            pass  # it has ended; the wait below says so
+        _await_identity(self._job, self._process)
+
+    def __enter__(self) -> "Starting":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pipe.close()
+
+
+def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
+    """Starts the job's supervisor at once; see Starting.go."""
     held = launch_input.get("held") or {"fd": -1}
-    with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env={**os.environ, SUPERVISOR_ENV: job.path},
-            start_new_session=True,
-            close_fds=True,
-            pass_fds=[held["fd"]] if held["fd"] >= 0 else [],
-        )
-    threading.Thread(target=process.wait, daemon=True).start()  # no zombie while this agent lives
-    assert process.stdin is not None
-    try:
-        with process.stdin as pipe:
-            pipe.write(json.dumps(launch_input).encode("ascii"))
-    except BrokenPipeError:
-        pass  # it has ended; the wait below says so
-    _await_identity(job, process)
+    Starting(job, agent_dir, held_fd=held["fd"]).go(launch_input)
 
 
 def adopt(job: Job, agent_dir: str) -> None:
@@ -110,12 +117,20 @@ def _last_words(job: Job) -> str:
 
 def main(job_dir: str, agent_dir: str) -> None:
     """Body of the supervisor's process: reads the launch input from stdin, ends when the job has ended."""
+    import ctypes  # the agent itself needs neither these nor the next ones
+
     job = Job(job_dir)
     os.umask(0o077)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    launch_input = json.loads(sys.stdin.buffer.read())
+    from . import runtime  # noqa: F401  # loaded before the job is known, not afterwards
+    from .jobrun import JobRun
+
+    given = sys.stdin.buffer.read()
+    if not given:
+        return  # the launch came to nothing
+    launch_input = json.loads(given)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
