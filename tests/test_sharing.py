@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -161,6 +162,19 @@ def test_job_beside_others_is_listed_and_keeps_nobody_out(host: Ferry) -> None:
     (held,) = shown["gpus"][2]["held"]
     assert (held["job"], held["shared"]) == (beside.name, True)
     assert run(host, "--gpus", "2").returncode == 0
+
+
+def test_claims_whose_files_were_removed_are_made_again(host: Ferry) -> None:
+    holder = begin(host, "holder", "--gpus", "0")
+    first = begin(host, "first", "--gpus", "0", "--queue")
+    reached(host, first, "queued")
+    shutil.rmtree(host.root.parent / "leases")
+    wait_for(lambda: len(list((host.root.parent / "leases").glob("job-*"))) == 2)
+    assert "GPU 0 is held by job" in error_of(run(host, "--gpus", "0"))
+    go(holder)
+    reached(host, first, "running")
+    go(first)
+    assert end_of(Job(str(first)))["state"] == "succeeded"
 
 
 # --- chosen -----------------------------------------------------------------------------------------------------------

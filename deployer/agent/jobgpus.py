@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8, Linux.
 """
 
+import os
 import subprocess
 import time
 from typing import Any, Collection, Dict, List, Optional, Sequence
@@ -17,6 +18,8 @@ POLL_S = 1.0
 """So often a waiting job looks who holds its GPUs."""
 SIGHT_S = 10.0
 """nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
+KEEP_S = 0.5
+"""A job that runs waits no longer than this for the folder of claims."""
 
 
 class JobGpus:
@@ -30,7 +33,7 @@ class JobGpus:
         self._env = env
         self._held = take_over(handed) if handed else None
         self._sight: Optional[Sight] = None
-        self._seen_at = self._looked_at = float("-inf")
+        self._seen_at = self._looked_at = self._keep_again_at = float("-inf")
 
     @property
     def waiting(self) -> bool:
@@ -58,6 +61,7 @@ class JobGpus:
         if self._held is None or time.monotonic() - self._looked_at < POLL_S:
             return
         self._looked_at = time.monotonic()
+        self.keep()
         try:
             self._look(self._held)
         except AgentError as e:
@@ -74,6 +78,21 @@ class JobGpus:
         except AgentError:
             self._held = Held(claim, -1)  # the ranks hold them
         self._held.visible = slots.get("gpus", "")
+
+    def keep(self) -> None:
+        """Makes the claim again where its file was removed. To be called often. The ranks hold the old one, which
+        nobody sees; this one the supervisor holds, and what it starts from now on."""
+        if self._held is None or not self._held.is_lost or time.monotonic() < self._keep_again_at:
+            return
+        self._keep_again_at = time.monotonic() + POLL_S
+        try:
+            with claiming(timeout_s=KEEP_S) as claims:
+                again = claims.hold(self._held.claim)
+        except AgentError:
+            return  # the next call tries again
+        again.visible = self._held.visible
+        os.close(self._held.fd)
+        self._held = again
 
     def release(self) -> None:
         if self._held is not None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 from . import progress, stalling, state
-from .attempt import Attempt, ask_to_stop, wait
+from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
 from .layout import Job
@@ -134,12 +134,15 @@ class JobRun:
             status=self.status,
             children=self.children,
             gpus=self.gpus,
-            hooks=[self._limit_runtime],
+            hooks=self._hooks(),
         )
         ending = attempt.adopt() if adopted else attempt.run()
         former = (self.status.values.get("attempts") or [])[-KEPT_ATTEMPTS + 1 :]
         self.status.save(attempts=[*former, attempt.report(ending)])
         return ending
+
+    def _hooks(self) -> List[Hook]:
+        return [self._limit_runtime, *([self.gpus.keep] if self.gpus is not None else [])]
 
     # --- between the attempts ---
 
@@ -177,7 +180,8 @@ class JobRun:
         self.input = {**self.input, "restarted": True}
         until = time.monotonic() + wait_s
         while state.read_stop(self.job) is None and time.monotonic() < until:
-            self._limit_runtime()
+            for hook in self._hooks():
+                hook()
             wait(self.job, self.children)
         return state.read_stop(self.job)
 

@@ -67,6 +67,11 @@ class Held:
         """As data, for a process that inherits the descriptor under its number."""
         return {"fd": self.fd, "claim": self.claim._asdict(), "visible": self.visible}
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody has removed the file (with all of /tmp, say): nobody sees the claim any more."""
+        return self.fd >= 0 and os.fstat(self.fd).st_nlink == 0
+
     def release(self) -> None:
         """Lets go; the file goes too, unless another process still holds the claim."""
         if self.fd >= 0:
