@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ from deployer.words import (
     SSH,
     Command,
     Commands,
+    HostCommand,
     Seconds,
     WithProgram,
     at_a_place,
@@ -57,14 +59,15 @@ def cli(ctx: click.Context, debug: bool) -> None:
     \b
       deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:port    ship, launch, stream, bring results home
       deploy.py configs/02_debug_sft_fsdp.py --dry-run               show the torchrun command; no network
-      deploy.py configs/01_debug_sft.py target.device=cpu            the same on this machine, without a GPU
+      deploy.py configs/01_debug_sft.py target.device=cpu            run one on this machine, without a GPU
       deploy.py run --ssh gpu --gpus 0,1 -- python my_train.py …     a program of your own
 
     `deploy.py CONFIG` means `deploy.py run CONFIG`. A job goes on when this client, its network or its terminal
     ends; `ps`, `logs`, `stop` and `pull` find it again by its id.
 
-    Exit codes of a followed run: the job's own; 2 usage or config; 125 could not deploy; 75 the job runs on
-    without this client.
+    Exit codes of a followed run: the job's own; 143 it was stopped; 124 it stalled (--stall-timeout); 125 could
+    not deploy, or it is lost; 75 it runs on without this client; 2 usage or config; 130 interrupted, 1 a question
+    answered with no, and nothing was started.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -102,12 +105,18 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
       deploy.py CONFIG [a.b=c …]              the trainer with this config
       deploy.py run -- python my_train.py …   a program of your own
       deploy.py run --torchrun --gpus 0,1 -- my_train.py …
+
+    A program of your own stands in a copy of this folder and finds the job's folder in $TORCHFERRY_RUN_DIR. What it
+    writes there comes home: metrics.jsonl, logs/ and export/, checkpoints/ on request (`pull`). Nothing else does.
     """
     if config is not None and "=" in config:
         raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")
     program = click.get_current_context().meta["program"]
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
+    if config is not None and not Path(config).exists() and shutil.which(config):
+        words = shlex.join((config, *overrides))
+        raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     host = host_of(options["ssh"], options["root"], **access)
@@ -129,7 +138,9 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
 @GIVE_UP
 @JSON
 def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
-    """Start a job that has ended again: same id, same code, from its newest complete checkpoint.
+    """Start a job that has ended again, from its newest checkpoint.
+
+    Same id, same code, from its newest complete checkpoint; a program of your own as it is.
 
     \b
       deploy.py resume ID                     after a failure, a stop, a reboot
@@ -154,7 +165,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     )
 
 
-@cli.command(cls=Command, context_settings=CONTEXT)
+@cli.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
 @click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
 @click.option(
@@ -169,7 +180,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
 )
 @JSON
 def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
-    """List the jobs of every host that was used from here, or of one host."""
+    """List the jobs of all hosts used from here, or of one."""
     from deployer.commands import look
 
     if every_s is None:
@@ -185,7 +196,7 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 @at_a_place
 @JSON
 def status(job_id: str, as_json: bool, **place: Any) -> None:
-    """Show one job: its true state, its last metrics, and what to do next."""
+    """Show one job: its true state, metrics, what to do next."""
     from deployer.commands import look
 
     host, record = find_host(job_id, **place)
@@ -224,7 +235,10 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @JSON
 def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> None:
-    """Stop jobs: ask them to save, wait, then end every process of them and look that the GPUs are free."""
+    """Stop jobs; first they are asked to save.
+
+    Then they get time, every process of them is ended, and the GPUs are looked at: are they free?
+    """
     from deployer.commands import stop as command
 
     how = {name: options.pop(name) for name in ("grace_s", "force", "as_json")}
@@ -282,7 +296,12 @@ def pull(
     )
 
 
-@cli.command("exec", cls=WithProgram, context_settings={**CONTEXT, "ignore_unknown_options": True})
+@cli.command(
+    "exec",
+    cls=WithProgram,
+    short_help="Run a command on a job's host, in its code folder.",
+    context_settings={**CONTEXT, "ignore_unknown_options": True},
+)
 @click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
@@ -313,17 +332,20 @@ def shell(job_id: str | None, **place: Any) -> None:
     sys.exit(beside.shell(host, record.job_id if record else job_id))
 
 
-@cli.command(cls=Command, context_settings=CONTEXT)
+@cli.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
 @JSON
 def doctor(as_json: bool, **place: Any) -> None:
-    """Check a host, or this machine: Python, torch, GPUs, disk, limits, environment; each with what to do."""
+    """Check a host, or this machine, and say what to do.
+
+    Python, torch, GPUs, disk, limits, environment; each with what to do.
+    """
     from deployer.commands import machine
 
     sys.exit(machine.doctor(host_of(**place), as_json=as_json))
 
 
-@cli.command(cls=Command, context_settings=CONTEXT)
+@cli.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
 @click.option("--older-than", "older_than_s", type=parse_duration, metavar="30d", help="Also jobs that ended before.")
 @click.option("--max-size", "max_bytes", type=parse_size, metavar="SIZE", help="Also the oldest jobs, down to this.")
@@ -340,8 +362,9 @@ def gc(
     as_json: bool,
     **place: Any,
 ) -> None:
-    """Remove from a host what no job needs any more: old files, data sets, environments, agents, leftovers.
+    """Remove from a host what no job needs any more.
 
+    That is old files, data sets, environments, agents and leftovers.
     Jobs go only when a limit is given, and only ended ones: --older-than those that ended before, --max-size the
     oldest until all takes no more, and of these never the newest --keep-jobs. Results that were not pulled go with
     them. What another job began from, or still needs, stays.
@@ -352,11 +375,14 @@ def gc(
     machine.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-@cli.command(cls=Command, context_settings=CONTEXT)
+@cli.command(cls=HostCommand, context_settings=CONTEXT)
 @at_a_place
 @JSON
 def gpus(as_json: bool, **place: Any) -> None:
-    """Show a host's GPUs, or this machine's: memory, who holds and uses each, and who waits for them."""
+    """Show a host's GPUs and who holds, uses and waits for them.
+
+    Without --ssh this machine's.
+    """
     from deployer.commands import gpus as command
 
     command.gpus(host_of(**place), as_json=as_json)

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from deployer.agent.layout import JOB_ID
+from deployer.agent.layout import JOB_ID, matching_ids, name_ids
 from deployer.errors import UnknownJob, UsageError
 
 
@@ -74,17 +74,17 @@ def _read(path: Path) -> JobRecord | None:
 
 
 def find_record(job_id: str) -> JobRecord:
-    """The record of that id, or of the only id that begins with it or is named so. UnknownJob otherwise."""
+    """The record of that id, or of the only id that begins with it, else ends with it. UnknownJob otherwise."""
+    job_id = job_id.lower()
     if not JOB_ID.match(job_id):
         raise UnknownJob(f"{job_id!r} is not a job id", hint="deploy.py ps lists the jobs")
     records = read_records()
-    exact = [r for r in records if r.job_id == job_id]
-    found = exact or [r for r in records if r.job_id.startswith(job_id)]
+    by_id = {r.job_id: r for r in reversed(records)}
+    found = matching_ids(job_id, by_id)
     if len(found) == 1:
-        return found[0]
+        return by_id[found[0]]
     if found:
-        names = ", ".join(r.job_id for r in found[-6:])
-        raise UnknownJob(f"{job_id} matches {len(found)} jobs: {names}", hint="give more of the id")
+        raise UnknownJob(f"{job_id} matches {name_ids(found)}", hint="give more of the id, or how it ends")
     raise UnknownJob(
         f"no job {job_id} was launched from here",
         hint="deploy.py ps lists the jobs; --ssh HOST names the host of a job that was launched from another machine",

@@ -66,6 +66,13 @@ def notice(text: str) -> None:
     click.echo(clean(text), err=True)
 
 
+def confirm(question: str, *, declined: str) -> None:
+    """Asks on the terminal; a no ends the program with 1 and says what it means."""
+    if not click.confirm(question, err=True):
+        notice(declined)
+        sys.exit(1)
+
+
 def show_error(error: FerryError) -> None:
     """The message, where, and the hint, in the three-line form."""
     click.echo(_style("Error: ", fg="red", bold=True) + _shortened(clean(error.message)), err=True)

@@ -80,7 +80,7 @@ class Notes:
         self.paths[os.fsdecode(path)] = reason
 
     def ignored(self) -> Ignored:
-        return Ignored(self.count, self.size_bytes, self.at_least, tuple(self.reasons.most_common(5)), self.paths)
+        return Ignored(self.count, self.size_bytes, self.at_least, tuple(self.reasons.most_common()), self.paths)
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,26 @@ class Commands(Command, click.Group):
             sys.exit(141)
 
 
+class HostCommand(Command):
+    """A command about a host, which is named by --ssh: a word beside the options is most likely that host."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        words = super().parse_args(ctx, args)
+        if words:
+            raise UsageError(
+                f"{self.name} takes options only, not {words[0]!r}", hint=f"did you mean --ssh {words[0]}?"
+            )
+        return words
+
+
 def _check_no_slip(word: str, commands: list[str]) -> None:
-    """UsageError for a mistyped command; a config's name has a point or is there."""
-    close = difflib.get_close_matches(word, commands, n=1)
-    if close and word.isalpha() and not Path(word).exists():
-        raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean {close[0]}?")
+    """UsageError for what looks like a command and is none; a config's name has a point or is there, but for that."""
+    if not word.isalpha() or any(Path(word + ending).exists() for ending in ("", ".py", ".yaml", ".yml")):
+        return
+    close = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(sorted(commands))}; --help explains them"
+    raise UsageError(f"{word} is neither a command nor a config file", hint=hint)
 
 
 class Seconds(click.FloatRange):
@@ -87,7 +102,15 @@ class WithProgram(Command):
             args, program = args[:cut], tuple(args[cut + 1 :])
         ctx.meta["program"] = program
         # an option with an optional value would take the next word for it
-        return super().parse_args(ctx, ["--dry-run=local" if a == "--dry-run" else a for a in args])
+        args = ["--dry-run=local" if a == "--dry-run" else a for a in args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if program or error.possibilities:
+                raise
+            raise UsageError(
+                error.format_message(), hint="before a program of your own comes --: deploy.py run -- PROGRAM …"
+            ) from None
 
 
 # --- options -------------------------------------------------------------------------------------------------------
@@ -187,8 +210,11 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `10m`, `1h30m`, `2d`."""
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    """Seconds of `90s`, `10m`, `1h30m`, `2d`; of `0` too, any other number needs its unit."""
+    text = text.strip()
+    if re.fullmatch(r"[1-9]\d*(\.\d+)?|0+\.\d+", text):
+        raise UsageError(f"{text!r} has no unit", hint=f"{text}s, {text}m, {text}h or {text}d")
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", "0s" if text == "0" else text)
     if match is None or not any(match.groups()):
         raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
     seconds = sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))

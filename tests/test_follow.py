@@ -116,10 +116,10 @@ def test_lost_network_three_lines_and_the_job_runs_on(ferry, tmp_path, how):
     with start_sshd(tmp_path) as server:
         ferry.ssh, ferry.env["TORCHFERRY_SSH_CONFIG"] = ALIAS, str(server.client_config_path)
         if how == "run":
-            client = ferry.start("run", *ferry.where(), "--give-up", "1", "--", "python", "tick.py")
+            client = ferry.start("run", *ferry.where(), "--give-up", "1s", "--", "python", "tick.py")
         else:
             start_job(ferry, TICKING)
-            client = ferry.start("logs", ID, *ferry.where(), "--give-up", "1")
+            client = ferry.start("logs", ID, *ferry.where(), "--give-up", "1s")
         assert [client.stdout.readline() for _ in range(20)][-1] == b"tick 19\n"
     _, err = client.communicate(timeout=60)
     assert client.returncode == 75

@@ -33,6 +33,7 @@ def write(ferry: Ferry, name: str, text: str) -> None:
 def test_program_output_exit_code_and_results_come_home(ferry):
     done = ferry.run("run", *ferry.where(), "--", "sh", "-c", "echo out; echo err >&2; exit 7")
     assert done.stdout == b"out\nerr\n"
+    assert b"logs" in done.stderr and b" pull " not in done.stderr  # it has just done that
     assert done.returncode == 7
     (results,) = (ferry.project / "results").iterdir()
     assert json.loads((results / "status.json").read_text())["state"] == "failed"
@@ -380,6 +381,10 @@ def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
         (("run", "--torchrun", "--gpus", "0", "--", "torchrun", "train.py"), 2, "--torchrun --gpus 0,1 -- train.py"),
         (("run", "--torchrun", "--gpus", "0", "--", "gone.py"), 2, "gone.py is not in the code tree"),
         (("stats", "nope"), 2, "did you mean status?"),
+        (("kill", "nope"), 2, "kill is neither a command nor a config file\nhint: commands: doctor, exec, gc, gpus,"),
+        (("run", "python", "train.py"), 2, "deploy.py run -- python train.py"),
+        (("run", "python", "-u", "train.py"), 2, "deploy.py run -- PROGRAM"),
+        (("doctor", "gpu"), 2, "doctor takes options only, not 'gpu'\nhint: did you mean --ssh gpu?"),
         (("exec", "nope", "ls", "-l"), 2, "deploy.py exec nope -- ls -l"),
     ],
 )
@@ -396,6 +401,17 @@ def test_id_that_matches_two_jobs_names_both(ferry):
         ferry.run("run", *ferry.where(), "--name", "twin", "--", "true")
     done = ferry.run("status", "twin")
     assert done.returncode == 2 and all(i.encode() in done.stderr for i in ferry.job_ids())
+
+
+@pytest.mark.parametrize("where", ["by this client's record", "by the host"])
+def test_id_is_known_by_its_beginning_or_its_end_in_any_case(ferry, where):
+    ferry.run("run", *ferry.where(), "--name", "Lora", "--no-pull", "--", "true")
+    (job_id,) = ferry.job_ids()
+    place = ferry.where() if where == "by the host" else []
+    for typed in ("Lora", job_id[-4:].upper()):
+        done = ferry.run("status", typed, *place)
+        assert done.stdout.decode().split()[0] == job_id, done.stderr
+        assert f"logs {job_id}".encode() in done.stderr and b"status" not in done.stderr
 
 
 def test_missing_gpu_refused_with_what_to_do(ferry):
@@ -455,3 +471,13 @@ def test_wheels_sent_along_become_the_environment_of_a_host_that_lacks_them(ferr
     assert shown.splitlines()[-1].split(" -c ")[0].endswith(" $PYTHON")
     done = ferry.run(*words, *program)
     assert done.stdout == b"1.0\n", done.stderr.decode()
+
+
+def test_launch_line_names_three_rules_that_left_out_most_and_counts_the_others(ferry):
+    for number, rule in enumerate(("a", "b", "c", "d", "e")):
+        (ferry.project / rule).mkdir()
+        for file in range(9 - number):
+            write(ferry, f"{rule}/{file}", "")
+    write(ferry, ".gitignore", "a/\nb/\nc/\nd/\ne/\n")
+    shown = ferry.run("run", "--dry-run", "--", "true").stdout
+    assert b"; left out a/, b/, c/ and 2 more rules (35 files)\n" in shown

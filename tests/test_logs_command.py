@@ -112,7 +112,7 @@ def test_since_reaches_back_into_an_earlier_attempt(ferry):
     [
         ("10m", {"ago_s": 600}),
         ("1h30m", {"ago_s": 5400}),
-        ("90", {"ago_s": 90}),
+        ("90s", {"ago_s": 90}),
         ("03:00", {"unix_s": NOW - 2000}),  # it is 03:33:20
         ("3:40", {"unix_s": NOW + 400 - 86400}),  # yesterday
         ("2033-05-18T03:33:00+00:00", {"unix_s": NOW - 20}),
@@ -129,10 +129,21 @@ def test_since_refuses_what_is_no_time(text):
         parse_since(text)
 
 
-@pytest.mark.parametrize("parse", [parse_size, parse_duration])
-def test_number_beyond_all_measure_is_refused(parse):
+@pytest.mark.parametrize(("parse", "unit"), [(parse_size, "GB"), (parse_duration, "d")])
+def test_number_beyond_all_measure_is_refused(parse, unit):
     with pytest.raises(UsageError, match=r"more than any disk|longer than a hundred"):
-        parse("9" * 400)
+        parse("9" * 400 + unit)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1h30m", 5400), ("0.5s", 0.5), ("2d", 172800), ("0", 0)])
+def test_duration_with_its_units_is_seconds(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["30", "0.5", "1h30"])
+def test_duration_without_a_unit_is_refused(text):
+    with pytest.raises(UsageError, match=r"has no unit|is not a duration"):
+        parse_duration(text)
 
 
 def test_dropped_part_is_said_and_the_kept_one_shown(ferry):

@@ -321,7 +321,9 @@ def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> 
     while b"[y/N]" not in seen:
         seen += os.read(terminal, 4096)
     os.write(terminal, b"n\n")
-    assert client.wait(30) != 0 and job_id.encode() in seen
+    while b"nothing was stopped" not in seen:
+        seen += os.read(terminal, 4096)
+    assert client.wait(30) == 1 and job_id.encode() in seen
     os.close(terminal)
     job = Job(str(ferry.job(job_id)))
     assert (state.judge(job)["state"], Path(job.stop).exists()) == ("running", False)

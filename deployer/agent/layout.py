@@ -5,6 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import re
+from typing import Iterable, List, Sequence
 
 FORMAT_VERSION = 1
 """Of job.json; a newer client drives older jobs."""
@@ -19,6 +20,19 @@ RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor 
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder
 
 JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
+
+
+def matching_ids(typed: str, ids: Iterable[str]) -> List[str]:
+    """Those that somebody may mean: the id itself, else all that begin with it, else all that end with it."""
+    names = [name for name in ids if JOB_ID.match(name)]
+    exact = [name for name in names if name == typed]
+    return exact or [n for n in names if n.startswith(typed)] or [n for n in names if n.endswith(typed)]
+
+
+def name_ids(ids: Sequence[str]) -> str:
+    """`9 jobs: a, b, c, d, e, f and 3 more`."""
+    more = " and %d more" % (len(ids) - 6) if len(ids) > 6 else ""
+    return "%d jobs: %s%s" % (len(ids), ", ".join(ids[:6]), more)
 
 
 class Root:

@@ -9,26 +9,36 @@ from typing import Any, Dict
 
 from . import adopting, listing, progress, state
 from .errors import AgentError
-from .layout import Job, Root
+from .layout import Job, Root, matching_ids, name_ids
 from .procs import Process, send
 from .wire import Call
 
 
 def find_job(root: Root, job_id: str) -> Job:
-    """The job of that id or of the only id that begins so."""
+    """The job of that id, or of the only id that begins with it, else ends with it."""
+    job_id = job_id.lower()
     try:
         job = root.job(job_id)
     except ValueError:
         raise AgentError("unknown_job", "%r is not a job id" % job_id)
     if os.path.isdir(job.path):
         return job
-    names = sorted(os.listdir(root.jobs)) if os.path.isdir(root.jobs) else []
-    matches = [name for name in names if name.startswith(job_id)]
-    if len(matches) > 1:
-        raise AgentError("unknown_job", "%s matches %d jobs: %s" % (job_id, len(matches), ", ".join(matches[:6])))
-    if not matches:
+    found = matching_ids(job_id, [j.id for j in sorted(listing.all_jobs(root), key=_written_at, reverse=True)])
+    if len(found) > 1:
+        raise AgentError(
+            "unknown_job", "%s matches %s" % (job_id, name_ids(found)), "give more of the id, or how it ends"
+        )
+    if not found:
         raise AgentError("unknown_job", "no job %s on this host" % job_id, "list them: deploy.py ps")
-    return root.job(matches[0])
+    return root.job(found[0])
+
+
+def _written_at(job: Job) -> float:
+    """Seconds since 1970 when the job was launched, or resumed last."""
+    try:
+        return os.path.getmtime(job.record)
+    except OSError:
+        return 0.0
 
 
 def ps(root: Root, call: Call) -> Dict[str, Any]:

@@ -135,7 +135,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))
     render.table((found["job_id"], ""), rows)
-    next_commands(found["job_id"], found if found["state"] in FINAL else None)
+    next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
 
 
 def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool) -> None:

@@ -99,8 +99,7 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
         found = link.first.result("gc")
         if not (dry_run or yes) and (found["jobs"] or found["rest"]):
             _show_gc(host, found, done=False)
-            if not click.confirm(f"Remove {render.size(found['total_bytes'])}?", err=True):
-                raise click.Abort
+            render.confirm(f"Remove {render.size(found['total_bytes'])}?", declined="nothing was removed")
             only = [job["id"] for job in found["jobs"]]
             found, yes = link.call("gc", only=only, **limits).result("gc"), True
     if as_json:

@@ -82,15 +82,14 @@ def _check_platform(host: Host) -> None:
 
 
 def _ask(question: str | None, *, yes: bool) -> None:
-    """Has a person confirm what is surprising. UsageError without a terminal, Abort for a no."""
+    """Has a person confirm what is surprising. UsageError without a terminal; a no ends the program."""
     if question is None or yes:
         return
     hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
     if not sys.stdin.isatty():
         raise UsageError(question, hint=hint)
     render.notice(f"{question}\n({hint})")
-    if not click.confirm("Ship it?", err=True):
-        raise click.Abort
+    render.confirm("Ship it?", declined="nothing was shipped")
 
 
 def _describe(prepared: Prepared, host: Host) -> None:
@@ -105,6 +104,8 @@ def _files_line(prepared: Prepared) -> str:
     ignored = code.ignored
     if ignored.count:
         patterns = ", ".join(reason.pattern for reason, _ in ignored.reasons[:3])
+        more = len(ignored.reasons) - 3
+        patterns += f" and {more} more rule{'' if more == 1 else 's'}" if more > 0 else ""
         count = f"{ignored.count // 1000 * 1000:,}+" if ignored.at_least else f"{ignored.count:,}"
         line += f"; left out {render.clean(patterns)} ({count} file{'' if count == '1' else 's'})"
     return line
@@ -257,13 +258,13 @@ def follow_through(
         else:
             next_commands(job_id)
         return 0
-    if pulls:
-        _bring_home(host, record, pull_limit)
-    tell_end(host, job_id, final)
+    pulled = pulls and _bring_home(host, record, pull_limit)
+    tell_end(host, job_id, final, pulled=pulled)
     return exit_code_of(final)
 
 
-def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
+def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
+    """Whether the results are here."""
     from deployer.choice import Wish  # a launch does not wait for what is needed after its job
     from deployer.commands.pull import bring_home
 
@@ -273,9 +274,11 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> None:
         # the job has ended all the same: its own exit code is what the command returns
         render.show_error(error)
         render.notice(f"the results stay on the host: {render.invoked_as()} pull {record.job_id}")
+        return False
+    return True
 
 
-def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
+def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) -> None:
     """Says how the job ended; of a failed one also the last words and where to look."""
     state, reason = final["state"], render.clean(final.get("reason") or "")
     if state != "failed":
@@ -293,7 +296,7 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any]) -> None:
     render.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
     if final.get("hint"):
         render.notice(f"hint: {final['hint']}")
-    next_commands(job_id, final)
+    next_commands(job_id, final, without="pull" if pulled else "")
 
 
 def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:

@@ -142,8 +142,9 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
     )
 
 
-def next_commands(job_id: str, final: Mapping[str, Any] | None = None) -> None:
-    """What can be done next with a job that runs, or that has ended with the status `final`."""
+def next_commands(job_id: str, final: Mapping[str, Any] | None = None, *, without: str = "") -> None:
+    """What can be done next with a job that runs, or that has ended with the status `final`; not `without`, the command
+    that was just carried out."""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
     elif final["state"] == "failed":
@@ -154,4 +155,5 @@ def next_commands(job_id: str, final: Mapping[str, Any] | None = None) -> None:
     else:
         lines = ["logs {}", "pull {}"]
     for line in lines:
-        render.notice(f"  {render.invoked_as()} {line.format(job_id)}")
+        if line != f"{without} {{}}":
+            render.notice(f"  {render.invoked_as()} {line.format(job_id)}")

@@ -113,4 +113,4 @@ def _ask(places: Sequence[Place]) -> None:
     number = "this job" if len(places) == 1 else f"these {len(places)} jobs"
     if not sys.stdin.isatty():
         raise UsageError(f"{number} would be stopped; there is no terminal to ask on", hint="add --yes")
-    click.confirm(f"stop {number}?", abort=True, err=True)
+    render.confirm(f"stop {number}?", declined="nothing was stopped")
