@@ -17,13 +17,14 @@ install: $(VENV)/installed  ## .venv with the deployer, the trainer and the test
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
 	  || { echo "Torchferry needs Python 3.10 to 3.13, this is $$($(PYTHON) -V); name another: make PYTHON=python3.12"; exit 2; }
+	@echo "installing torch and what the trainer and its tests need into $(VENV): once; some minutes and about 2 GB, more where torch brings CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e '.[train,test]'
 	touch $@
 
 demo: install  ## ship, train, stream, pull: the main job on this machine, on the CPU
-	$(BIN)/python deploy.py configs/02_debug_sft_fsdp.py target.device=cpu target.gpu_ranks=[0,1]
+	$(BIN)/python deploy.py configs/02_debug_sft_fsdp.py target.device=cpu target.gpu_ranks=0,1
 
 # an OpenSSH server, rsync and other login shells are part of the tests; without the right to install them, the tests
 # that need one say so

@@ -5,7 +5,7 @@ Time: about a minute with 2 processes on 2 CPU cores, a few seconds on GPUs. Not
 model with random weights learns bytes of questions and answers from the docstrings of Python's standard library.
 
     python deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:port
-    python deploy.py configs/02_debug_sft_fsdp.py target.device=cpu target.gpu_ranks=[0,1]
+    python deploy.py configs/02_debug_sft_fsdp.py target.device=cpu target.gpu_ranks=0,1
 
 Your model and your data, a Hugging Face name or folder and a JSONL file (and then optim.learning_rate=1e-5):
 

@@ -70,7 +70,7 @@ def error_of(done: subprocess.CompletedProcess[bytes]) -> str:
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
-def test_gpu_that_another_process_uses_is_refused_by_name_before_anything_is_sent(host: Ferry, tmp_path: Path) -> None:
+def test_gpu_that_another_process_uses_is_refused_by_name_before_anything_is_kept(host: Ferry, tmp_path: Path) -> None:
     fake_smi(tmp_path, gpus=FOUR, apps=f"GPU-0, {os.getpid()}, 70300\n")
     (host.project / "a.py").write_text("print(1)")
     done = run(host, "--gpus", "0")
