@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deployer.agent import listing, state
+from deployer.agent.inventory import read_inventory
 from deployer.agent.layout import Job, Root
 from deployer.agent.procs import Process, is_running, job_processes, process_of, send
 from tests.jobs import make_job, make_plan, wait_for
@@ -169,6 +170,28 @@ def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> No
     Path(job.stop).touch()
     request = state.read_stop(job)
     assert request is not None and request.grace_s == 120.0
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("status.json", '{"state": "running", "supervisor": {**, "pid": "7"}}'),
+        ("status.json", '{"state": "running", "supervisor": {**, "pid": 7}, "attempt": [1], "main": {"pid": "x"}}'),
+        ("status.json", "[" * 100000),
+        ("job.json", '{"plan": {"gpus": 7}, "created_at": "long ago"}'),
+        ("metrics.jsonl", '{"step": Infinity}\n'),
+    ],
+)
+def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
+    tmp_path: Path, file: str, text: str
+) -> None:
+    identity = json.dumps(state.own_identity()._replace(pid=0)._asdict())[1:-1]
+    job = make_job(tmp_path, "j", make_plan([]))
+    (Path(job.path) / file).write_text(text.replace("**", identity))
+    (listed,) = listing.list_jobs(Root(str(tmp_path)))
+    assert listed["state"] == state.judge(job)["state"]
+    (kept,) = read_inventory(Root(str(tmp_path))).jobs
+    assert kept.ended_s is None
 
 
 def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:

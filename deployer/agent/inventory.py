@@ -125,8 +125,10 @@ def _is_ours(job: Job) -> bool:
 def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
     try:
         status = state.judge(job)
-    except (KeyError, TypeError, ValueError, OSError):
-        status = {}  # a broken folder: only a person can tell
+    except OSError:
+        status = {}
+    if status.get("damaged"):
+        status = {}  # only a person can tell
     texts = [_text(path) for path in (job.record, job.config, job.status)]
     slots = status.get("slots")
     return JobItem(
@@ -178,7 +180,7 @@ def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
     for name, path in _children(root.trees, _TREE):
         try:
             yield name, [Entry(*row) for row in json.loads(_text(path).decode("ascii"))]
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
 
 
@@ -208,7 +210,7 @@ def _spare_tree(spare: str) -> Optional[str]:
     try:
         record = json.loads(_text(os.path.join(spare, "record.json")).decode("ascii"))
         return root_hash([Entry(*row) for row in record["entries"]])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -40,7 +40,7 @@ def list_jobs(root: Root) -> List[Dict[str, Any]]:
 def _summary(job: Job) -> Dict[str, Any]:
     try:
         status = state.judge(job)
-    except (KeyError, TypeError, ValueError, OSError) as e:
+    except OSError as e:
         status = {"state": state.LOST, "code": state.TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
     record = state.read_json(job.record) or {}
     plan = record.get("plan")

@@ -122,7 +122,7 @@ def _parse(line: bytes) -> Optional[Entry]:
     try:
         unix_s, boot_s, sizes = json.loads(line.decode("ascii"))
         return Entry(float(unix_s), float(boot_s), {str(name): int(size) for name, size in sizes.items()})
-    except (ValueError, TypeError, AttributeError):  # cut by a full disk or a power cut
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):  # cut by a full disk or a power cut
         return None
 
 

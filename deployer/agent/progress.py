@@ -68,7 +68,7 @@ def last_step(job: Job) -> Optional[int]:
     """The step of the last line of metrics.jsonl."""
     try:
         return int(json.loads(last_metrics(job) or "{}")["step"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None
 
 

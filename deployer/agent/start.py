@@ -153,9 +153,8 @@ def _existing(job: Job, plan: Dict[str, Any]) -> bool:
     """Whether this very plan was started already. AgentError when another plan has its id."""
     if not os.path.exists(job.status):
         return False
-    with open(job.record, encoding="utf-8") as f:
-        if json.load(f)["plan_hash"] != plan_hash(plan):
-            raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
+    if (state.read_json(job.record) or {}).get("plan_hash") != plan_hash(plan):
+        raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
     return True
 
 

@@ -122,11 +122,11 @@ def _sync_folder(path: str) -> None:
 
 
 def read_json(path: str) -> Optional[Dict[str, Any]]:
-    """None when the file is missing, cut or no object."""
+    """None when the file is missing, damaged or no object."""
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -150,7 +150,8 @@ def gpus_of(plan: Dict[str, Any], status: Dict[str, Any]) -> List[str]:
     """The job's GPUs as this host chose them, else as they were asked for."""
     slots = status.get("slots")
     chosen = slots.get("gpus") if isinstance(slots, dict) else None
-    return str(chosen).split(",") if chosen else list(plan.get("gpus") or [])
+    asked = plan.get("gpus")
+    return str(chosen).split(",") if chosen else list(asked) if isinstance(asked, list) else []
 
 
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
@@ -216,8 +217,16 @@ def judge(job: Job) -> Dict[str, Any]:
     """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
 
     `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
-    gone gets its final status written here, once.
+    gone gets its final status written here, once. One whose status says what cannot be is lost.
     """
+    try:
+        return _judge(job)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = "its status is damaged: %s" % str(error)[:200]
+        return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "damaged": True}
+
+
+def _judge(job: Job) -> Dict[str, Any]:
     status = read_status(job)
     if status is None:
         return _without_status(job)
