@@ -106,8 +106,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
       deploy.py run -- python my_train.py …   a program of your own
       deploy.py run --torchrun --gpus 0,1 -- my_train.py …
 
-    A program of your own stands in a copy of this folder and finds the job's folder in $TORCHFERRY_RUN_DIR. What it
-    writes there comes home: metrics.jsonl, logs/ and export/, checkpoints/ on request (`pull`). Nothing else does.
+    A program of your own runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names the job's folder. What it writes
+    there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). Its other files stay on the host.
     """
     if config is not None and "=" in config:
         raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")
