@@ -351,6 +351,16 @@ def test_disk_filled_by_the_jobs_own_output_leaves_its_exit_code(ferry):
     assert json.loads((ferry.job() / "status.json").read_text())["state"] == "failed"
 
 
+def test_disk_that_was_full_for_a_while_leaves_an_agent_that_works(ferry, small_disk):
+    ferry.run("ps", *ferry.where())
+    disk = os.statvfs(small_disk)
+    (small_disk / "full").write_bytes(bytes(disk.f_bavail * disk.f_frsize - 12288))  # room for half a module's bytecode
+    ferry.run("gc", *ferry.where(), "--yes")
+    (small_disk / "full").unlink()
+    done = ferry.run("gc", *ferry.where(), "--yes")
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
+
+
 def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
     (ferry.project / "data").write_bytes(bytes(60_000_000))
     done = ferry.run("run", *ferry.where(), "--", "true")  # it fits into the store, and not once more into the job

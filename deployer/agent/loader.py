@@ -41,6 +41,8 @@ def load(P: Dict[str, Any]) -> None:
         )
         return
     sys.path.insert(0, home)
+    disk = os.statvfs(root)
+    sys.dont_write_bytecode = disk.f_bavail * disk.f_frsize < 64 << 20  # see serve.py
     import_module("agent.serve").main(P, stdin)
 
 

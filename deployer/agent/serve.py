@@ -13,6 +13,7 @@ from .layout import Root
 from .storelock import hold_agent
 from .wire import Conversation, Handler, Sender
 
+BYTECODE_ROOM_BYTES = 64 << 20
 ADOPT_AFTER_S = 1.0
 """The client's own request comes first; a short one has its answer by then."""
 ADOPTION_S = 15.0
@@ -55,12 +56,24 @@ def _take_stdout() -> int:
     return out
 
 
+def _write_bytecode_where_there_is_room(root: Root) -> None:
+    """On a full disk Python writes a part of a module's bytecode and takes it for whole ever after: the agent could
+    not be used any more, not even to make room."""
+    try:
+        disk = os.statvfs(root.path)
+    except OSError:
+        return
+    sys.dont_write_bytecode = disk.f_bavail * disk.f_frsize < BYTECODE_ROOM_BYTES
+
+
 def handlers(root: Root) -> Dict[str, Handler]:
     """Request name -> handler; imports wait until a request needs them, so that the usual path starts at once."""
 
     def ask(module: str, name: str) -> Handler:
         def handler(call: Any) -> Dict[str, Any]:
             from importlib import import_module
+
+            _write_bytecode_where_there_is_room(root)
 
             return getattr(import_module("." + module, __package__), name)(root, call)  # type: ignore[no-any-return]
 

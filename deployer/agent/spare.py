@@ -66,7 +66,7 @@ def make_later(root: Root, root_hash: str) -> None:
     for _ in (__package__ or "").split("."):
         parent = os.path.dirname(parent)
     null = subprocess.DEVNULL
-    argv = [sys.executable, "-I", "-S", "-c", _BOOT, parent, __name__, root.path, root_hash]
+    argv = [sys.executable, "-I", "-S", "-B", "-c", _BOOT, parent, __name__, root.path, root_hash]
     subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True, close_fds=True)
 
 

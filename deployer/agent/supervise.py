@@ -44,7 +44,7 @@ class Starting:
         parent = os.path.abspath(agent_dir)
         for _ in (__package__ or "").split("."):
             parent = os.path.dirname(parent)
-        options = ["-I", "-S", "-X", "utf8", "-c", _BOOT]
+        options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else []), "-X", "utf8", "-c", _BOOT]
         with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *options, parent, __name__, job.path, os.path.abspath(agent_dir)],
@@ -127,6 +127,7 @@ def main(job_dir: str, agent_dir: str) -> None:
     from . import runtime  # noqa: F401  # loaded before the job is known, not afterwards
     from .jobrun import JobRun
 
+    sys.dont_write_bytecode = True  # what is loaded later may meet a disk that the job has filled; see serve.py
     given = sys.stdin.buffer.read()
     if not given:
         return  # the launch came to nothing
