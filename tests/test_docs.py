@@ -83,3 +83,14 @@ def test_every_test_that_the_hardening_page_names_exists():
     have = {path.stem: path.read_text() for path in (REPO / "tests").glob("test_*.py")}
     assert len(named) > 100
     assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in have.get(file, "")] == []
+
+
+def test_list_of_commands_is_whole_on_80_columns():
+    shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    listed = shown.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == sorted(cli.commands)
+    assert not [line for line in listed if line.endswith("...")]
+
+
+def test_help_of_run_says_where_a_program_writes_what_comes_home():
+    assert "$TORCHFERRY_RUN_DIR" in CliRunner().invoke(cli, ["run", "--help"]).output
