@@ -361,6 +361,14 @@ def test_disk_that_was_full_for_a_while_leaves_an_agent_that_works(ferry, small_
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr.decode()
 
 
+def test_resume_on_a_full_disk_is_refused(ferry, small_disk):
+    ferry.run("run", *ferry.where(), "--no-pull", "--", "false")
+    (small_disk / "full").write_bytes(bytes(60_000_000))
+    done = ferry.run("resume", ferry.job().name, *ferry.where())
+    assert done.returncode == 125 and b"is full: 4" in done.stderr, done.stderr.decode()
+    assert json.loads((ferry.job() / "status.json").read_text())["attempt"] == 1
+
+
 def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
     (ferry.project / "data").write_bytes(bytes(60_000_000))
     done = ferry.run("run", *ferry.where(), "--", "true")  # it fits into the store, and not once more into the job

@@ -13,7 +13,7 @@ from .following import follow_job
 from .layout import Job, Root
 from .logs import LogReader
 from .requests import find_job
-from .start import plan_hash, start_next, write_private
+from .start import check_root, plan_hash, start_next, write_private
 from .wire import Call
 
 GONE_S = 10.0
@@ -39,6 +39,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
         already = _is_started(job, plan, number)
         if not already:
             _check_resumable(job, number)
+            check_root(root)
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
             start_next(root, job, plan, request, attempt=number, commit=lambda: _note(job, plan, request, number))

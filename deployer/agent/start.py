@@ -34,7 +34,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     request = call.request()
     plan = request["plan"]
     job = _job(root, plan["job_id"])
-    _check_root(root)
+    check_root(root)
     already = _existing(job, plan)
     if not already:
         already = not _start_once(root, job, request, call)
@@ -129,7 +129,8 @@ def _claimed(plan: Dict[str, Any], env: Dict[str, str]) -> "ContextManager[Optio
     return sharing.claimed(plan, env)
 
 
-def _check_root(root: Root) -> None:
+def check_root(root: Root) -> None:
+    """AgentError where a job could be begun, and its status not be written."""
     hint = "choose another folder with --remote-root"
     try:
         os.makedirs(root.jobs, mode=0o700, exist_ok=True)
@@ -141,9 +142,8 @@ def _check_root(root: Root) -> None:
         raise AgentError("host", "the remote root %s is not writable" % root.path, hint)
     free_bytes = free.f_bavail * free.f_frsize
     if free_bytes < MIN_FREE_BYTES:
-        raise AgentError(
-            "host", "the disk of the remote root %s is full: %d MB free" % (root.path, free_bytes >> 20), hint
-        )
+        what = "the disk of the remote root %s is full: %d MB free" % (root.path, free_bytes >> 20)
+        raise AgentError("host", what, "make room, for example with deploy.py gc --older-than 7d; or " + hint)
 
 
 # --- the job folder ---------------------------------------------------------------------------------------------------
