@@ -86,6 +86,12 @@ def test_torchruns_summary_is_the_second_source() -> None:
     assert found is not None and (found.code, found.first_failing_rank, found.signal) == (137, 1, 9)
 
 
+def test_rank_that_was_killed_with_its_wrapper_is_the_cause_not_those_that_torchrun_ended_then() -> None:
+    ranks = [record(0, 143, at=10, signum=15), record(1, None)]
+    found = ending.decide_ending(ranks, nproc=2, launcher_code=1, launcher_log=TORCHRUN_LAST_WORDS)
+    assert found is not None and (found.code, found.first_failing_rank, found.signal) == (137, 1, 9)
+
+
 def test_launchers_own_code_is_the_third_source() -> None:
     found = ending.decide_ending([], nproc=2, launcher_code=143, launcher_log="")
     assert found is not None and (found.state, found.code, found.first_failing_rank) == ("failed", 143, None)

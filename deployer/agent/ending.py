@@ -91,7 +91,11 @@ def decide_ending(
     the monotonic clock in seconds, None without a request; stop_reason: why, unless somebody asked for it. None when
     the ranks' records do not tell and there is no launcher's code.
     """
-    natural = _by_ranks(ranks, nproc, launcher_code) or _by_launcher(launcher_code, launcher_log)
+    natural = (
+        _by_lost_rank(ranks, launcher_code, launcher_log)
+        or _by_ranks(ranks, nproc, launcher_code)
+        or _by_launcher(launcher_code, launcher_log)
+    )
     if stop_requested_mono is None or _ended_before(ranks, nproc, stop_requested_mono):
         return natural
     code, rank, signum = (natural.code, natural.first_failing_rank, natural.signal) if natural else (None, None, None)
@@ -131,15 +135,20 @@ def _by_ranks(ranks: Sequence[RankRecord], nproc: int, launcher_code: Optional[i
     return None
 
 
+def _by_lost_rank(ranks: Sequence[RankRecord], launcher_code: Optional[int], log: str) -> Optional[Ending]:
+    """A rank that was killed together with its wrapper left no record: torchrun names it, and the records of the
+    others, which torchrun has ended then, are not the cause."""
+    rank, code = failure_summary(log) or (0, 0)
+    if launcher_code == 0 or code == 0 or any(r.rank == rank and r.code is not None for r in ranks):
+        return None
+    return _failed_rank(rank, code, code - 128 if code > 128 else None)
+
+
 def _by_launcher(code: Optional[int], log: str) -> Optional[Ending]:
     if code is None:
         return None
     if code == 0:
         return Ending(SUCCEEDED, 0, "exited with code 0")
-    summary = failure_summary(log)
-    if summary is not None and summary[1] != 0:
-        rank, rank_code = summary
-        return _failed_rank(rank, rank_code, rank_code - 128 if rank_code > 128 else None)
     signum = code - 128 if code > 128 else None
     how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
     return Ending(FAILED, code, "the launcher %s, no rank's failure is known; see launcher.log" % how, None, signum)
