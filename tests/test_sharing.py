@@ -245,6 +245,7 @@ def test_queued_job_whose_supervisor_is_killed_is_lost_and_its_place_is_gone(hos
     os.kill(reached(host, first, "queued")["supervisor"]["pid"], signal.SIGKILL)
     final = end_of(Job(str(first)))
     assert (final["state"], final["reason"]) == ("lost", "it waited for its GPUs, and its supervisor is gone")
+    assert b"position" not in host.run("status", first.name, *host.where()).stdout
     assert run(host, "--gpus", "1").returncode == 0
 
 

@@ -305,7 +305,7 @@ def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
     ranks = read_ranks(job, attempt)
     if not rebooted and _any_running(job, status, ranks):
         return {**status, "state": RUNNING, "unsupervised": True}
-    final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted)}
+    final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted), "phase": None, "queue": None}
     try:
         write_status(job, final)
     except OSError:
