@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from deployer.agent.fetching import LINKS
 from deployer.call import Call
+from deployer.choice import LeftOut
 from deployer.downloads import RemoteFile
 from deployer.errors import HostError
 
@@ -14,11 +16,15 @@ MAX_NAMES_BYTES = 16 << 20
 """Of all paths together; a list without an end must not fill this machine's memory."""
 
 
-def read_listing(call: Call, parts: Sequence[str]) -> list[RemoteFile]:
-    """What a `files` request brought. HostError for a row that is no file below the asked parts, and for too many."""
+def read_listing(call: Call, parts: Sequence[str]) -> tuple[list[RemoteFile], list[LeftOut]]:
+    """What a `files` request brought, and the links among it, which stay. HostError for a row that is no file below the
+    asked parts, and for too many."""
+    links: list[LeftOut] = []
     files: dict[str, RemoteFile] = {}
     names_bytes = 0
     for name, value, _ in call.events():
+        if name == "links":
+            links = _links(value)
         if name != "files":
             continue
         for row in value:
@@ -29,7 +35,17 @@ def read_listing(call: Call, parts: Sequence[str]) -> list[RemoteFile]:
             if file.path in files:
                 raise HostError(f"the host lists {file.path!r} twice")
             files[file.path] = file
-    return list(files.values())
+    return list(files.values()), links
+
+
+def _links(value: Any) -> list[LeftOut]:
+    try:
+        names, more = [str(name)[:1000] for name in value["names"]][:LINKS], int(value["more"])
+    except (KeyError, TypeError, ValueError):
+        raise HostError(f"the host lists {_short(value)} as links") from None
+    why = "a link; links are not followed"
+    named = [LeftOut(name, 1, 0, why) for name in names]
+    return named + ([LeftOut(f"{more} more", more, 0, why)] if more else [])
 
 
 def parse_file(row: Any, parts: Sequence[str]) -> RemoteFile:

@@ -74,7 +74,7 @@ class _Pull:
     def run(self) -> Pulled:
         begun = time.monotonic()
         for _ in range(ROUNDS):
-            link, listed = self._list()
+            link, listed, links = self._list()
             try:
                 kept, left_out = choose(listed, self._wish, folds_case=self._landing.folds_case())
                 failed = self._fetch(link, kept)
@@ -85,18 +85,18 @@ class _Pull:
         self._landing.clear()
         here = [file for file in kept if _whole(file) not in failed]
         seconds = time.monotonic() - begun
-        left_out += self._given_up(listed, failed, kept=kept)
+        left_out += links + self._given_up(listed, failed, kept=kept)
         size = sum(file.size for file in here)
         return Pulled(len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out))
 
-    def _list(self) -> tuple[Link, list[RemoteFile]]:
+    def _list(self) -> tuple[Link, list[RemoteFile], list[LeftOut]]:
         """An open link and the host's list, over connections that may break."""
         request = {"op": "files", "job": self._job_id, "parts": list(self._wish.parts)}
         while True:
             try:
                 link = self._host.connect(request=request)
                 self._connected = True
-                return link, read_listing(link.first, self._wish.parts)
+                return link, *read_listing(link.first, self._wish.parts)
             except (LostConnection, ConnectError) as error:
                 if not self._connected:
                     raise

@@ -68,8 +68,10 @@ def _read(path: Path) -> JobRecord | None:
     known = {f.name for f in fields(JobRecord)}
     try:
         data = json.loads(path.read_text())
-        return JobRecord(**{key: value for key, value in data.items() if key in known})
-    except (OSError, ValueError, TypeError):
+        record = JobRecord(**{key: value for key, value in data.items() if key in known})
+        texts = record.job_id, record.name, record.ssh or "", record.root, record.results, record.created
+        return record if all(isinstance(text, str) for text in texts) else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None  # a record of another version or a torn file: the host still knows the job
 
 

@@ -22,7 +22,7 @@ from deployer.commands.look import state_of
 from deployer.commands.screen import Screen
 from deployer.errors import HostError
 from deployer.host import Host
-from deployer.registry import JobRecord
+from deployer.registry import JobRecord, read_records, write_record
 from deployer.roster import ask_all, rows_of
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
@@ -185,3 +185,14 @@ def test_live_table_follows_a_job_and_ends_with_ctrl_c(ferry: Ferry) -> None:
 def test_live_table_without_a_terminal_says_what_to_use(ferry: Ferry, words: tuple[str, ...]) -> None:
     done = ferry.run("ps", *words, *ferry.where())
     assert (done.returncode, done.stdout) == (2, b"") and b"--json" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"job_id": 5}', '{"job_id": 5, "name": 1, "created": {}}'])
+def test_record_that_is_damaged_hides_no_other_one(text: str) -> None:
+    whole = JobRecord("b-1", "b", "host", "~/r", "/results", "2026-01-02T03:04:05Z")
+    write_record(whole)
+    folder = Path(os.environ["TORCHFERRY_STATE_DIR"]) / "jobs"
+    (folder / "a-1.json").write_text(text)
+    wrong_kind = {"job_id": 5, "name": "b", "ssh": [], "root": 1, "results": None, "created": 7}
+    (folder / "c-1.json").write_text(json.dumps(wrong_kind))
+    assert [record.job_id for record in read_records()] == ["b-1"]

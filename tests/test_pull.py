@@ -313,8 +313,12 @@ def test_links_and_pipes_of_the_job_stay_on_the_host(job, tmp_path):
     (job / "export").symlink_to("/etc")
     (job / "logs" / "passwd").symlink_to("/etc/passwd")
     os.mkfifo(job / "logs" / "pipe")
-    pull(host_of(job), "j1", target=tmp_path / "home")
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home")
     assert set(files_below(tmp_path / "home")) == {"logs/attempt_1/rank_0.log", "metrics.jsonl", "status.json"}
+    assert [(left.name, left.reason) for left in pulled.left_out] == [
+        ("logs/passwd", "a link; links are not followed"),
+        ("export", "a link; links are not followed"),
+    ]
 
 
 def test_two_pulls_into_one_folder_do_not_meet(job, tmp_path):

@@ -306,6 +306,18 @@ def test_local_transport_and_addresses_load_no_ssh_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_import_of_paramiko_waits_for_one_that_another_thread_is_at():
+    code = (
+        "import sys, threading\n"
+        "from deployer.transport.paramiko_import import import_paramiko\n"
+        "threading.Thread(target=import_paramiko).start()\n"
+        "while 'paramiko' not in sys.modules: pass\n"
+        "import_paramiko().SSHConfig\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_fabric_can_be_loaded_after_paramiko_was_loaded_without_invoke() -> None:
     code = (
         "import sys\nfrom deployer.transport.paramiko_import import import_paramiko\nimport_paramiko()\n"

@@ -18,40 +18,52 @@ CHECKPOINTS = "checkpoints"
 DIGEST_BYTES = 16
 READ_BYTES = 256 << 10
 ROWS = 1000
+LINKS = 8
+"""So many links are named."""
 
 
 def files(root: Root, call: Call) -> Dict[str, Any]:
-    """Events `files` with rows [path, size, mtime_ns, inode, stored bytes] of the regular files below the asked parts.
+    """Events `files` with rows [path, size, mtime_ns, inode, stored bytes] of the regular files below the asked parts,
+    and an event `links` when there are any: the first names, and how many more.
 
     Links are left out, and so are checkpoints that are not complete.
     """
     job = find_job(root, call.head["job"])
     rows = []  # type: List[List[Any]]
+    links = []  # type: List[str]
     for part in call.head["parts"]:
-        for row in _rows(job.path, part):
+        for row in _rows(job.path, part, links):
             rows.append(row)
             if len(rows) == ROWS:
                 call.send_event("files", rows)
                 rows = []
     call.send_event("files", rows)
+    if links:
+        call.send_event("links", {"names": links[:LINKS], "more": len(links[LINKS:])})
     return {"job_id": job.id}
 
 
-def _rows(base: str, part: str) -> Iterator[List[Any]]:
+def _rows(base: str, part: str, links: List[str]) -> Iterator[List[Any]]:
     top = os.path.join(base, part)
     row = _row(base, top)
     if row is not None:
         yield row
     if os.path.islink(top):
+        links.append(part)
         return
     for folder, folders, names in os.walk(top):
         folders.sort()
         if part == CHECKPOINTS and folder == top:
             names, folders[:] = [], [name for name in folders if _is_complete(os.path.join(folder, name))]
+        links += [_below(base, folder, name) for name in folders + names if os.path.islink(os.path.join(folder, name))]
         for name in sorted(names):
             row = _row(base, os.path.join(folder, name))
             if row is not None:
                 yield row
+
+
+def _below(base: str, folder: str, name: str) -> str:
+    return os.path.relpath(os.path.join(folder, name), base)
 
 
 def _is_complete(checkpoint: str) -> bool:

@@ -14,16 +14,14 @@ def import_paramiko() -> Any:
     `invoke` serves only `Match exec` in paramiko's own reader of ssh_config, which we do not use for it; leaving it out
     takes the process from 220 to 130 ms. It is hidden for the import only, so that Fabric can load it later.
     """
-    if "paramiko" in sys.modules:
-        return sys.modules["paramiko"]
-    hidden = "invoke" not in sys.modules
+    hidden = not {"paramiko", "invoke"} & set(sys.modules)
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
     if hidden:
         modules["invoke"] = None
     try:
-        import paramiko
+        import paramiko  # also when it is there: another thread may be at it, and this waits for that one
     finally:
         if hidden:
-            del modules["invoke"]
+            modules.pop("invoke", None)
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # it logs what it also raises
     return paramiko
