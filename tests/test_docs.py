@@ -40,6 +40,10 @@ def test_every_option_that_a_page_names_exists(page):
         "--max-restarts",
         "--redirects",
         "--rounds",
+        "--rtt",
+        "--only",
+        "--query-gpu",
+        "--format",
         "--help",
     }
     for command in (*cli.commands.values(), train_cli):
