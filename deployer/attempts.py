@@ -28,7 +28,7 @@ def attempt_line(status: Mapping[str, Any]) -> str | None:
         return None
     most, first = status.get("max_attempts"), status.get("first_attempt")
     limit = f" of at most {most}" if isinstance(most, int) and most != first else ""
-    return f"attempt {number}{limit}: {_ended(former[0])}; {_goes_on(status)}"
+    return f"attempt {number}{limit}, after attempt {number - 1} ended: {_ended(former[0])}; {_goes_on(status)}"
 
 
 def _ended(attempt: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deployer.agent.layout import CHECKPOINT_MARKER
+from deployer.agent.logtimes import TIMES_FILE
 from deployer.downloads import RemoteFile
 from deployer.errors import UsageError
 
@@ -24,6 +25,8 @@ RESULT_PARTS = (
 CHECKPOINT_PARTS = ("checkpoints",)
 BEYOND_LIMIT = "beyond the limit"
 
+_STAYS = f"/{TIMES_FILE}"
+"""An index for `logs --since`: of use on the host only, and thinned now and then, so that no top-up would do."""
 _STEP = re.compile(r"\D*(\d{1,18})\Z")
 
 
@@ -65,6 +68,7 @@ def choose(
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])
+    kept = [file for file in kept if not (file.path.startswith("logs/") and file.path.endswith(_STAYS))]
     for file in sorted(kept, key=_is_marker):  # last: while it is there, nothing of the checkpoint was removed
         units.setdefault(file.unit, []).append(file)
     chosen = units.pop("")
@@ -76,6 +80,8 @@ def choose(
         else:
             chosen += units[name]
             size += unit_bytes
+    if wish.checkpoints in ("all", "latest") and set(units) <= {"export"}:
+        left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet"))
     return chosen, left_out
 
 

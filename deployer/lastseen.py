@@ -21,15 +21,18 @@ def stamp() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def remember(ssh: str | None, root: str, rows: list[Row]) -> None:
-    """Keeps a host's answer, whole or not at all. A disk that takes no note must not end a look at jobs."""
+def remember(ssh: str | None, root: str, rows: list[Row], *, asked_at: float | None = None) -> None:
+    """Keeps a host's answer, whole or not at all. A disk that takes no note must not end a look at jobs.
+
+    asked_at: when the host was asked for all its jobs, in seconds since 1970 on this client.
+    """
     path = _path(ssh, root)
     temporary = None
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(fd, "w") as f:
-            json.dump({"ssh": ssh, "root": root, "jobs": rows}, f)
+            json.dump({"ssh": ssh, "root": root, "asked_at": asked_at, "jobs": rows}, f)
         Path(temporary).replace(path)
     except OSError:
         if temporary is not None:
@@ -41,7 +44,7 @@ def note(ssh: str | None, root: str, row: Row) -> None:
     rows = recall(ssh, root)
     before = next((known for known in rows if known["id"] == row["id"]), None)
     others = [known for known in rows if known is not before]
-    remember(ssh, root, [*others, {**(before or {}), **row, "seen_at": stamp()}])
+    remember(ssh, root, [*others, {**(before or {}), **row, "seen_at": stamp()}], asked_at=asked_at(ssh, root))
 
 
 def recall(ssh: str | None, root: str) -> list[Row]:
@@ -51,6 +54,14 @@ def recall(ssh: str | None, root: str) -> list[Row]:
         return [row for row in data["jobs"] if {"id", "state", "where", "seen_at"} <= row.keys()]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []
+
+
+def asked_at(ssh: str | None, root: str) -> float | None:
+    """When the host told of all its jobs last; None when it never did."""
+    try:
+        return float(json.loads(_path(ssh, root).read_text())["asked_at"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _path(ssh: str | None, root: str) -> Path:

@@ -64,6 +64,14 @@ def read_records() -> list[JobRecord]:
     return sorted((r for r in records if r is not None), key=lambda r: (r.created, r.job_id))
 
 
+def written_at(record: JobRecord) -> float:
+    """When a record was written, in seconds since 1970; 0.0 when it has gone."""
+    try:
+        return (state_dir() / "jobs" / f"{record.job_id}.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def _read(path: Path) -> JobRecord | None:
     known = {f.name for f in fields(JobRecord)}
     try:

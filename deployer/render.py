@@ -117,12 +117,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout; wide enough for whole ids when stdout is no terminal."""
     from rich.console import Console
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:  # rich would end the program with 1
-            raise BrokenPipeError
-
     width = None if sys.stdout.isatty() else 200
-    Output(width=width, color_system="auto" if escapes() else None).print(_grid(columns, rows))
+    console = Console(width=width, color_system="auto" if escapes() else None)
+    with console.capture() as drawn:
+        console.print(_grid(columns, rows))
+    for line in drawn.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def facts(title: str, rows: Sequence[tuple[str, object]]) -> None:
+    """Names and values on stdout, a line each, however long: nothing is broken in the middle of a path."""
+    click.echo(_style(clean(title), bold=True))
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {clean(value)}".rstrip())
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
@@ -131,7 +139,7 @@ def _grid(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        grid.add_column(Text(clean(column)), no_wrap=number == 0, overflow="fold")
+        grid.add_column(Text(clean(column)), no_wrap=number < 2, overflow="fold")
     for row in rows:
         grid.add_row(*(Text(clean(cell)) for cell in row))
     return grid

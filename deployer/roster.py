@@ -13,7 +13,7 @@ from deployer.errors import FerryError, HostError
 from deployer.host import HERE, Host
 from deployer.lastseen import Row
 from deployer.link import Link
-from deployer.registry import JobRecord
+from deployer.registry import JobRecord, written_at
 
 ANSWER_S = 20.0
 """A host that has not answered by then is shown as it was last seen."""
@@ -48,6 +48,7 @@ class Asker:
             self._link = None
 
     def _ask(self) -> None:
+        asked_at = time.time()
         try:
             jobs = self._call().result("jobs")
             rows = [_row(job, self.host) for job in jobs]
@@ -59,7 +60,7 @@ class Asker:
             self.close()
         else:
             self.answer = rows
-            lastseen.remember(self.host.ssh, self.host.root, rows)
+            lastseen.remember(self.host.ssh, self.host.root, rows, asked_at=asked_at)
 
     def _call(self) -> Any:
         if self._link is not None and not self._link.lost:
@@ -114,8 +115,10 @@ def _once_each(rows: Sequence[Row], records: Sequence[JobRecord]) -> list[Row]:
 
 def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> list[Row]:
     seen = {row["id"]: unreachable(row, error) for row in lastseen.recall(host.ssh, host.root)}
-    here = [r for r in records if (r.ssh, r.root) == (host.ssh, host.root)]
-    return [*seen.values(), *(_from_record(r, host, error) for r in here if r.job_id not in seen)]
+    asked_at = lastseen.asked_at(host.ssh, host.root) or 0.0
+    here = [r for r in records if (r.ssh, r.root) == (host.ssh, host.root) and r.job_id not in seen]
+    unseen = [r for r in here if written_at(r) >= asked_at]  # an older one the host had no more when it was asked
+    return [*seen.values(), *(_from_record(r, host, error) for r in unseen)]
 
 
 def unreachable(row: Row, error: FerryError) -> Row:

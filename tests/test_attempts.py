@@ -356,7 +356,11 @@ def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, A
 @pytest.mark.parametrize(
     ("key", "code", "words"),
     [
-        ("max_restarts: 1", 7, "attempt 2 of at most 2: rank 0 exited with code 7; starts again"),
+        (
+            "max_restarts: 1",
+            7,
+            "attempt 2 of at most 2, after attempt 1 ended: rank 0 exited with code 7; starts again",
+        ),
         ("max_runtime_s: 1", 143, "was stopped after --max-runtime 1s"),
         ("stall_timeout_s: 3", 124, "failed: no output for 3s"),
     ],

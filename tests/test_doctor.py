@@ -281,6 +281,7 @@ def test_doctor_ends_with_1_when_something_fails_and_says_what_to_do(ferry: Ferr
     ferry.env["PATH"] = fake_smi(ferry.project, then="echo broken; exit 9")["PATH"]
     done = ferry.run("doctor", *ferry.where())
     assert done.returncode == 1
+    assert not re.search(r"^gpus ", done.stdout.decode(), re.M)  # the checks tell of them
     assert "✗ gpus: nvidia-smi ended with 9: broken" in done.stdout.decode()
     assert "    → repair the GPU driver" in done.stdout.decode()
 

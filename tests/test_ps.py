@@ -23,12 +23,13 @@ from deployer.commands.screen import Screen
 from deployer.errors import HostError
 from deployer.host import Host
 from deployer.registry import JobRecord, read_records, write_record
-from deployer.roster import ask_all, rows_of
+from deployer.roster import Asker, ask_all, rows_of
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.sshd import ALIAS, start_sshd
 from tests.test_hostile_host import Lying
 
+NO_JOBS = "frame({'id': 0, 'event': 'jobs', 'value': []}); frame({'id': 0, 'ok': {}}); sys.stdin.read()"
 GO = "import os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)"
 
 
@@ -87,6 +88,17 @@ def test_torn_note_of_a_host_is_as_none(tmp_path: Path) -> None:
     assert lastseen.recall("h", "/r") == []
 
 
+def test_launched_job_that_the_host_had_no_more_when_asked_last_is_forgotten(tmp_path: Path) -> None:
+    removed, later = (JobRecord(name, name, "h", "/r", "", "2026-01-02T03:04:05Z") for name in ("removed", "later"))
+    write_record(removed)
+    asked = Asker(Host("h", "/r", _transport=Lying(NO_JOBS)))
+    asked.ask()
+    assert asked.wait(30) == []
+    write_record(later)
+    rows = rows_of([Host("h", "/r")], [HostError("gone")], read_records())
+    assert [(row["id"], state_of(row)) for row in rows] == [("later", "unreachable (never seen)")]
+
+
 def test_silent_host_keeps_the_others_waiting_only_for_a_bound(tmp_path: Path) -> None:
     job = make_job(tmp_path, "here", make_plan(python("pass")))
     end_of(start(job, make_plan(python("pass"))))
@@ -126,7 +138,7 @@ def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
         ({"state": "queued", "queue": {"position": 3}}, "queued (position 3)"),
         ({"state": "failed", "code": 7, "attempt": 2}, "failed(7)"),
         ({"state": "succeeded", "on_host": "gpu7"}, "succeeded"),
-        ({"state": "unreachable", "reason": "no route"}, "unreachable(no route)"),
+        ({"state": "unreachable", "reason": "no route"}, "unreachable (never seen)"),
     ],
 )
 def test_state_in_the_words_of_the_table(row: dict[str, Any], expected: str) -> None:
@@ -140,8 +152,19 @@ def test_age_is_by_the_hosts_clock_and_the_step_by_its_metrics(ferry: Ferry) -> 
     Path(job.metrics).write_text('{"step": 340}\n')
     end_of(start(job, make_plan(python("pass"))))
     shown = ferry.run("ps", *ferry.where()).stdout.decode().splitlines()
+    assert all(line == line.rstrip() for line in shown)
     assert shown[0].split() == ["ID", "STATE", "GPUS", "STEP", "AGE", "WHERE"]
     assert shown[1].split() == ["old", "succeeded", "-", "340", "2h", "this", "machine"]
+
+
+def test_status_on_a_narrow_terminal_breaks_no_path(ferry: Ferry) -> None:
+    job = make_job(ferry.root, "long", make_plan(python("pass")))
+    end_of(start(job, make_plan(python("pass"))))
+    master, slave = pty.openpty()
+    subprocess.run(
+        ferry.argv("status", "long", *ferry.where()), env={**ferry.environment(), "COLUMNS": "30"}, stdout=slave
+    )
+    assert f"folder      {job.path}\r\n".encode() in os.read(master, 1 << 16)
 
 
 # --- the live table --------------------------------------------------------------------------------------------------

@@ -232,6 +232,20 @@ def test_checkpoint_that_is_not_there_is_named_with_those_that_are(job, tmp_path
     assert raised.value.hint == "there are: step_000010"
 
 
+@pytest.mark.parametrize("wanted", ["latest", "all"])
+def test_results_come_without_a_complete_checkpoint_and_a_word_says_so(job, tmp_path, wanted):
+    put_checkpoint(job, 3, complete=False)
+    (left,) = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(checkpoints=wanted)).left_out
+    assert (left.name, left.reason) == ("checkpoints", "none is complete yet")
+    assert (tmp_path / "home" / "metrics.jsonl").exists()
+
+
+def test_index_of_times_stays_on_the_host(job, tmp_path):
+    put(job / "logs" / "attempt_1" / "times.jsonl", b"[1, 1, {}]\n")
+    assert pull(host_of(job), "j1", target=tmp_path / "home").left_out == ()
+    assert [p.name for p in (tmp_path / "home" / "logs" / "attempt_1").iterdir()] == ["rank_0.log"]
+
+
 def test_broken_off_checkpoint_is_absent_and_comes_whole_the_next_time(job, tmp_path):
     folder = put_checkpoint(job, 10, size=6 << 20)
 

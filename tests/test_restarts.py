@@ -159,7 +159,7 @@ def test_other_ends_are_not_taken_for_the_kernels(code: int, signum: int | None)
 # --- in words --------------------------------------------------------------------------------------------------------
 
 
-KILLED = "rank 1 was killed by SIGKILL, at step 340"
+KILLED = "after attempt 1 ended: rank 1 was killed by SIGKILL, at step 340"
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -171,9 +171,9 @@ def status(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({}, f"attempt 2 of at most 4: {KILLED}; goes on from step 300"),
-        ({"max_attempts": 2, "first_attempt": 2}, f"attempt 2: {KILLED}; goes on from step 300"),
-        ({"resumed_from": None}, f"attempt 2 of at most 4: {KILLED}; starts again"),
+        ({}, f"attempt 2 of at most 4, {KILLED}; goes on from step 300"),
+        ({"max_attempts": 2, "first_attempt": 2}, f"attempt 2, {KILLED}; goes on from step 300"),
+        ({"resumed_from": None}, f"attempt 2 of at most 4, {KILLED}; starts again"),
         ({"attempt": 1, "attempts": []}, None),
         ({"attempt": "moon", "attempts": [7]}, None),
     ],

@@ -189,7 +189,7 @@ def test_resumed_program_runs_again_in_the_same_folder_with_its_own_log(ferry: F
     (ferry.project / "count.py").write_text("raise SystemExit('changed since')")
     done = ferry.run("resume", job_id)
     assert (done.returncode, done.stdout) == (0, b"2 2 1 hush ['a b']\n"), done.stderr.decode()
-    assert b"attempt 2: rank 0 exited with code 3; starts again" in done.stderr
+    assert b"attempt 2, after attempt 1 ended: rank 0 exited with code 3; starts again" in done.stderr
     (results,) = (ferry.project / "results").iterdir()
     assert [(results / "logs" / f"attempt_{n}" / "rank_0.log").stat().st_size for n in (1, 2)] == [19, 19]
     record = json.loads((ferry.job() / "job.json").read_text())
@@ -218,7 +218,7 @@ def test_running_job_is_not_resumed(ferry: Ferry) -> None:
     wait_for(lambda: state.judge(Job(str(ferry.job())))["state"] == "running")
     done = ferry.run("resume", job_id)
     assert done.returncode == 2
-    assert f"{job_id} is still running (attempt 1)".encode() in done.stderr
+    assert done.stderr.decode().startswith(f"Error: {job_id} is still running (attempt 1)")
     assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
 
 
@@ -233,8 +233,12 @@ def test_stopped_job_is_resumed_and_can_be_stopped_again(ferry: Ferry) -> None:
         assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
         assert end_of(job)["state"] == "stopped"
         if attempt == 1:
-            assert ferry.run("resume", job_id, "--detach").returncode == 0
-            assert b"attempt 2: stopped on request; starts again" in ferry.run("status", job_id).stdout
+            resumed = ferry.run("resume", job_id, "--detach")
+            assert resumed.returncode == 0 and b"attempt 2, the same program with the same files" in resumed.stderr
+            assert (
+                b"attempt 2, after attempt 1 ended: stopped on request; starts again"
+                in ferry.run("status", job_id).stdout
+            )
 
 
 def ask(ferry: Ferry, job_id: str, plan: dict[str, Any], attempt: int) -> dict[str, Any]:
@@ -296,7 +300,7 @@ def test_trainer_killed_and_restarted_ends_as_if_undisturbed_and_resumes_further
     there = (*ferry.where(), "--python", sys.executable, "--env", "PYTHONPATH=.", "--no-pull")
     done = ferry.run(config, *SMALL, *there, "--max-restarts", "1")
     assert done.returncode == 0, done.stderr.decode()
-    assert b"attempt 2 of at most 2: rank 0 was killed by SIGKILL" in done.stderr
+    assert b"attempt 2 of at most 2, after attempt 1 ended: rank 0 was killed by SIGKILL" in done.stderr
     assert b"goes on from step 6" in done.stderr and b"resuming after step 6" in done.stdout
     alone = [sys.executable, str(REPO / "train.py"), config, *SMALL, "--run-dir", str(tmp_path / "alone")]
     subprocess.run(alone, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -115,7 +115,7 @@ def check_gpus(facts: GpuFacts) -> Iterator[Check]:
     for gpu in facts.gpus:
         users = gpus.users_of(gpu, facts.holders)
         memory = "%s, %d of %d MiB in use" % (gpu.name, gpu.memory_used_mib, gpu.memory_total_mib)
-        hint = "--allow-busy runs beside them" if users else ""
+        hint = "--gpus names others, --queue waits for them, --allow-busy runs beside" if users else ""
         yield check("gpu %d" % gpu.index, WARN if users else OK, memory + (": " + users if users else ""), hint)
 
 

@@ -40,7 +40,8 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     _check_job(wanted, job_id, nproc)
     live = wanted.follow if wanted.follow is not None else found["state"] not in FINAL
     view = log_view(bare=wanted.rank is not None or nproc == 1, raw=wanted.raw, launcher=wanted.launcher)
-    screen = Screen(JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport))
+    record = JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport)
+    screen = Screen(record, tells_attempts=wanted.attempt is None)
     screen.folder = found["path"]
     screen.state(found)
     request = _request(wanted, live=live)

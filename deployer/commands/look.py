@@ -82,7 +82,7 @@ def state_of(row: Row) -> str:
     state = str(row["state"])
     if state == "unreachable":
         if row.get("last_state") is None:
-            return f"unreachable({row.get('reason')})"
+            return "unreachable (never seen)"
         return f"unreachable ({row['last_state']} {render.age(_since(row.get('seen_at')) or 0)} ago)"
     if state == "failed":
         return f"failed({row.get('code')})"
@@ -125,7 +125,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         click.echo(json.dumps(found, indent=1))
         return
     state = state_line(found) if found["state"] in FINAL else state_of(found)
-    rows = [("state", state), ("where", host.name), ("folder", found.get("path"))]
+    rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.get("path"))]
     rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
     rows += [("warning", warning) for warning in found.get("warnings") or []]
     rows += [("attempt", line) for line in [attempt_line(found)] if line]
@@ -134,7 +134,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     if found.get("queue"):
         rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))
-    render.table((found["job_id"], ""), rows)
+    render.facts(found["job_id"], rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
 
 
@@ -146,7 +146,7 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
     if as_json:
         click.echo(json.dumps(row, indent=1))
     else:
-        render.table((job_id, ""), [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
+        render.facts(job_id, [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
 
 
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:

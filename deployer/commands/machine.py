@@ -38,7 +38,8 @@ def doctor(host: Host, *, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        render.table((host.name, ""), [(key, _fact(value)) for key, value in found["facts"].items()])
+        facts = {key: value for key, value in found["facts"].items() if key != "gpus"}  # of which the checks tell
+        render.facts(host.name, [(key, _fact(value)) for key, value in facts.items()])
         render.checks(found["checks"])
     return 1 if any(check["status"] == "fail" for check in found["checks"]) else 0
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployer import render
 from deployer.commands.run import follow_through
 from deployer.errors import UsageError
 from deployer.host import Host
@@ -36,9 +35,9 @@ def resume(
     plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets)
     record = replace(record, secrets=plan.secret_names)
     attempt = job.attempt + 1
-    render.notice(f"{job.job_id}: attempt {attempt}, {beginning(job, plan)}")
 
     def start(screen: Any, view: Any) -> dict[str, Any] | None:
+        screen.beginning = f"{job.job_id}: attempt {attempt}, {beginning(job, plan)}"
         return resume_and_follow(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
         )

@@ -25,8 +25,10 @@ _RANK = re.compile(r"rank_(\d+)\.log\Z")
 class Screen(Watcher):
     """Tells on stderr how a launch goes."""
 
-    def __init__(self, record: JobRecord) -> None:
+    def __init__(self, record: JobRecord, *, tells_attempts: bool = True) -> None:
         self.record = record
+        self.beginning = ""
+        """What is said of the job once it has started."""
         self.folder: str | None = None
         """The job's folder on the host, once the host has acknowledged the job."""
         self._bars = ExitStack()
@@ -35,6 +37,7 @@ class Screen(Watcher):
         self._heard_at = time.monotonic()
         self._known_state = "running"
         self._attempt = 1
+        self._tells_attempts = tells_attempts
         self._queue: dict[str, Any] = {}
 
     def sending(self, sent: int, total: int) -> None:
@@ -47,6 +50,8 @@ class Screen(Watcher):
         self.folder = str(ack["path"])
         self.remember()
         render.notice("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
+        if self.beginning:
+            render.notice(self.beginning)
 
     @property
     def acknowledged(self) -> bool:
@@ -67,7 +72,7 @@ class Screen(Watcher):
         self._note(status)
         self._known_state = str(status["state"])
         attempt = number_of(status)
-        if attempt != self._attempt:
+        if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
             render.notice(attempt_line(status) or f"attempt {attempt}")
         queue = status.get("queue") or {}
