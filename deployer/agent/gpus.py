@@ -90,15 +90,16 @@ def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.
     """
     # both at once: without persistence mode each takes about a second
     of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
-    hint = "run on its CPUs with %s, or choose another machine" % on_cpu
+    hint = "run on its CPUs with %s, or choose another machine" % on_cpu if requested else ""
+    lacks = ", so no GPU %s" % ", ".join(requested) if requested else ""
     if of_gpus is None or of_apps is None:
-        raise AgentError("host", "%s has no nvidia-smi, so no GPU %s" % (_machine(), ", ".join(requested)), hint)
+        raise AgentError("host", "%s has no nvidia-smi%s" % (_machine(), lacks or ", so no GPU is seen"), hint)
     try:
         gpus, using = _parse_gpus(_finish(of_gpus)), _parse_holders(_finish(of_apps))
     finally:
         of_apps.kill()  # it may hang as the first one did
     if not gpus:
-        raise AgentError("host", "%s has no GPU, so no GPU %s" % (_machine(), ", ".join(requested)), hint)
+        raise AgentError("host", "%s has no GPU%s" % (_machine(), lacks), hint)
     count = auto_count(requested)
     if count > len(gpus):
         raise AgentError("host", "%s has %d GPUs, fewer than auto:%d asks for" % (_machine(), len(gpus), count), hint)
