@@ -9,7 +9,7 @@ from deployer.agent.frames import Frame
 from deployer.errors import FerryError
 
 MAX_WAITING = 32
-"""Frames; more than the bodies of a full window are."""
+"""Frames of one call; a caller that is slower keeps the link's reader waiting, and the host by that."""
 
 
 class Inbox:

@@ -19,7 +19,7 @@ from deployer.link import Link
 from deployer.transport.ask import nobody_to_ask
 
 CALLS_PER_LINK = 3
-"""Requests under way on one connection: each has a window of 1 MiB, and no gap between two of them may show."""
+"""Requests under way on one connection: each brings a piece of 1 MiB, and no gap between two of them may show."""
 MANY_BYTES = 32 << 20
 """Due bytes from which on more connections are worth their making."""
 MAX_STREAMS = 4
