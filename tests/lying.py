@@ -36,7 +36,7 @@ def files(*rows):
     frame({"id": 0, "ok": {}})
     frame({"hello": {}})
 def forever():
-    while True:
+    for _ in range(60):  # longer than any client waits, and not for ever: sshd leaves it behind
         time.sleep(1)
 """
 

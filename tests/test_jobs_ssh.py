@@ -167,7 +167,8 @@ def test_host_gone_during_the_launch_is_no_plain_refusal_and_stays_known(ferry, 
     assert client.returncode == 75 and b"if it was started" in err and b"goes on" not in err
     rows = json.loads(ferry.run("ps", "--json").stdout)
     assert [row["state"] for row in rows if row["where"] == ALIAS] == ["unreachable"]
-    assert b"unreachable(127.0.0.1:" in ferry.run("ps").stdout
+    shown = ferry.run("ps")
+    assert b"unreachable (never seen)" in shown.stdout and b"cannot be asked: 127.0.0.1:" in shown.stderr
 
 
 def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote):
@@ -203,6 +204,7 @@ def test_host_without_anything_fit_for_the_job_says_what_is_missing(remote):
     done = remote.run(config, *remote.where(), "target.device=cpu", "--python", "/usr/bin/env")
     assert done.returncode == 125
     assert b"/usr/bin/env" in done.stderr and b"Traceback" not in done.stderr
+    assert b" status debug-sft-" in done.stderr and b"--launcher" not in done.stderr  # there is no log to look at
 
 
 def test_unknown_host_key_without_a_terminal_refused_and_accepted_when_asked(remote, server, tmp_path):

@@ -154,7 +154,8 @@ def next_commands(job_id: str, final: Mapping[str, Any] | None = None, *, withou
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
     elif final["state"] == "failed":
         rank = final.get("first_failing_rank")
-        lines = ["logs {} " + ("--launcher" if rank is None else f"--rank {rank}"), "exec {} -- ls -l", "pull {}"]
+        by_launcher = "logs {} --launcher" if final.get("started_at") else "status {}"  # its preparation failed
+        lines = [by_launcher if rank is None else f"logs {{}} --rank {rank}", "exec {} -- ls -l", "pull {}"]
     elif final["state"] == "lost":
         lines = ["logs {}", "resume {}", "pull {}"]
     else:
