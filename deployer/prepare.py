@@ -29,7 +29,7 @@ from deployer.plan import (
 )
 from deployer.shipping import Shipment
 from trainer.config import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
-from trainer.schema import Config, RunConfig, TargetConfig
+from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
@@ -156,7 +156,7 @@ def large_files(code: Scan) -> str | None:
 def requirements(config: Config, command: Command | None, *, project: Path) -> tuple[str, ...]:
     """What the job's interpreter must have: the trainer's packages, or those of the project's requirements.txt."""
     if command is None:
-        data = [*config.data.train, *config.data.eval]
+        data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
         hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
         parquet = any(d.endswith(".parquet") for d in data)
         return (*TRAINER_REQUIRES, *(["datasets>=3.0"] if hub else []), *(["pyarrow"] if parquet else []))

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from trainer import checkpoint
 from trainer.dist import Dist
 from trainer.optim import build_optimizer
-from trainer.recipes.sft import resume_path
+from trainer.resuming import resume_path
 from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

@@ -294,7 +294,16 @@ YAML_ERRORS = {
     ),
     "list element": (
         "data:\n  train:\n  - a.jsonl\n  - null\n",
-        'Error: data.train[1] is null, expected text\n  in a.yaml:4\nhint: put it in quotes if you mean the text: "nu',
+        "Error: data.train[1] is null, expected text or a mapping of path, weight, repeat, limit\n  in a.yaml:4\n"
+        'hint: put it in quotes if you mean the text: "nu',
+    ),
+    "entry with an unknown key": (
+        "data:\n  train:\n  - {path: a.jsonl, wieght: 2}\n",
+        "Error: data.train[0].wieght is not a key\n  in a.yaml:3\nhint: keys here: path, weight, repeat, limit",
+    ),
+    "entry without its path": (
+        "data:\n  train:\n  - weight: 2\n",
+        "Error: data.train[0].path is missing\n  in a.yaml:3",
     ),
     "quoted number": (
         'train: {steps: "5"}',
@@ -427,7 +436,10 @@ OVERRIDE_ERRORS = [
         "Error: run.name is null, expected text\n  on the command line\n"
         'hint: put it in quotes if you mean the text: "null"',
     ),
-    ("data.train=[a, [b]]", "Error: data.train[1] is [b], expected text\n  on the command line"),
+    (
+        "data.train=[a, [b]]",
+        "Error: data.train[1] is [b], expected text or a mapping of path, weight, repeat, limit\n  on the command line",
+    ),
     ("data.train=[a", "Error: not valid YAML: expected ',' or ']', but got '<stream end>'\n  on the command line"),
     ("target.env=5", "Error: target.env is 5, expected a mapping of names to text\n  on the command line"),
     (

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,20 @@ from tests.ranks import run_ranks
 from tests.tiny import tiny_shape
 from trainer import loop
 from trainer.batch import LossSum
+from trainer.building import build_run, check_length, seed_everything
 from trainer.config import config_from_dict
+from trainer.data.loader import build_data
 from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.losses import sft_loss
 from trainer.models import hf
 from trainer.models.decoder import logits_head
+from trainer.reading import NonFiniteError
 from trainer.recipes import sft
+from trainer.run import Run
 from trainer.schema import Config, ModelConfig
+from trainer.step import train_step
 from trainer.stopping import stop_requests
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -96,12 +103,15 @@ def alone(rows, tmp_path_factory) -> list[dict]:
     return train(1, rows, tmp_path_factory.mktemp("alone") / "run", micro_batch_size=6)
 
 
-def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> loop.Run:
+def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> Run:
     config = config_of(rows, **fields)
     tokenizer = load_tokenizer(config)
     shape = hf.shape_from_config(config.model, len(tokenizer))
     run_dir.mkdir(exist_ok=True)
-    return sft.build(config, run_dir, dist, tokenizer=tokenizer, shape=shape, folder=None)
+    seed_everything(config, dist)
+    data = build_data(config, dist, tokenizer)
+    loss_fn = partial(sft_loss, packed=config.data.packing)
+    return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn)
 
 
 # --- the normaliser ---------------------------------------------------------------------------------------------------
@@ -110,7 +120,7 @@ def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> loop.Run:
 def test_rows_longer_than_a_named_models_positions_are_refused():
     config = config_of("rows.jsonl")
     with pytest.raises(ConfigError, match="seq_len is 96, more than max_position_embeddings of None, 64"):
-        sft.check_length(config, tiny_shape(max_position_embeddings=64))
+        check_length(config, tiny_shape(max_position_embeddings=64))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.01, 0.0])
@@ -119,7 +129,7 @@ def test_step_is_as_long_as_the_clipped_gradient(rows, tmp_path, max_grad_norm):
     run.config = replace(run.config, optim=replace(run.config.optim, max_grad_norm=max_grad_norm))
     run.optimizer = torch.optim.SGD(run.module.parameters(), fused=True)
     before = torch.nn.utils.parameters_to_vector(run.module.parameters()).clone()
-    norm = loop.train_step(run, 0, lr=1.0).read()[3]
+    norm = train_step(run, 0, lr=1.0).read()[3]
     moved = (torch.nn.utils.parameters_to_vector(run.module.parameters()) - before).norm().item()
     assert moved == pytest.approx(max_grad_norm or norm, rel=1e-3)
     assert norm > 0.1
@@ -144,7 +154,7 @@ def test_weights_after_five_steps_equal_a_plain_torch_loop(rows, tmp_path):
         schedule.step()
         optimizer.zero_grad()
     for step in range(5):
-        loop.train_step(run, step, lr=1e-2 * [0.0, 0.5, 1.0, 0.9330127018922194, 0.75][step])
+        train_step(run, step, lr=1e-2 * [0.0, 0.5, 1.0, 0.9330127018922194, 0.75][step])
     for ours, theirs in zip(run.module.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -308,7 +318,7 @@ def test_retention_keeps_the_last_checkpoints(rows, tmp_path):
 # --- non-finite steps -------------------------------------------------------------------------------------------------
 
 
-def poison(run: loop.Run, *, steps: set[int], rank: int = 0) -> None:
+def poison(run: Run, *, steps: set[int], rank: int = 0) -> None:
     """Make the loss of these steps (counted from 1) NaN on one rank. One micro-batch a step is assumed."""
     loss_fn, calls = run.loss_fn, []
 
@@ -326,13 +336,13 @@ def poison(run: loop.Run, *, steps: set[int], rank: int = 0) -> None:
 def test_nonfinite_step_changes_nothing_and_is_counted(rows, tmp_path):
     run = build(rows, tmp_path / "run", micro_batch_size=6)
     poison(run, steps={3})
-    loop.train_step(run, 0, lr=1e-2)
-    loop.train_step(run, 1, lr=1e-2)
+    train_step(run, 0, lr=1e-2)
+    train_step(run, 1, lr=1e-2)
     before = [parameter.clone() for parameter in run.module.parameters()]
-    values = loop.train_step(run, 2, lr=1e-2)
+    values = train_step(run, 2, lr=1e-2)
     assert values.read()[4] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, run.module.parameters(), strict=True))
-    assert loop.train_step(run, 3, lr=1e-2).read()[4] == 1.0
+    assert train_step(run, 3, lr=1e-2).read()[4] == 1.0
 
 
 def train_poisoned(dist: Dist, rows: str, run_dir: str, steps: list[int]) -> str:
@@ -340,7 +350,7 @@ def train_poisoned(dist: Dist, rows: str, run_dir: str, steps: list[int]) -> str
     poison(run, steps=set(steps), rank=1)
     try:
         loop.train(run)
-    except loop.NonFiniteError as error:
+    except NonFiniteError as error:
         return str(error)
     return "trained"
 
@@ -362,7 +372,7 @@ def test_nonfinite_steps_in_a_row_end_the_run_on_every_rank(rows, tmp_path):
 def test_run_shorter_than_the_limit_fails_when_every_step_was_skipped(rows, tmp_path):
     run = build(rows, tmp_path, micro_batch_size=6, steps=3)
     poison(run, steps={1, 2, 3})
-    with pytest.raises(loop.NonFiniteError, match="steps 1 to 3 were skipped"):
+    with pytest.raises(NonFiniteError, match="steps 1 to 3 were skipped"):
         loop.train(run)
     assert not (tmp_path / "checkpoints").exists()
 

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.test_models import save_hf
 from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
+from trainer.building import build_decoder
 from trainer.dist import (
     Dist,
     DistError,
@@ -51,7 +52,7 @@ def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
 
 def prepared(dist: Dist, cfg: Config, shape: DecoderShape) -> tuple[Backend, nn.Module]:
     backend = make_backend(cfg, dist)
-    module = backend.prepare(shape)
+    module = backend.prepare(build_decoder(cfg, shape))
     init_random(module, 0)
     return backend, module
 
@@ -272,7 +273,7 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(backend, world_size)
 
 
 def load_and_gather(dist: Dist, cfg: Config, shape: DecoderShape, folder: Path) -> tuple[dict | None, int, Tensor]:
-    module = make_backend(cfg, dist).prepare(shape)
+    module = make_backend(cfg, dist).prepare(build_decoder(cfg, shape))
     load_pretrained(module, folder)
     buffer = (module.module if cfg.target.train_backend == "ddp" else module).model.inv_freq
     return gather_full(module, dist), sum(local_tensor(p).numel() for p in module.parameters()), buffer
@@ -362,7 +363,7 @@ def test_every_backend_works_in_one_process_without_torchrun(backend):
 
 def plan(dist: Dist, cfg: Config) -> str:
     backend = make_backend(cfg, dist)
-    backend.prepare(tiny_shape())
+    backend.prepare(build_decoder(cfg, tiny_shape()))
     return backend.describe()
 
 

@@ -12,8 +12,8 @@ import os
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from trainer.config_keys import Places, field_kinds, is_section, unknown_key
 from trainer.errors import ConfigError
@@ -47,16 +47,21 @@ def _build(cls: Callable[..., T], tree: Mapping[str, object], prefix: str, *, pl
     kinds = field_kinds(cls)
     for name in tree:
         if name not in kinds:
-            raise unknown_key(f"{prefix}{name}", places)
+            raise unknown_key(f"{prefix}{name}", places, siblings=list(kinds) if "[" in prefix else ())
+    for missing in (f.name for f in fields(cast(Any, cls)) if f.default is f.default_factory and f.name not in tree):
+        raise ConfigError(f"{prefix}{missing} is missing", where=places.of(prefix.removesuffix(".")))
     return cls(**{name: fit(value, kinds[name], f"{prefix}{name}", places=places) for name, value in tree.items()})
 
 
 def fit(value: object, kind: Any, key: str, *, places: Places) -> Any:
     """The value as the field's type has it (int -> float, tuple -> list), or a ConfigError that names the key."""
+    entry = _entry_section(kind)
+    if entry is not None and (isinstance(value, Mapping) or type(value) is entry):
+        kind = entry
     if is_section(kind):
         return _build(kind, _section_tree(value, kind, key, places), f"{key}.", places=places)
     origin = get_origin(kind)
-    if kind == list[str] and isinstance(value, Word | str) and _is_one_word(value):
+    if origin is list and _takes_text(get_args(kind)[0]) and isinstance(value, Word | str) and _is_one_word(value):
         value = [value]
     if origin is list and isinstance(value, (list, tuple, range)):
         (item,) = get_args(kind)
@@ -68,6 +73,19 @@ def fit(value: object, kind: Any, key: str, *, places: Places) -> Any:
     except Misfit as misfit:
         message = f"{key} is {show(value)}, expected {describe(kind)}{misfit}"
         raise ConfigError(message, where=places.of(key), hint=_misfit_hint(value, kind)) from None
+
+
+def _entry_section(kind: Any) -> Any | None:
+    """The section that an entry of a list may be instead of a text, as in `str | SourceConfig`; None without one."""
+    return next((member for member in get_args(kind) if is_section(member)), None) if _is_union(kind) else None
+
+
+def _is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)
+
+
+def _takes_text(kind: Any) -> bool:
+    return kind is str or (_entry_section(kind) is not None and str in get_args(kind))
 
 
 def _is_one_word(value: Word | str) -> bool:
@@ -96,7 +114,7 @@ def fit_scalar(value: object, kind: Any) -> Any:
         raise Misfit
     if kind in _SCALARS:
         return _SCALARS[kind](value)
-    if get_origin(kind) in (Union, types.UnionType):
+    if _is_union(kind):
         return _fit_union(value, set(get_args(kind)))
     raise Misfit
 
@@ -180,6 +198,11 @@ def describe(kind: Any) -> str:
         return f"a list, each {describe(get_args(kind)[0])}"
     if get_origin(kind) is dict:
         return "a mapping of names to text"
+    if _entry_section(kind) is not None:
+        section = _entry_section(kind)
+        return f"text or a mapping of {', '.join(field_kinds(section))}"
+    if is_section(kind):
+        return f"a mapping of {', '.join(field_kinds(kind))}"
     members = get_args(kind) or (kind,)
     return " or ".join(_SCALAR_WORDS[m] for m in sorted(members, key=lambda m: m is type(None)))
 
@@ -208,6 +231,6 @@ def _misfit_hint(value: object, kind: Any) -> str:
         return f"did you mean {near[0]}?" if near else ""
     if get_origin(kind) is list and isinstance(text, (str, int)):
         return f"write it as a list: [{', '.join(re.split('[ ,]+', str(text)))}]"
-    if kind is str and isinstance(value, Word):
+    if _takes_text(kind) and isinstance(value, Word):
         return f'put it in quotes if you mean the text: "{value.text}"'
     return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -110,9 +110,11 @@ def nearest_keys(key: str, *, sections: bool = False) -> list[str]:
     return [name for value, name in scores if value and value >= scores[0][0] - 0.08][:3]
 
 
-def unknown_key(key: str, places: Places) -> ConfigError:
-    """The error for a key that the schema lacks, with the nearest names."""
+def unknown_key(key: str, places: Places, *, siblings: Sequence[str] = ()) -> ConfigError:
+    """The error for a key that the schema lacks, with the nearest names; `siblings`: the keys of an entry of a list."""
     where = places.of(key)
+    if siblings:
+        return ConfigError(f"{key} is not a key", where=where, hint=f"keys here: {', '.join(siblings)}")
     if key in known_keys():
         section, _, leaf = key.partition(".")
         return ConfigError(f"{key} is not a key here", where=where, hint=f"nest it: {section}: {{{leaf}: …}}")
@@ -140,6 +142,7 @@ def scalar_texts(config: Config) -> Iterator[tuple[str, str]]:
             yield key, value
         elif isinstance(value, list):
             yield from ((f"{key}[{i}]", v) for i, v in enumerate(value) if isinstance(v, str))
+            yield from ((f"{key}[{i}].path", v.path) for i, v in enumerate(value) if hasattr(v, "path"))
 
 
 def get_key(config: Config, key: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import AUTO_GPUS, Config, ModelConfig, gpu_count
+from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
@@ -330,7 +330,10 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     if data.eval:
         yield ["data.eval_fraction"], ", data.eval names the held-out data"
     for split, sources in (("data.train_split", data.train), ("data.eval_split", data.eval)):
-        if all(source.startswith("builtin:") or source.endswith(LOCAL_SUFFIXES) for source in sources):
+        if all(
+            path.startswith("builtin:") or path.endswith(LOCAL_SUFFIXES)
+            for path in (s.path for s in as_sources(sources))
+        ):
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
     if backend != "fsdp":
         yield ["parallel.reshard_after_forward"], f" with {backend}"

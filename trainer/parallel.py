@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.dist import Dist, DistError, ensure_group
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from trainer.schema import Config
@@ -55,13 +55,11 @@ class Backend:
         self.options = config.parallel
         self.module: nn.Module = nn.Identity()
 
-    def prepare(self, shape: DecoderShape) -> nn.Module:
-        """The wrapped model on this rank's device, its parameters allocated and undefined.
+    def prepare(self, decoder: Decoder) -> nn.Module:
+        """The wrapped model on this rank's device, its parameters allocated and undefined; `decoder` is on meta.
 
         Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Decoder's arguments.
         """
-        with torch.device("meta"):
-            decoder = Decoder(shape, compute_dtype=self.compute_dtype)
         for block in decoder.blocks:
             block.recompute = self.options.activation_checkpointing == "full"
             if self.options.compile:

@@ -91,12 +91,33 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """One source of a mixture; a plain text in its place is its path alone."""
+
+    path: str
+    """As the entries of `data.train`: a file, a data set or `builtin:stdlib-docs`."""
+    weight: float | None = None
+    """Its share of the rows, relative to the other sources' weights; all sources have one or none has. None: every
+    source gives its own rows once an epoch."""
+    repeat: float = 1.0
+    """How often an epoch holds each of its rows; 0.5: half of them. Not together with `weight`."""
+    limit: int | None = None
+    """Conversations read from it at most; None: all."""
+
+
+def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
+    """The entries of `data.train` or `data.eval`, each with its settings."""
+    return [SourceConfig(entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """What is read, how it becomes tokens, and which of them are targets."""
 
-    train: list[str] = field(default_factory=lambda: ["builtin:stdlib-docs"])
-    """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`."""
-    eval: list[str] = field(default_factory=list)
+    train: list[str | SourceConfig] = field(default_factory=lambda: ["builtin:stdlib-docs"])
+    """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping
+    {path, weight, repeat, limit} in place of a text says how much of it."""
+    eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = 0.05
     """Share of the training rows held out when `eval` is empty; 0: no evaluation."""

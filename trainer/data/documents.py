@@ -16,7 +16,7 @@ import numpy as np
 from trainer.data.chat import Encoded, encode, special_ids
 from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, Row, read_conversations
 from trainer.errors import DataError
-from trainer.schema import Config, DataConfig
+from trainer.schema import Config, DataConfig, SourceConfig, as_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -82,18 +82,24 @@ def read_rows(config: Config) -> tuple[list[Row], list[Row]]:
     """The training rows and the held-out ones; `data.max_*_rows` conversations of each at most."""
     data = config.data
     share = data.eval_fraction
-    train = _read_all(data.train, data, split=data.train_split, builtin=TRAIN, limit=data.max_train_rows)
+    train = _read_all(_paths(data.train), data, split=data.train_split, builtin=TRAIN, limit=data.max_train_rows)
     if data.eval:
-        return train, _read_all(data.eval, data, split=data.eval_split, builtin=HELD_OUT, limit=data.max_eval_rows)
+        return train, _read_all(
+            _paths(data.eval), data, split=data.eval_split, builtin=HELD_OUT, limit=data.max_eval_rows
+        )
     if share <= 0:
         return train, []
     own = [row for row in train if not row.id.startswith(STDLIB_DOCS)]
     train_ids_out = _pick_held_out(own, share, data.max_eval_rows)
     held_out = [row for row in train if row.id in train_ids_out]
-    if STDLIB_DOCS in data.train:
+    if STDLIB_DOCS in _paths(data.train):
         room = None if data.max_eval_rows is None else data.max_eval_rows - len(held_out)
         held_out += read_conversations(STDLIB_DOCS, split=HELD_OUT, limit=room, held_out_share=share)
     return [row for row in train if row.id not in train_ids_out], held_out
+
+
+def _paths(entries: Sequence[str | SourceConfig]) -> list[str]:
+    return [source.path for source in as_sources(entries)]
 
 
 def _read_all(specs: Sequence[str], data: DataConfig, *, split: str, builtin: str, limit: int | None) -> list[Row]:

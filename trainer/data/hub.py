@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from trainer.data.sources import is_local
-from trainer.schema import Config
+from trainer.schema import Config, as_sources
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -22,7 +22,7 @@ def hub_names(config: Config) -> list[str]:
     """Models, tokenizers and data sets of the config that only the Hub or its cache can give."""
     models = [name for name in (config.model.name, config.data.tokenizer) if name and name != "auto"]
     missing = [name for name in models if not Path(name).expanduser().is_dir()]
-    sources = [spec for spec in (*config.data.train, *config.data.eval) if not is_local(spec)]
+    sources = [s.path for s in as_sources([*config.data.train, *config.data.eval]) if not is_local(s.path)]
     return [name for name in (*missing, *sources) if not name.startswith(("builtin:", "/", ".", "~"))]
 
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
+from trainer.data.batching import Ranks, build_batches
 from trainer.data.chat import check_template
 from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows, trains_end_token
-from trainer.data.packing import PackedRow, Plan, build_row, plan_rows
+from trainer.data.order import plan_epoch
+from trainer.data.packing import Plan, plan_rows
 from trainer.errors import DataError
 from trainer.schema import Config
 
@@ -34,16 +32,6 @@ NO_END_TOKEN = (
     "note: no end token is among the targets, so the model will not learn to stop; "
     "the chat template's assistant turn should end with one"
 )
-
-
-class Ranks(Protocol):
-    """What is needed of `trainer.dist.Dist`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -249,42 +237,6 @@ def global_batch_size(config: Config, world_size: int) -> int:
     """Rows per optimizer step over all ranks."""
     train = config.train
     return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size
-
-
-def plan_epoch(lengths: Sequence[int], *, epoch: int, config: Config) -> Plan:
-    """The rows of one epoch: documents shuffled, laid into rows, rows shuffled; or all as read."""
-    data = config.data
-    count = len(lengths)
-    if not data.shuffle:
-        return sorted(plan_rows(lengths, range(count), seq_len=data.seq_len, packing=data.packing), key=min)
-    # RandomState: its stream is frozen (NEP 19), so a run can be resumed with another numpy
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([config.train.seed, epoch])))
-    rows = plan_rows(lengths, random.permutation(count).tolist(), seq_len=data.seq_len, packing=data.packing)
-    # packing puts rows of long documents first, so the rows are shuffled as well
-    return [rows[index] for index in random.permutation(len(rows))]
-
-
-def build_batches(
-    rows: Sequence[Sequence[Any]], *, ranks: Ranks, micro_batch_size: int, seq_len: int, pad_id: int
-) -> list[Batch]:
-    """This rank's share of `rows` (lists of documents), [micro_batch_size, seq_len] each, as many on every rank."""
-    world = ranks.world_size
-    begin, end = len(rows) * ranks.rank // world, len(rows) * (ranks.rank + 1) // world
-    largest = -(-len(rows) // world)
-    count = -(-largest // micro_batch_size)
-    mine = [build_row(docs, seq_len=seq_len, pad_id=pad_id) for docs in rows[begin:end]]
-    empty = build_row([], seq_len=seq_len, pad_id=pad_id)
-    mine += [empty] * (count * micro_batch_size - len(mine))
-    return [_batch(mine[i : i + micro_batch_size]) for i in range(0, len(mine), micro_batch_size)]
-
-
-def _batch(rows: Sequence[PackedRow]) -> Batch:
-    return Batch(
-        input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
-        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
-        positions=torch.from_numpy(np.stack([row.positions for row in rows])),
-        doc_ids=torch.from_numpy(np.stack([row.doc_ids for row in rows])),
-    )
 
 
 def padding_share(documents: Documents, *, rows: int, seq_len: int) -> float:

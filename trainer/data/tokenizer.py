@@ -45,6 +45,13 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def quiet_transformers() -> None:
+    """No progress bars of transformers between our lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """Rows that an embedding needs for every id; more than there are tokens when the ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))

@@ -1,0 +1,131 @@
+"""From a config and its data to a Run: the model on its backend, with first weights or those of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from trainer import checkpoint, metrics
+from trainer.config import config_notes, config_to_dict
+from trainer.data.loader import Data
+from trainer.dist import Dist
+from trainer.errors import ConfigError
+from trainer.models import hf
+from trainer.models.decoder import Decoder, DecoderShape
+from trainer.optim import build_optimizer
+from trainer.parallel import DTYPES, make_backend
+from trainer.resuming import changed_keys, check_resumable, resume_path
+from trainer.run import LossFn, Run
+from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config
+
+
+def build_run(
+    config: Config, run_dir: Path, dist: Dist, *, shape: DecoderShape, folder: Path | None, data: Data, loss_fn: LossFn
+) -> Run:
+    """Everything that the loop needs: resumed from a checkpoint, or with the weights in `folder`, or random ones."""
+    backend = make_backend(config, dist)
+    module = backend.prepare(build_decoder(config, shape))
+    optimizer = build_optimizer(module, config.optim)
+    path = resume_path(config, run_dir, dist)
+    if path is None:
+        fill_weights(config, module, folder)
+        start_step, extra, changed = 0, {}, []
+    else:
+        check_resumable(path, checkpoint.read_info(path), shape, data)
+        resumed = checkpoint.load(path, module, optimizer, dist)
+        start_step, extra = resumed.step, resumed.extra
+        changed = changed_keys(extra.get("config", {}), config_to_dict(config))
+    log = metrics.MetricsLog(
+        run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
+    )
+    if changed:
+        log.note(f"note: changed since the checkpoint, in force from here on: {', '.join(changed)}")
+    return Run(
+        config=config,
+        run_dir=run_dir,
+        dist=dist,
+        backend=backend,
+        module=module,
+        optimizer=optimizer,
+        data=data,
+        loss_fn=loss_fn,
+        log=log,
+        flops_per_token=flops_per_token(shape, config),
+        peak_flops=peak_flops(config, dist),
+        extra={**extra, "config": config_to_dict(config), "shape": asdict(shape)},
+        start_step=start_step,
+    )
+
+
+def build_decoder(config: Config, shape: DecoderShape) -> Decoder:
+    """The model as configured, on the meta device: every parameter is there, none has storage."""
+    with torch.device("meta"):
+        return Decoder(shape, compute_dtype=DTYPES[config.train.precision])
+
+
+def seed_everything(config: Config, dist: Dist) -> None:
+    """Seed the generators, each rank differently; and choose deterministic kernels when asked."""
+    random.seed(config.train.seed + dist.rank)
+    torch.manual_seed(config.train.seed + dist.rank)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries start
+        torch.use_deterministic_algorithms(True)
+
+
+def pretrained_folder(config: Config, dist: Dist) -> Path | None:
+    """The local folder of a named model; None when the model is built from the config's fields."""
+    if config.model.name is None:
+        return None
+    return hf.model_folder(config.model.name, dist, weights=config.model.init != "random")
+
+
+def check_length(config: Config, shape: DecoderShape) -> None:
+    """Raise ConfigError for rows longer than the model knows positions; a named model brings that number itself."""
+    if config.data.seq_len > shape.max_position_embeddings:
+        limit = f"max_position_embeddings of {config.model.name}, {shape.max_position_embeddings}"
+        raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
+
+
+def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None) -> None:
+    """Give a new run its first weights: the pretrained ones, or random ones by seed."""
+    if folder is not None and config.model.init != "random":
+        hf.load_pretrained(module, folder)
+    else:
+        hf.init_random(module, config.train.seed)
+
+
+def tell_plan(train: Run) -> None:
+    """Say what is about to happen, before the first step."""
+    config, loader = train.config, train.data.train
+    notes = [
+        f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
+    ]
+    if config.optim.warmup_steps > loader.total_steps:  # an error already where train.steps says so
+        warmup = f"optim.warmup_steps is {config.optim.warmup_steps}"
+        notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
+    resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
+    size = f"{loader.global_batch_size} rows x {config.data.seq_len} tokens"
+    plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
+    for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), plan, *resumed]:
+        train.log.note(line)
+
+
+def flops_per_token(shape: DecoderShape, config: Config) -> float:
+    return metrics.flops_per_token(
+        shape.num_params,
+        layers=shape.num_layers,
+        heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        seq_len=config.data.seq_len,
+    )
+
+
+def peak_flops(config: Config, dist: Dist) -> float | None:
+    """The bf16 peak of this rank's card; None for other cards and for fp32 runs, whose peak is another."""
+    if dist.device.type != "cuda" or config.train.precision != "bf16":
+        return None
+    return metrics.peak_flops(torch.cuda.get_device_name(dist.device))

@@ -1,0 +1,56 @@
+"""The loss on held-out data, before the first step, every so often, and after the last."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from trainer.dist import sum_over_ranks
+from trainer.run import Run
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> tuple[float, int] | None:
+    """(loss per target token, target tokens) of the held-out data over all ranks; None when there is none."""
+    batches = run.data.eval.batches()
+    if not batches:
+        return None
+    run.module.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)
+    for batch in batches:
+        loss = run.loss_fn(run.module, batch.to(run.dist.device))
+        sums += torch.stack([loss.total.double(), loss.count.double()])
+    run.module.train()
+    total, count = sum_over_ranks(sums, run.dist).tolist()
+    return total / max(count, 1.0), int(count)
+
+
+class Evaluator:
+    """Evaluates when it is due, and remembers the first and the last loss, also over a resume."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.first_loss: float | None = run.extra.get("eval_loss_first")
+        """From before the first step."""
+        self.last_loss: float | None = run.extra.get("eval_loss_last")
+        """None before there was a later evaluation."""
+
+    def is_due(self, step: int) -> bool:
+        every = self._run.config.train.eval_every
+        return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""
+        began = time.perf_counter()
+        outcome = evaluate(self._run)
+        if outcome is None:
+            return
+        loss, tokens = outcome
+        if step == 0:
+            self.first_loss = loss
+        else:
+            self.last_loss = loss
+        self._run.extra.update(eval_loss_first=self.first_loss, eval_loss_last=self.last_loss)
+        seconds = time.perf_counter() - began
+        self._run.log.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_s": round(seconds, 3)})

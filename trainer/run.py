@@ -1,0 +1,52 @@
+"""A training run as one value, and how it ended: what a recipe builds and the loop consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.batch import Batch, LossSum
+from trainer.data.loader import Data
+from trainer.dist import Dist
+from trainer.metrics import MetricsLog
+from trainer.parallel import Backend
+from trainer.schema import Config
+
+LossFn = Callable[[nn.Module, Batch], LossSum]
+
+
+@dataclass
+class Run:
+    """Everything that a training run consists of; a recipe builds it and hands it to `train`."""
+
+    config: Config
+    run_dir: Path
+    dist: Dist
+    backend: Backend
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    loss_fn: LossFn
+    log: MetricsLog
+    flops_per_token: float = 0.0
+    peak_flops: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Goes into every checkpoint's state.json."""
+    start_step: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: `stopped` when it was asked to before its last step."""
+
+    step: int
+    stopped: bool
+    eval_loss_first: float | None
+    """From before the first step."""
+    eval_loss_last: float | None
+    """None before there was a later evaluation."""
