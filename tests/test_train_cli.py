@@ -162,6 +162,17 @@ def test_help_shows_an_example():
     done = run_train("--help")
     assert done.returncode == 0
     assert "python train.py configs/01_debug_sft.py target.device=cpu" in done.stdout
+    assert "python train.py export RUN  " in done.stdout
+
+
+def test_help_imports_neither_torch_nor_yaml():
+    code = (
+        "import atexit, sys; from trainer import cli\n"
+        "atexit.register(lambda: print({'torch', 'yaml', 'numpy', 'rich'} & set(sys.modules)))\n"
+        "cli.main(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()")
 
 
 def test_unknown_key_ends_with_2_and_names_the_nearest(tmp_path):

@@ -1,11 +1,13 @@
-"""The command line of `train.py`. torch is imported only by the process that trains."""
+"""The command line of `train.py`. torch is imported only by the process that trains, and each command when called."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +16,14 @@ import click
 
 from trainer import launch
 from trainer.config import ConfigError, load_config, num_processes
+from trainer.errors import UserError
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
+
+COMMANDS = {
+    "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
+    "tokenize": ("trainer.tokenizing:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
+}
+"""By first word: where its click command is, imported only when it is called; its usage; what it gives."""
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
 
@@ -30,30 +39,62 @@ trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the
 run.dir/NAME-DATE-TIME unless --run-dir says otherwise. Ctrl-C, SIGTERM and the file control/stop.json in that folder
 save a checkpoint and stop.
 
+\b
+Other commands, each with a --help of its own:
+{commands}
+
 Exit codes: 0 trained or stopped when asked, 1 failed, 2 a mistake in the config, the command or the data, 128+N ended
 by signal N.
 """
 
 
-@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.argument("config_path", metavar="CONFIG")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
-@click.option("--debug", is_flag=True, help="Show stack traces.")
-def main(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, debug: bool) -> None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train, or do what another command says, and leave with an exit code; a user's mistake is told in a paragraph."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    program = Path(sys.argv[0]).name
     try:
-        check_torch()
-        config = load_config(config_path, overrides)
-        if launch.is_under_torchrun(os.environ):
-            prepare_rank(config, run_dir)
-            sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
-        start(config, run_dir or _run_dir_of_env(), debug=debug)
-    except ConfigError as error:
-        if debug:
+        if words and words[0] in COMMANDS:
+            _load(words[0], words[1:]).main(words[1:], f"{program} {words[0]}")
+        else:
+            train_command.main(words, program)
+    except UserError as error:
+        if "--debug" in words:
             raise
         if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
             click.echo(error.render(), err=True)
         sys.exit(error.exit_code)
+    raise AssertionError("click leaves by itself")
+
+
+def _load(name: str, words: Sequence[str]) -> click.Command:
+    if not {"-h", "--help"} & set(words):
+        check_torch()
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command: click.Command = getattr(import_module(module), attribute)
+    return command
+
+
+def render_commands() -> str:
+    """The other commands, one a line, for the help."""
+    return "\n".join(f"  python train.py {usage:<22} {gives}" for _, usage, gives in COMMANDS.values())
+
+
+@click.command(
+    "train",
+    help=HELP.format(commands=render_commands()),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.argument("config_path", metavar="CONFIG")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def train_command(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, debug: bool) -> None:
+    check_torch()
+    config = load_config(config_path, overrides)
+    if launch.is_under_torchrun(os.environ):
+        prepare_rank(config, run_dir)
+        sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
+    start(config, run_dir or _run_dir_of_env(), debug=debug)
 
 
 def check_torch() -> None:
