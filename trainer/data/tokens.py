@@ -1,0 +1,343 @@
+"""Token files, `NAME.tokens`: tokenized documents on disk, read through a memory map however many there are.
+
+Layout, little endian: a prologue of 64 bytes (magic, format version, where the header stands), then five arrays, each
+at a multiple of 64 bytes, then the header as JSON. `ids` [tokens] uint16 or uint32; `offsets` [docs + 1] uint64, where
+each document begins in it; `targets`, a bit for each token, the first one lowest, empty when all are targets;
+`name_offsets` [docs + 1] uint64 and `names`, the documents' names in UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from trainer.data.chat import Encoded
+from trainer.errors import DataError
+
+SUFFIX = ".tokens"
+MAGIC = b"TFTOKENS"
+VERSION = 1
+ALIGN = 64
+PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where it begins
+SECTIONS = ("ids", "offsets", "targets", "name_offsets", "names")
+UINT16_VOCAB = 1 << 16
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenHeader:
+    """What a token file says of itself. `num_targets`: tokens to predict, never a document's first one."""
+
+    dtype: str
+    vocab_size: int
+    """Of the tokenizer; every id is smaller."""
+    tokenizer: str
+    """The tokenizer's hash."""
+    num_docs: int
+    num_tokens: int
+    num_targets: int
+    max_id: int
+    """-1 without tokens."""
+    has_targets: bool
+    """Whether the file says which tokens are targets; otherwise all are."""
+    content_hash: str
+    """BLAKE2b of the five arrays."""
+    sections: dict[str, list[int]]
+    """[first byte, bytes] of each array."""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class TokenWriter:
+    """Writes a token file: `with TokenWriter(path, …) as writer: writer.add(doc)`.
+
+    Memory does not grow with the tokens. The file appears under its name when it is whole and on disk; an exception or
+    a kill leaves what stood there. Raises DataError when it cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, *, vocab_size: int, tokenizer: str, has_targets: bool, meta: dict[str, Any] | None = None
+    ) -> None:
+        self.path = Path(path)
+        self._vocab_size, self._tokenizer, self._has_targets = vocab_size, tokenizer, has_targets
+        self._meta = meta or {}
+        self._dtype = np.dtype("<u2" if vocab_size <= UINT16_VOCAB else "<u4")
+        self._num_docs = self._num_tokens = self._num_targets = self._name_bytes = 0
+        self._max_id = -1
+        self._bits = np.zeros(0, dtype=bool)  # of the last byte of `targets`, not yet full
+        self._open = ExitStack()
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> TokenWriter:
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".tmp_{self.path.name}_")
+            self._aside = Path(name)
+            self._open.callback(self._aside.unlink, missing_ok=True)
+            main = self._open.enter_context(os.fdopen(handle, "w+b"))
+            main.write(bytes(ALIGN))
+            self._files = {"ids": main}
+            for section in SECTIONS[1:]:
+                self._files[section] = self._open.enter_context(tempfile.TemporaryFile(dir=self.path.parent))
+            self._files["offsets"].write(bytes(8))
+            self._files["name_offsets"].write(bytes(8))
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._open:
+            if kind is None:
+                with _writing(self.path):
+                    self._finish()
+
+    def add(self, doc: Encoded) -> None:
+        """Append a document. Raises DataError for an id that the vocabulary does not have."""
+        check_ids(doc, self._vocab_size, of="the tokenizer")
+        name = doc.id.encode("utf-8", errors="replace")
+        self._num_docs += 1
+        self._num_tokens += len(doc.ids)
+        self._name_bytes += len(name)
+        self._max_id = max(self._max_id, int(doc.ids.max(initial=-1)))
+        with _writing(self.path):
+            self._files["ids"].write(doc.ids.astype(self._dtype).tobytes())
+            self._files["offsets"].write(struct.pack("<Q", self._num_tokens))
+            self._files["name_offsets"].write(struct.pack("<Q", self._name_bytes))
+            self._files["names"].write(name)
+            self._add_targets(doc)
+
+    def _add_targets(self, doc: Encoded) -> None:
+        if not self._has_targets:
+            self._num_targets += max(0, len(doc.ids) - 1)
+            return
+        self._num_targets += doc.num_targets
+        bits = np.concatenate([self._bits, doc.is_target])
+        whole = len(bits) // 8 * 8
+        self._files["targets"].write(np.packbits(bits[:whole], bitorder="little").tobytes())
+        self._bits = bits[whole:]
+
+    def _finish(self) -> None:
+        main = self._files["ids"]
+        self._files["targets"].write(np.packbits(self._bits, bitorder="little").tobytes())
+        sections = {"ids": [ALIGN, self._num_tokens * self._dtype.itemsize]}
+        for name in SECTIONS[1:]:
+            size = self._files[name].tell()
+            sections[name] = [_pad(main), size]
+            self._files[name].seek(0)
+            shutil.copyfileobj(self._files[name], main, CHUNK_BYTES)
+        header = json.dumps(asdict(self._header(sections, _hash_sections(main, sections)))).encode()
+        start = _pad(main)
+        main.write(header)
+        main.seek(0)
+        main.write(PROLOGUE.pack(MAGIC, VERSION, len(header), start))
+        main.flush()
+        os.fsync(main.fileno())
+        self._aside.chmod(0o666 & ~_umask())  # mkstemp makes files that only the owner reads
+        self._aside.replace(self.path)
+        _sync_folder(self.path.parent)
+
+    def _header(self, sections: dict[str, list[int]], content_hash: str) -> TokenHeader:
+        return TokenHeader(
+            dtype=self._dtype.name,
+            vocab_size=self._vocab_size,
+            tokenizer=self._tokenizer,
+            num_docs=self._num_docs,
+            num_tokens=self._num_tokens,
+            num_targets=self._num_targets,
+            max_id=self._max_id,
+            has_targets=self._has_targets,
+            content_hash=content_hash,
+            sections=sections,
+            meta=self._meta,
+        )
+
+
+class TokenFile:
+    """A token file as a sequence of documents: `file[i]` reads one, `file.lengths` [docs] int64 needs none of them."""
+
+    def __init__(self, path: Path, header: TokenHeader, data: np.ndarray) -> None:
+        self.path = path
+        self.header = header
+        arrays = {name: data[start : start + size] for name, (start, size) in header.sections.items()}
+        self._ids = arrays["ids"].view(f"<{np.dtype(header.dtype).str[1:]}")
+        self._offsets = arrays["offsets"].view("<u8").astype(np.int64)
+        self._targets = arrays["targets"]
+        self._name_offsets = arrays["name_offsets"].view("<u8")
+        self._names = arrays["names"]
+
+    @classmethod
+    def open(cls, path: Path) -> TokenFile:
+        """Raises DataError when it is no token file, of another format version, or truncated."""
+        path = Path(path)
+        try:
+            size = path.stat().st_size
+            data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8)) if size else np.zeros(0, np.uint8)
+        except OSError as error:
+            raise DataError(f"{path.absolute()} cannot be read: {error.strerror}") from None
+        return cls(path, _read_header(path, data), data)
+
+    def __len__(self) -> int:
+        return self.header.num_docs
+
+    def __getitem__(self, index: int) -> Encoded:
+        """Document `index`; its ids are int32, a view of the file where that holds uint32."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        begin, end = self._offsets[index], self._offsets[index + 1]
+        ids = self._ids[begin:end]
+        return Encoded(self.name(index), _as_int32(ids), self._is_target(begin, end))
+
+    def __iter__(self) -> Iterator[Encoded]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._offsets)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any id, target, name or their order."""
+        return self.header.content_hash[:16]
+
+    def name(self, index: int) -> str:
+        """The name of document `index`, without reading it."""
+        begin, end = self._name_offsets[index], self._name_offsets[index + 1]
+        return self._names[begin:end].tobytes().decode()
+
+    def check(self, *, vocab_size: int, tokenizer: str | None = None) -> None:
+        """Raise DataError when another tokenizer made the file, or when it has an id that a model does not know.
+
+        `vocab_size`: rows of the model's embedding. `tokenizer`: the hash of the run's; None: any will do.
+        """
+        header = self.header
+        if tokenizer is not None and header.tokenizer != tokenizer:
+            raise DataError(
+                f"the file was made with another tokenizer: {header.tokenizer} of {header.vocab_size} tokens, "
+                f"and this run's is {tokenizer}",
+                where=str(self.path.absolute()),
+                hint="tokenize the texts again, or set data.tokenizer to the one that made the file",
+            )
+        if header.max_id >= vocab_size:
+            place = self._first_outside(vocab_size)
+            raise DataError(
+                f"the file was made for a vocabulary of {header.vocab_size} tokens and the model has {vocab_size}: "
+                f"document {place[0]} ({self.name(place[0])}) holds id {place[2]} at token {place[1]}",
+                where=str(self.path.absolute()),
+                hint="tokenize the texts again with the model's own tokenizer",
+            )
+
+    def verify(self) -> None:
+        """Read all of it and raise DataError when a byte has changed since it was written."""
+        with self.path.open("rb") as file:
+            found = _hash_sections(file, self.header.sections)
+        if found != self.header.content_hash:
+            message = f"the file is damaged: its content has hash {found[:16]}, not {self.header.content_hash[:16]}"
+            raise DataError(message, where=str(self.path.absolute()), hint="tokenize the texts again")
+
+    def _is_target(self, begin: int, end: int) -> np.ndarray:
+        if not self.header.has_targets:
+            return np.ones(end - begin, dtype=bool)
+        first = begin // 8
+        bits = np.unpackbits(self._targets[first : -(-end // 8)], bitorder="little")
+        return bits[begin - first * 8 : end - first * 8].astype(bool)
+
+    def _first_outside(self, vocab_size: int) -> tuple[int, int, int]:
+        """(document, token in it, id) of the first id that is too large."""
+        step = CHUNK_BYTES
+        for start in range(0, len(self._ids), step):
+            found = np.flatnonzero(self._ids[start : start + step] >= vocab_size)
+            if found.size:
+                token = start + int(found[0])
+                index = int(np.searchsorted(self._offsets, token, side="right")) - 1
+                return index, token - int(self._offsets[index]), int(self._ids[token])
+        raise DataError("the header names a largest id that the file does not hold", where=str(self.path.absolute()))
+
+
+def check_ids(doc: Encoded, vocab_size: int, *, of: str = "the model") -> None:
+    """Raise DataError for a document that holds an id that `of`, which knows `vocab_size` of them, does not have."""
+    ids = doc.ids
+    if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
+        place = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
+        raise DataError(
+            f"token {place} has id {int(ids[place])}, and {of} has ids 0 to {vocab_size - 1}",
+            where=doc.id,
+            hint="data.tokenizer must be the one that the model was made with",
+        )
+
+
+def check_all_ids(docs: Iterable[Encoded], vocab_size: int) -> None:
+    """`check_ids` of each document, against the rows of a model's embedding."""
+    for doc in docs:
+        check_ids(doc, vocab_size)
+
+
+def _as_int32(ids: np.ndarray) -> np.ndarray:
+    return ids.view("<i4") if ids.dtype.itemsize == 4 else ids.astype(np.int32)
+
+
+def _read_header(path: Path, data: np.ndarray) -> TokenHeader:
+    where = str(path.absolute())
+    if data[: len(MAGIC)].tobytes() != MAGIC:
+        raise DataError("this is no token file", where=where, hint="`train.py tokenize` makes one of texts")
+    if len(data) < ALIGN:
+        raise DataError(f"the token file is truncated: {len(data)} bytes", where=where, hint="copy it again")
+    _, version, size, start = PROLOGUE.unpack_from(data)
+    if version != VERSION:
+        message = f"the token file has format {version}, and this program reads format {VERSION}"
+        raise DataError(message, where=where, hint="tokenize the texts again, or use the newer program")
+    if len(data) != start + size:
+        message = f"the token file is truncated: {len(data):,} of {start + size:,} bytes"
+        raise DataError(message, where=where, hint="copy it again")
+    known = {field.name for field in fields(TokenHeader)}
+    values = json.loads(data[start : start + size].tobytes())
+    return TokenHeader(**{name: value for name, value in values.items() if name in known})
+
+
+def _pad(file: IO[bytes]) -> int:
+    """Fill up to the next multiple of ALIGN, and give the position."""
+    file.seek(0, os.SEEK_END)
+    file.write(bytes(-file.tell() % ALIGN))
+    return file.tell()
+
+
+def _hash_sections(file: IO[bytes], sections: dict[str, list[int]]) -> str:
+    digest = blake2b(digest_size=20)
+    for name in SECTIONS:
+        start, left = sections[name]
+        digest.update(f"{name} {left}\n".encode())
+        file.seek(start)
+        while left > 0 and (part := file.read(min(left, CHUNK_BYTES))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path.absolute()} cannot be written: {error.strerror or error}") from None
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some network file systems cannot
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
