@@ -33,7 +33,9 @@ from trainer.errors import ModelError
 from trainer.losses import sft_loss
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import export_model, gather_full, init_random, load_pretrained, named_weights
-from trainer.parallel import Backend, local_tensor, make_backend
+from trainer.parallel.backend import Backend
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
 
 # 16 rows whose target counts differ widely, so that a mean of means would show

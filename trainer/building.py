@@ -17,7 +17,8 @@ from trainer.errors import ConfigError
 from trainer.models import hf
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.optim import build_optimizer
-from trainer.parallel import DTYPES, make_backend
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import DTYPES
 from trainer.resuming import changed_keys, check_resumable, resume_path
 from trainer.run import LossFn, Run
 from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config

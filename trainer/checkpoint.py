@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from trainer.dist import Dist, barrier, on_rank0, sum_over_ranks
-from trainer.parallel import fsdp_modules, local_tensor
+from trainer.parallel.tensors import fsdp_modules, local_tensor
 from trainer.schema import CHECKPOINT_MARKER
 
 STATE_FILE = "state.json"

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from trainer.config_broken import Broken
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
-from trainer.errors import COMMAND_LINE, ConfigError
+from trainer.errors import ConfigError
 from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -24,21 +25,6 @@ LAUNCHER_NAMES = {
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "torchrun sets it for every process",
 )
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A rule that does not hold: the key to look at first, what is wrong, what to do, the other keys in it."""
-
-    key: str
-    message: str
-    hint: str = ""
-    others: tuple[str, ...] = ()
-
-    def place(self, places: Places) -> str:
-        """Where the first of the keys stands, or the command line if it gave one of them: it came last."""
-        found = [places.of(key) for key in (self.key, *self.others)]
-        return COMMAND_LINE if COMMAND_LINE in found else found[0]
 
 
 @dataclass(frozen=True)

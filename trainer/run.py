@@ -14,7 +14,7 @@ from trainer.batch import Batch, LossSum
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.metrics import MetricsLog
-from trainer.parallel import Backend
+from trainer.parallel.backend import Backend
 from trainer.schema import Config
 
 LossFn = Callable[[nn.Module, Batch], LossSum]

@@ -24,7 +24,7 @@ from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import greedy, sequence_logits
 from trainer.models.shapes import model_folder, rope_fields, shape_from_config, shape_to_hf_config
-from trainer.parallel import fsdp_modules, local_tensor
+from trainer.parallel.tensors import fsdp_modules, local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,0 +1,45 @@
+"""Every rank holds the whole model; gradients are summed over the ranks."""
+
+# Without `from __future__ import annotations`: DDP wants the annotations of its communication hook as classes.
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.dist import ensure_group
+from trainer.models.decoder import Decoder
+from trainer.parallel.backend import Backend
+from trainer.parallel.tensors import dtype_name
+
+
+class DDPBackend(Backend):
+    """Every rank holds the whole model; gradients are all-reduced during the last micro-batch's backward pass."""
+
+    name = "ddp"
+
+    def _spread(self, decoder: Decoder) -> nn.Module:
+        ensure_group(self.dist)
+        # init_sync would broadcast parameters that are not filled yet
+        ddp = DistributedDataParallel(self._allocate(decoder), gradient_as_bucket_view=True, init_sync=False)
+        ddp.register_comm_hook(self.reduce_dtype, _sum_bucket)
+        return ddp
+
+    def sync(self, last: bool) -> None:
+        self.module.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context to hold open
+
+    def _groups(self) -> str:
+        return f"gradients summed in {dtype_name(self.reduce_dtype)}, one all-reduce per bucket and step"
+
+
+def _sum_bucket(dtype: torch.dtype, bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook: the sum over ranks in `dtype`, where DDP's own hook averages."""
+    buffer = bucket.buffer()
+    sent = buffer.to(dtype)
+    future = torch_dist.all_reduce(sent, async_op=True).get_future()
+
+    def give_back(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        summed = done.value()[0]
+        return buffer if summed is buffer else buffer.copy_(summed)
+
+    return future.then(give_back)
