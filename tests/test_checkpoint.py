@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from tests.ranks import run_ranks
-from trainer import checkpoint
+from trainer.checkpoint import writing
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.folders import newest_complete
+from trainer.checkpoint.loading import load, load_model, read_full, read_info
+from trainer.checkpoint.random_state import random_state, set_random_state
+from trainer.checkpoint.retention import prune, to_delete
+from trainer.checkpoint.writing import save
 from trainer.dist import Dist
 from trainer.optim import build_optimizer
 from trainer.resuming import resume_path
@@ -62,14 +68,14 @@ def save_after_two_steps(dist: Dist, folder: str) -> list[torch.Tensor]:
     model, optimizer = start(dist)
     step(model, optimizer)
     step(model, optimizer)
-    checkpoint.save(Path(folder), 2, model, optimizer, {"data": {"row": 5}}, dist)
+    save(Path(folder), 2, model, optimizer, {"data": {"row": 5}}, dist)
     step(model, optimizer)
     return [full(p) for p in model.parameters()]
 
 
 def load_and_step(dist: Dist, path: str) -> tuple[list[torch.Tensor], dict, bool]:
     model, optimizer = start(dist)
-    resumed = checkpoint.load(Path(path), model, optimizer, dist)
+    resumed = load(Path(path), model, optimizer, dist)
     step(model, optimizer)
     tied = model.head.weight is model.embed.weight
     return [full(p) for p in model.parameters()], {"step": resumed.step, **resumed.extra}, tied
@@ -106,12 +112,12 @@ def test_save_replaces_what_a_killed_save_left(tmp_path):
 
 def test_save_over_a_complete_checkpoint_never_leaves_a_half_deleted_one(tmp_path, monkeypatch):
     model, optimizer = start(ALONE)
-    checkpoint.save(tmp_path, 1, model, optimizer, {"start": 1}, ALONE)
+    save(tmp_path, 1, model, optimizer, {"start": 1}, ALONE)
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # a kill before anything is deleted
-    checkpoint.save(tmp_path, 1, model, optimizer, {"start": 2}, ALONE)
-    assert checkpoint.read_info(checkpoint.newest_complete(tmp_path)).extra == {"start": 2}
+    save(tmp_path, 1, model, optimizer, {"start": 2}, ALONE)
+    assert read_info(newest_complete(tmp_path)).extra == {"start": 2}
     monkeypatch.undo()
-    checkpoint.save(tmp_path, 2, model, optimizer, {}, ALONE)
+    save(tmp_path, 2, model, optimizer, {}, ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
@@ -119,7 +125,7 @@ def test_loaded_optimizer_keeps_the_settings_it_was_built_with(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     model = Tied()
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5, beta2=0.9))
-    checkpoint.load(tmp_path / "step_000002", model, optimizer, ALONE)
+    load(tmp_path / "step_000002", model, optimizer, ALONE)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
     assert optimizer.state[model.embed.weight]["step"] == 2
@@ -131,8 +137,8 @@ def test_damaged_file_of_a_checkpoint_is_one_error_naming_the_checkpoint(tmp_pat
     save_after_two_steps(ALONE, str(tmp_path))
     file = tmp_path / "step_000002" / name
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002: \w+.* remove this folder"):
-        checkpoint.load(tmp_path / "step_000002", *start(ALONE), ALONE)
+    with pytest.raises(CheckpointError, match=r"cannot load .*step_000002: \w+.* remove this folder"):
+        load(tmp_path / "step_000002", *start(ALONE), ALONE)
 
 
 def save_a_nan_of_the_last_rank(dist: Dist, folder: str) -> str:
@@ -141,8 +147,8 @@ def save_a_nan_of_the_last_rank(dist: Dist, folder: str) -> str:
         with torch.no_grad():
             local = model.embed.weight.to_local() if dist.world_size > 1 else model.embed.weight
             local[-1] = float("nan")
-    with pytest.raises(checkpoint.CheckpointError) as caught:
-        checkpoint.save(Path(folder), 2, model, optimizer, {}, dist)
+    with pytest.raises(CheckpointError) as caught:
+        save(Path(folder), 2, model, optimizer, {}, dist)
     return str(caught.value)
 
 
@@ -161,26 +167,26 @@ def test_newest_complete_ignores_folders_without_marker_or_metadata(tmp_path):
     shutil.copytree(tmp_path / "step_000002", tmp_path / "step_000006")
     (tmp_path / "step_000006" / "COMPLETE").unlink()
     shutil.copytree(tmp_path / "step_000002", tmp_path / ".tmp_step_000008")
-    assert checkpoint.newest_complete(tmp_path) == tmp_path / "step_000002"
+    assert newest_complete(tmp_path) == tmp_path / "step_000002"
 
 
 def test_newest_complete_of_an_absent_folder_is_none(tmp_path):
-    assert checkpoint.newest_complete(tmp_path / "checkpoints") is None
+    assert newest_complete(tmp_path / "checkpoints") is None
 
 
 def test_loading_an_incomplete_checkpoint_is_refused(tmp_path):
     (tmp_path / "step_000001").mkdir()
     model, optimizer = start(ALONE)
-    with pytest.raises(checkpoint.CheckpointError, match="step_000001 is not a complete checkpoint"):
-        checkpoint.load(tmp_path / "step_000001", model, optimizer, ALONE)
+    with pytest.raises(CheckpointError, match="step_000001 is not a complete checkpoint"):
+        load(tmp_path / "step_000001", model, optimizer, ALONE)
 
 
 def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     model = Tied(vocab=9)
     optimizer = build_optimizer(model, OptimConfig())
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot load .*step_000002: Size mismatch"):
-        checkpoint.load(tmp_path / "step_000002", model, optimizer, ALONE)
+    with pytest.raises(CheckpointError, match=r"cannot load .*step_000002: Size mismatch"):
+        load(tmp_path / "step_000002", model, optimizer, ALONE)
 
 
 @pytest.mark.parametrize(
@@ -188,26 +194,26 @@ def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
     [([10, 20, 30], 2, [10]), ([30, 10, 20], 1, [10, 20]), ([20, 30], 2, []), ([20, 30], 0, []), ([], 3, [])],
 )
 def test_retention_keeps_the_newest(steps, keep_last, doomed):
-    assert checkpoint.to_delete(steps, keep_last, newest=30) == doomed
+    assert to_delete(steps, keep_last, newest=30) == doomed
 
 
 @pytest.mark.parametrize(("keep_last", "doomed"), [(1, [10, 30, 40]), (2, [30, 40]), (0, [30, 40])])
 def test_steps_of_an_abandoned_start_go_before_those_just_saved(keep_last, doomed):
-    assert checkpoint.to_delete([10, 20, 30, 40], keep_last, newest=20) == doomed
+    assert to_delete([10, 20, 30, 40], keep_last, newest=20) == doomed
 
 
 def test_prune_deletes_older_complete_checkpoints(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     for later in (4, 6):
         shutil.copytree(tmp_path / "step_000002", tmp_path / f"step_{later:06d}")
-    checkpoint.prune(tmp_path, 2, newest=6)
+    prune(tmp_path, 2, newest=6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
 
 
 def test_random_state_continues_python_numpy_and_torch():
-    state = checkpoint.random_state()
+    state = random_state()
     expected = (random.random(), numpy.random.rand(), torch.rand(3).tolist())
-    checkpoint.set_random_state(state)
+    set_random_state(state)
     assert (random.random(), numpy.random.rand(), torch.rand(3).tolist()) == expected
 
 
@@ -215,9 +221,9 @@ def draw_after_load(dist: Dist, folder: str) -> tuple[list[float], list[float]]:
     """Random numbers drawn after a save, and those drawn after loading it."""
     model, optimizer = start(dist)
     torch.manual_seed(100 + dist.rank)
-    path = checkpoint.save(Path(folder), 1, model, optimizer, {}, dist)
+    path = save(Path(folder), 1, model, optimizer, {}, dist)
     drawn = torch.rand(3).tolist()
-    checkpoint.load(path, model, optimizer, dist)
+    load(path, model, optimizer, dist)
     return drawn, torch.rand(3).tolist()
 
 
@@ -241,20 +247,20 @@ def small_disk(tmp_path):
 
 def test_too_little_space_is_said_before_anything_is_written(small_disk):
     model, optimizer = start(ALONE)
-    with pytest.raises(checkpoint.CheckpointError, match=r"it needs 8.0 MiB and 0.[0-9] MiB are free"):
-        checkpoint.save(small_disk, 1, model, optimizer, {}, ALONE)
+    with pytest.raises(CheckpointError, match=r"it needs 8.0 MiB and 0.[0-9] MiB are free"):
+        save(small_disk, 1, model, optimizer, {}, ALONE)
     assert list(small_disk.iterdir()) == []
 
 
 def test_disk_that_fills_up_keeps_the_old_checkpoint_and_no_partial_one(small_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint, "HEADROOM_BYTES", 0)
+    monkeypatch.setattr(writing, "HEADROOM_BYTES", 0)
     save_after_two_steps(ALONE, str(small_disk))
     model = nn.Linear(256, 256)  # 256 KiB and its optimizer state: passes for one tensor, not for what is written
     optimizer = torch.optim.SGD(model.parameters())
     (small_disk / "ballast").write_bytes(bytes(200 * 1024))
-    with pytest.raises(checkpoint.CheckpointError):
-        checkpoint.save(small_disk, 4, model, optimizer, {}, ALONE)
-    assert checkpoint.newest_complete(small_disk) == small_disk / "step_000002"
+    with pytest.raises(CheckpointError):
+        save(small_disk, 4, model, optimizer, {}, ALONE)
+    assert newest_complete(small_disk) == small_disk / "step_000002"
     assert not (small_disk / ".tmp_step_000004").exists()
 
 
@@ -279,3 +285,38 @@ def test_restarted_run_goes_on_from_its_own_checkpoint_wherever_it_began(
     first = {"auto": own, "never": None, "elsewhere": elsewhere}
     assert resume_path(config, tmp_path / "run", ALONE) == (own if restarted else first[resume])
     assert resume_path(config, tmp_path / "new", ALONE) == {**first, "auto": None}[resume]
+
+
+def load_only_the_model(dist: Dist, path: str) -> list[torch.Tensor]:
+    model, _ = start(dist)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_model(Path(path), model, dist)
+    return [full(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("saved_at", "loaded_at"), [(2, 1), (1, 3)])
+def test_model_alone_loads_at_any_world_size(tmp_path, saved_at, loaded_at):
+    run_ranks(save_after_two_steps, saved_at, str(tmp_path))
+    expected = read_full(tmp_path / "step_000002")["model"]
+    weights = run_ranks(load_only_the_model, loaded_at, str(tmp_path / "step_000002"))[0]
+    assert all(
+        torch.equal(a, expected[n]) for a, n in zip(weights, ["embed.weight", "mid.weight", "mid.bias"], strict=True)
+    )
+
+
+def test_full_state_is_model_and_optimizer_by_name_without_a_process_group(tmp_path):
+    run_ranks(save_after_two_steps, 2, str(tmp_path))
+    state = read_full(tmp_path / "step_000002")
+    assert not torch.distributed.is_initialized()
+    assert {name: list(tensor.shape) for name, tensor in state["model"].items()} == {
+        "embed.weight": [7, 4],
+        "head.weight": [7, 4],
+        "mid.weight": [1, 4],
+        "mid.bias": [1],
+    }
+    kept = {name: sorted(tensors) for name, tensors in state["optimizer"].items()}
+    names = ("embed.weight", "mid.weight", "mid.bias")
+    assert kept == {name: ["exp_avg", "exp_avg_sq", "step"] for name in names}
+    assert state["optimizer"]["mid.bias"]["step"] == 2

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, metrics
+from trainer import metrics
+from trainer.checkpoint.loading import load, read_info
 from trainer.config import config_notes, config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
@@ -36,8 +37,8 @@ def build_run(
         fill_weights(config, module, folder)
         start_step, extra, changed = 0, {}, []
     else:
-        check_resumable(path, checkpoint.read_info(path), shape, data)
-        resumed = checkpoint.load(path, module, optimizer, dist)
+        check_resumable(path, read_info(path), shape, data)
+        resumed = load(path, module, optimizer, dist)
         start_step, extra = resumed.step, resumed.extra
         changed = changed_keys(extra.get("config", {}), config_to_dict(config))
     log = metrics.MetricsLog(

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint
+from trainer.checkpoint.folders import is_complete, newest_complete
+from trainer.checkpoint.loading import Resumed
 from trainer.data.loader import Data
-from trainer.dist import Dist
+from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
 from trainer.models.decoder import DecoderShape
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
@@ -21,14 +22,14 @@ def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
     After a restart by the host, what this run has saved comes first: `train.resume` says where it began.
     """
     if config.train.resume == "auto" or os.environ.get(RESTARTED_ENV):
-        own = checkpoint.agree_on_newest(run_dir / CHECKPOINTS_DIR, dist)
+        own = on_rank0(dist, lambda: newest_complete(run_dir / CHECKPOINTS_DIR))
         if own is not None or config.train.resume == "auto":
             return own
     if config.train.resume == "never":
         return None
     path = Path(config.train.resume).expanduser()
-    if not checkpoint.is_complete(path):
-        newest = checkpoint.newest_complete(path / CHECKPOINTS_DIR)
+    if not is_complete(path):
+        newest = newest_complete(path / CHECKPOINTS_DIR)
         raise ConfigError(
             f"train.resume is {config.train.resume}, and {path.absolute()} is no complete checkpoint",
             hint=f"did you mean {newest}?" if newest else "name a folder step_NNNNNN that holds a file COMPLETE",
@@ -36,7 +37,7 @@ def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
     return path
 
 
-def check_resumable(path: Path, saved: checkpoint.Resumed, shape: DecoderShape, data: Data) -> None:
+def check_resumable(path: Path, saved: Resumed, shape: DecoderShape, data: Data) -> None:
     """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
     now = asdict(shape)
     before = saved.extra.get("shape", now)

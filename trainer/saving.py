@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainer import checkpoint
-from trainer.checkpoint import CheckpointError
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.retention import prune
+from trainer.checkpoint.writing import save
 from trainer.run import Run
 from trainer.schema import CHECKPOINTS_DIR
 
@@ -23,7 +24,7 @@ class Saver:
         run, folder = self._run, self._run.run_dir / CHECKPOINTS_DIR
         extra = {**run.extra, "data": run.data.train.state_dict(step)}
         try:
-            path = checkpoint.save(folder, step, run.module, run.optimizer, extra, run.dist)
+            path = save(folder, step, run.module, run.optimizer, extra, run.dist)
         except CheckpointError as error:
             if must_succeed:
                 raise
@@ -31,4 +32,4 @@ class Saver:
             return
         run.log.note(f"saved {path}")
         if run.dist.is_main:
-            checkpoint.prune(folder, run.config.train.keep_last, newest=step)
+            prune(folder, run.config.train.keep_last, newest=step)

@@ -1,0 +1,127 @@
+"""Model and optimizer as `torch.distributed.checkpoint` keeps them: by name, in shards, for any number of ranks.
+
+The optimizer's state is kept by parameter name alone. Its groups and their settings (learning rate, decay) are the
+config's and are not in a checkpoint, so that they may change.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from trainer.checkpoint.agreeing import Group
+from trainer.checkpoint.errors import cannot_load, first_cause, reading
+from trainer.parallel.tensors import fsdp_modules
+
+State = dict[str, Any]
+"""Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
+
+
+def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Model and optimizer state by parameter name, sharded as they live; the tensors are the live ones."""
+    settled(model)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_options(model))
+    return {"model": model_state(model), "optimizer": optimizer_state["state"]}
+
+
+def model_state(model: nn.Module) -> State:
+    """The model's tensors by name; without those that are frozen, which a run fills before it loads a checkpoint."""
+    return get_model_state_dict(model, options=_options(model))
+
+
+def settled(model: nn.Module) -> None:
+    """An evaluation leaves FSDP's root group gathered, and then its parameters are not the optimizer's."""
+    for group in fsdp_modules(model):
+        group.reshard()
+
+
+def write_shards(state: State, folder: Path, group: Group) -> None:
+    """Write this rank's part of the state, synced to disk; every rank of the group calls this.
+
+    Raises OSError on every rank when one could not.
+    """
+    try:
+        with _no_group_warning():
+            dcp.save(state, checkpoint_id=folder, **_dcp_group(group))
+    except dcp.api.CheckpointException as error:  # no Exception but a BaseException, which nobody else would catch
+        raise OSError(first_cause(error)) from error
+
+
+def read_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Fill model and optimizer from a checkpoint of any number of ranks; the optimizer keeps its own settings."""
+    state = sharded_state(model, optimizer)
+    _read(path, state, group)
+    settings = get_optimizer_state_dict(model, optimizer, options=_options(model))["param_groups"]
+    set_model_state_dict(model, state["model"], options=_options(model))
+    loaded = {"state": state["optimizer"], "param_groups": settings}
+    set_optimizer_state_dict(model, optimizer, loaded, options=_options(model))
+
+
+def read_model_shards(path: Path, model: nn.Module, group: Group) -> None:
+    """Fill only the model from a checkpoint of any number of ranks."""
+    settled(model)
+    state = model_state(model)
+    _read(path, {"model": state}, group)
+    set_model_state_dict(model, state, options=_options(model))
+
+
+def read_all_shards(path: Path) -> State:
+    """Every tensor of a checkpoint, whole and on the CPU, in one process without a process group."""
+    with reading(path):
+        kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    flat: State = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in kept.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    _read(path, flat, None)
+    state: State = {"model": {}, "optimizer": {}}
+    for name, tensor in flat.items():
+        part, _, rest = name.partition(".")
+        if part == "model":
+            state["model"][rest] = tensor
+        elif part == "optimizer":
+            parameter, _, key = rest.rpartition(".")
+            state["optimizer"].setdefault(parameter, {})[key] = tensor
+    return state
+
+
+def _read(path: Path, state: State, group: Group) -> None:
+    try:
+        with _no_group_warning():
+            dcp.load(state, checkpoint_id=path, **_dcp_group(group))
+    except dcp.api.CheckpointException as error:
+        raise cannot_load(path, first_cause(error)) from error
+
+
+def _options(model: nn.Module) -> StateDictOptions:
+    any_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    return StateDictOptions(ignore_frozen_params=any_frozen, strict=not any_frozen)
+
+
+def _dcp_group(group: Group) -> dict[str, Any]:
+    """A CPU group: a slow disk must not run into NCCL's time-out. One process needs no group at all."""
+    return {"no_dist": True} if group is None else {"process_group": group}
+
+
+@contextmanager
+def _no_group_warning() -> Iterator[None]:
+    """torch warns that it takes a run without a process group for one process: it is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
