@@ -1,0 +1,159 @@
+"""The memory estimate against bytes that torch really holds, and against what it says would save some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.tiny import packed_batch, tiny_decoder, tiny_shape
+from trainer.config import config_from_dict
+from trainer.dist import Dist
+from trainer.losses import sft_loss
+from trainer.memory import estimate_memory, micro_batches, render_bytes, savings
+from trainer.models.decoder import Decoder
+from trainer.models.hf import init_random
+from trainer.optim import build_optimizer
+from trainer.parallel import local_tensor, make_backend
+from trainer.schema import Config
+
+ROWS, LENGTH = 3, 64
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    base: dict[str, Any] = {
+        "target": {"device": "cpu"},
+        "data": {"seq_len": LENGTH},
+        "train": {"micro_batch_size": ROWS, "precision": "fp32"},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return config_from_dict(base)
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+def static_bytes(dist: Dist, backend: str) -> list[int]:
+    """Bytes of parameters, gradients and optimizer state that this rank holds after a step."""
+    config = config_of(target={"train_backend": backend, "gpu_ranks": list(range(dist.world_size))})
+    with torch.device("meta"):
+        decoder = Decoder(tiny_shape(vocab_size=103))
+    prepared = make_backend(config, dist)
+    module = prepared.prepare(decoder)
+    init_random(module, 0)
+    optimizer = build_optimizer(module, config.optim)
+    batch = packed_batch([[40, 20], [64], [30]], length=LENGTH)
+    sft_loss(module, batch).total.backward()
+    optimizer.step()
+    tensors = [list(module.parameters()), [p.grad for p in module.parameters()]]
+    tensors.append([s for state in optimizer.state.values() for s in state.values() if s.numel() > 1 or s.dim() > 0])
+    return [sum(4 * local_tensor(tensor).numel() for tensor in group) for group in tensors]
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("ddp", 2)])
+def test_parameters_gradients_and_optimizer_state_are_exact_on_the_fullest_rank(backend, world_size):
+    config = config_of(target={"train_backend": backend, "gpu_ranks": list(range(world_size))})
+    held = run_ranks(static_bytes, world_size, backend)
+    estimate = estimate_memory(tiny_shape(vocab_size=103), config, world_size=world_size)
+    fullest = [max(kind) for kind in zip(*held, strict=True)]
+    assert [estimate.parameters, estimate.gradients, estimate.optimizer] == fullest
+
+
+def test_accumulation_under_fsdp_holds_whole_gradients_too():
+    config = config_of(target={"train_backend": "fsdp"}, train={"grad_accum_steps": 2})
+    once = replace(config, train=replace(config.train, grad_accum_steps=1))
+    shape = tiny_shape()
+    more = estimate_memory(shape, config, world_size=4).gradients - estimate_memory(shape, once, world_size=4).gradients
+    assert more == 4 * shape.num_params
+
+
+@pytest.mark.parametrize(("total", "world_size", "forwards"), [(None, 2, 1), (12, 2, 2), (13, 2, 3), (3, 4, 1)])
+def test_forwards_of_a_step_follow_from_the_global_batch(total, world_size, forwards):
+    assert micro_batches(config_of(train={"global_batch_size": total}), world_size) == forwards
+
+
+def test_part_that_trains_has_gradients_and_state_and_the_rest_has_not():
+    shape = tiny_shape()
+    whole = estimate_memory(shape, config_of(), world_size=1)
+    half = estimate_memory(shape, config_of(), world_size=1, trainable_params=shape.num_params // 2)
+    assert (half.parameters, half.gradients, half.optimizer) == (
+        whole.parameters,
+        whole.gradients // 2,
+        whole.optimizer // 2,
+    )
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(config: Config, **shape: Any) -> int:
+    """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
+    decoder = tiny_decoder(**shape)
+    decoder.compute_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+    for block in decoder.blocks:
+        block.recompute = config.parallel.activation_checkpointing == "full"
+    weights = {tuple(p.shape) for p in decoder.parameters()}
+    weights |= {tuple(reversed(size)) for size in weights}
+    held: dict[int, torch.Tensor] = {p.data_ptr(): torch.empty(0) for p in decoder.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) not in weights:
+            held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    batch = packed_batch([[40, 20], [64], [30]], length=LENGTH)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = sft_loss(decoder, batch, packed=config.data.packing)
+    assert loss.count > 0
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_are_what_autograd_saves_within_10_percent(family, packing, precision):
+    config = config_of(data={"packing": packing}, train={"precision": precision})
+    shape = {"family": family, "num_layers": 4, "hidden_size": 48, "head_dim": 12, "intermediate_size": 80}
+    estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
+    assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
+
+
+def test_recomputed_activations_are_each_blocks_input_and_one_block():
+    config = config_of(parallel={"activation_checkpointing": "full"})
+    shape = {"num_layers": 12, "hidden_size": 48}
+    one, two = (
+        estimate_memory(tiny_shape(num_layers=layers, hidden_size=48), config_of(), world_size=1).activations
+        for layers in (1, 2)
+    )
+    estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
+    assert estimate.activations == pytest.approx(saved_bytes(config, **shape) + two - one, rel=0.1)
+
+
+# --- what would save some ---------------------------------------------------------------------------------------------
+
+
+def test_savings_are_the_difference_to_the_estimate_with_the_change_made():
+    config = config_of(target={"train_backend": "pytorch"})
+    shape, now = tiny_shape(), estimate_memory(tiny_shape(), config, world_size=1).total
+    found = {saving.change: saving.size for saving in savings(shape, config, world_size=1)}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    changed = config_of(target={"train_backend": "pytorch"}, data={"seq_len": 32})
+    assert found["data.seq_len=32"] == now - estimate_memory(shape, changed, world_size=1).total
+    assert found["parallel.activation_checkpointing=full"] > 0
+
+
+def test_savings_name_only_what_is_not_in_use_yet():
+    config = config_of(parallel={"activation_checkpointing": "full"}, train={"micro_batch_size": 1})
+    changes = " ".join(saving.change for saving in savings(tiny_shape(), config, world_size=1))
+    assert "activation_checkpointing" not in changes
+    assert "micro_batch_size" not in changes
+
+
+def test_table_has_every_kind_and_the_total():
+    lines = estimate_memory(tiny_shape(), config_of(), world_size=1).render()
+    assert [line.split()[0] for line in lines][-2:] == ["communication", "total"]
+    assert (render_bytes(3 * 2**29), render_bytes(2**20)) == ("1.50 GiB", "1.00 MiB")
