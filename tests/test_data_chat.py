@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken
 
 from trainer.data.chat import Encoded, encode
-from trainer.data.sources import Row
+from trainer.data.messages import Row
 from trainer.data.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
 from trainer.errors import DataError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, vocab_size
+from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, tokenizer_hash, vocab_size
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, ModelConfig
 
@@ -112,3 +112,13 @@ def test_missing_template_file_is_named():
     with pytest.raises(DataError, match=r"none\.jinja") as error:
         load_tokenizer(Config(data=DataConfig(chat_template="none.jinja")))
     assert error.value.where == "data.chat_template"
+
+
+def test_hash_changes_with_tokens_and_template_only(tmp_path):
+    tokenizer = build_bytes_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer_hash(AutoTokenizer.from_pretrained(tmp_path)) == tokenizer_hash(tokenizer)
+    more, other = build_bytes_tokenizer(), build_bytes_tokenizer()
+    more.add_tokens(["<more>"])
+    other.chat_template += " "
+    assert len({tokenizer_hash(each) for each in (tokenizer, more, other)}) == 3

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.data.chat import Encoded, encode, special_ids
-from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, Row, read_conversations
+from trainer.data.messages import Row
+from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, read_conversations
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, SourceConfig, as_sources
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +57,13 @@ def quiet_transformers() -> None:
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
     """Rows that an embedding needs for every id; more than there are tokens when the ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hex digits that change with anything that changes ids: the fast tokenizer's own file, or the chat template."""
+    digest = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=8)
+    digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def build_bytes_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,0 +1,205 @@
+"""Records of every known schema as one kind of row: a conversation, with its tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import DataError
+
+Message = dict[str, Any]
+"""`role`, `content` (a text), and of the KEPT_KEYS those that the row gives."""
+Record = dict[str, Any]
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
+
+KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
+"""Keys of a message beside role and content that chat templates read; what they show is theirs to decide."""
+
+SCHEMA_KEYS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction_output": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+}
+"""Keys that each schema must have; `auto` takes the first schema of this order that fits."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation; the first `context` messages are never targets. `tools` are the functions on offer."""
+
+    id: str
+    messages: list[Message]
+    context: int = 0
+    tools: list[Record] | None = None
+
+
+def detect_schema(record: Record, *, where: str) -> str:
+    """The schema that the keys of a first row show."""
+    for schema, keys in SCHEMA_KEYS.items():
+        if all(key in record for key in keys):
+            return schema
+    known = "; ".join(f"{' + '.join(keys)}" for keys in SCHEMA_KEYS.values())
+    raise DataError(
+        f"no known schema has the keys {', '.join(map(repr, record)) or '(none)'}",
+        where=where,
+        hint=f"known: {known}; rename the columns or set data.schema",
+    )
+
+
+def build_row(record: Record, schema: str, *, row_id: str) -> Row:
+    """The conversation that a record of the given schema holds."""
+    missing = [key for key in SCHEMA_KEYS[schema] if key not in record]
+    if missing:
+        raise DataError(
+            f"the row has no {' and no '.join(map(repr, missing))}; its keys are {', '.join(map(repr, record))}",
+            where=row_id,
+            hint=f"data.schema={schema} needs them in every row",
+        )
+    messages, context = _BUILDERS[schema](record, row_id)
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+        raise DataError("the row holds no text", where=row_id, hint="remove it")
+    return Row(row_id, messages, context, _tools(record.get("tools"), row_id))
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def _from_messages(record: Record, row_id: str) -> tuple[list[Message], int]:
+    return _messages(record["messages"], "messages", row_id), 0
+
+
+def _from_conversations(record: Record, row_id: str) -> tuple[list[Message], int]:
+    messages = _messages(record["conversations"], "conversations", row_id)
+    system = record.get("system")
+    if isinstance(system, str) and system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages, 0
+
+
+def _from_prompt_completion(record: Record, row_id: str) -> tuple[list[Message], int]:
+    prompt = _turns(record["prompt"], "prompt", "user", row_id)
+    completion = _turns(record["completion"], "completion", "assistant", row_id)
+    return prompt + completion, len(prompt)
+
+
+def _from_instruction_output(record: Record, row_id: str) -> tuple[list[Message], int]:
+    instruction = _text(record["instruction"], "instruction", row_id)
+    extra = _text(record.get("input") or "", "input", row_id)
+    question = f"{instruction}\n\n{extra}" if extra else instruction
+    return question_answer(question, _text(record["output"], "output", row_id)), 0
+
+
+def _from_question_answer(record: Record, row_id: str) -> tuple[list[Message], int]:
+    question = _text(record["question"], "question", row_id)
+    return question_answer(question, _text(record["answer"], "answer", row_id)), 0
+
+
+_BUILDERS: dict[str, Callable[[Record, str], tuple[list[Message], int]]] = {
+    "messages": _from_messages,
+    "conversations": _from_conversations,
+    "prompt_completion": _from_prompt_completion,
+    "instruction_output": _from_instruction_output,
+    "question_answer": _from_question_answer,
+}
+
+
+def question_answer(question: str, answer: str) -> list[Message]:
+    """A conversation of two turns."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _turns(value: Any, key: str, role: str, row_id: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return _messages(value, key, row_id)
+
+
+def _messages(value: Any, key: str, row_id: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{key!r} is {shorten(value)}, not a list of messages", where=row_id)
+    return [_message(item, f"{key}[{index}]", row_id) for index, item in enumerate(value)]
+
+
+def _message(item: Any, key: str, row_id: str) -> Message:
+    if not isinstance(item, dict):
+        raise DataError(f"{key} is {shorten(item)}, not a message", where=row_id)
+    role, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
+    if not isinstance(role, str) or role not in SHAREGPT_ROLES:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise DataError(f"{key} has the unknown role {role!r}", where=row_id, hint=f"known roles: {known}")
+    kept = {name: value for name in KEPT_KEYS if (value := _without_nulls(item.get(name)))}
+    if "tool_calls" in kept:
+        kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{key}.tool_calls", row_id)
+        content = content or ""  # a call often comes without words
+    return {"role": SHAREGPT_ROLES[role], "content": _text(content, key, row_id)} | kept
+
+
+def _text(value: Any, key: str, row_id: str) -> str:
+    """`value` when it is a string; the joined text when it is a list of {"type": "text"} parts."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
+            raise DataError(f"{key} holds half a surrogate pair, which is no text", where=row_id, hint="remove the row")
+        return value
+    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        return "".join(_text(part.get("text"), key, row_id) for part in value)
+    raise DataError(f"{key} holds no text but {shorten(value)}", where=row_id, hint="only text can be trained on")
+
+
+def _tool_calls(value: Any, key: str, row_id: str) -> list[Record]:
+    """The calls as transformers' templates want them: a list of {"type", "function": {"name", "arguments": object}}."""
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{key} is {shorten(value)}, not a list of calls", where=row_id)
+    return [_tool_call(call, f"{key}[{index}]", row_id) for index, call in enumerate(value)]
+
+
+def _tool_call(call: Any, key: str, row_id: str) -> Record:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{key} is {shorten(call)}, without the name of a function", where=row_id)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI writes them; a template would quote the text once more
+        arguments = _json_object(arguments, f"{key}.arguments", row_id)
+    if not isinstance(arguments, dict):
+        raise DataError(f"{key}.arguments is {shorten(arguments)}, not an object", where=row_id)
+    outer = {name: call[name] for name in ("id",) if name in call}
+    return {"type": "function", **outer, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tools(value: Any, row_id: str) -> list[Record] | None:
+    """The row's functions as JSON schemas; given as a list, or as a text that holds one."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"tools holds no JSON: {error}", where=row_id) from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise DataError(f"tools is {shorten(value)}, not a list of function schemas", where=row_id)
+    return [_without_nulls(tool) for tool in value]
+
+
+def _json_object(text: str, key: str, row_id: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key} holds no JSON: {error}", where=row_id) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without the keys that are null: Arrow gives every call the arguments of all the others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def shorten(value: Any) -> str:
+    """`value` as JSON of 80 characters at most, for messages."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:80] + "…"
