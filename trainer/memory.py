@@ -63,8 +63,8 @@ class MemoryEstimate:
 
 
 def render_bytes(size: int) -> str:
-    """`12.34 GiB`, or in MiB below a hundredth of one."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+    """`12.34 GiB`, or in MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def estimate_memory(

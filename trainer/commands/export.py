@@ -1,0 +1,62 @@
+"""`train.py export`: the words of the command line. Imports no torch; the work is `trainer.exporting`'s."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, config, generation config, tokenizer, template.
+
+RUN is a run folder, also one that was pulled home, or one of its checkpoints. It is read in this process, on the CPU,
+whatever number of ranks has saved it. The folder is reopened with transformers and its weights and logits are compared
+before it gets its name.
+
+\b
+  python train.py export runs/big                               # the newest complete checkpoint
+  python train.py export runs/big --step 400 --dtype bf16 --out model/
+  python train.py export runs/big --full-state all.pt           # weights and optimizer, for torch.load
+
+Exit codes: 0 exported, 2 nothing to export or it cannot be read, 1 a failure of ours.
+"""
+
+
+@click.command("export", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--step", metavar="N|PATH", help="Which checkpoint: its step or its folder [the newest complete one].")
+@click.option("--out", type=click.Path(path_type=Path), help="The folder to write [RUN/export_step_N].")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option(
+    "--full-state",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write {model, optimizer, step, config} with whole tensors for torch.load; no folder then, unless --out.",
+)
+@click.option("--tokenizer", metavar="NAME", help="A tokenizer in place of the run's, whose folder may not be here.")
+@click.option("--json", "as_json", is_flag=True, help="Say what was written as one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def export(
+    run: Path,
+    step: str | None,
+    out: Path | None,
+    dtype: str,
+    full_state: Path | None,
+    tokenizer: str | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    from trainer import exporting
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
+
+    source = exporting.find_source(run, step)
+    written: dict[str, object] = {"checkpoint": str(source.path), "step": source.step}
+    if full_state is not None:
+        written |= {"full_state": str(exporting.write_full_state(source, full_state, tell=tell))}
+    if full_state is None or out is not None:
+        folder = exporting.export_folder(source, out or source.run_dir / f"export_{source.path.name}")
+        written |= {"export": str(folder), "dtype": dtype}
+        exporting.export_checkpoint(source, folder, dtype=dtype, tokenizer_name=tokenizer, tell=tell)
+    click.echo(json.dumps(written) if as_json else exporting.render_written(written))

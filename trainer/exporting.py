@@ -1,0 +1,195 @@
+"""A checkpoint of any run as Hugging Face files, or as one file of whole tensors: one process, on the CPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.building import build_decoder, fill_weights, pretrained_folder
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.folders import is_complete, newest_complete, steps_in
+from trainer.checkpoint.loading import Resumed, load_model, read_full, read_info
+from trainer.config import config_from_dict
+from trainer.data.tokenizer import load_tokenizer, quiet_transformers
+from trainer.dist import Dist
+from trainer.errors import ModelError
+from trainer.finishing import greedy_prompt
+from trainer.memory import render_bytes
+from trainer.models import hf
+from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.parallel.backend import DTYPES
+from trainer.schema import CHECKPOINTS_DIR, Config
+
+ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+HEADROOM_BYTES = 64 * 2**20  # the tokenizer's files and the file system's own blocks
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that is exported, and what it says of its run."""
+
+    path: Path
+    run_dir: Path
+    step: int
+    config: Config
+    shape: DecoderShape
+
+
+# --- which checkpoint -------------------------------------------------------------------------------------------------
+
+
+def find_source(run: Path, step: str | None) -> Source:
+    """The checkpoint that is meant: of a run folder the newest complete one, or that of `step` (a number or a folder).
+
+    `run` may be a checkpoint itself. Raises ModelError that names what is there.
+    """
+    path = _find_checkpoint(run, step)
+    try:
+        info = read_info(path)
+    except CheckpointError as error:
+        raise _unusable(path, error) from error
+    return _source(path, info)
+
+
+def _find_checkpoint(run: Path, step: str | None) -> Path:
+    if not run.is_dir():
+        raise ModelError(f"there is no run folder {run.absolute()}", hint="a run's first line names its folder")
+    if step is not None and not step.isdigit():
+        run = Path(step).expanduser()
+    if is_complete(run):
+        return run.absolute()
+    folder = run / CHECKPOINTS_DIR
+    if step is None or not step.isdigit():
+        newest = newest_complete(folder)
+        if newest is None:
+            raise ModelError(
+                f"{run.absolute()} holds no complete checkpoint",
+                hint="a run saves every train.save_every steps and at its end; `deploy.py pull ID --checkpoints` brings"
+                " them home",
+            )
+        return newest.absolute()
+    steps = steps_in(folder)
+    if int(step) not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ModelError(f"{run.absolute()} has no complete checkpoint of step {step}", hint=f"it has: {there}")
+    return steps[int(step)].absolute()
+
+
+def _source(path: Path, info: Resumed) -> Source:
+    shape, config = info.extra.get("shape"), info.extra.get("config")
+    if shape is None or config is None:
+        raise ModelError(f"{path} does not say which model it is of", hint="a checkpoint of this trainer does")
+    scaling = shape["rope_scaling"]
+    shape = {**shape, "rope_scaling": RopeScaling(**scaling) if scaling else None}
+    run_dir = path.parent.parent if path.parent.name == CHECKPOINTS_DIR else path.parent
+    return Source(path, run_dir, info.step, config_from_dict(config, f"the config in {path}"), DecoderShape(**shape))
+
+
+def _unusable(path: Path, error: CheckpointError) -> ModelError:
+    others = [str(step) for step, other in steps_in(path.parent).items() if other.name != path.name]
+    return ModelError(str(error), hint=f"others are there: --step {' or '.join(others)}" if others else "")
+
+
+# --- a Hugging Face folder --------------------------------------------------------------------------------------------
+
+
+def export_folder(source: Source, out: Path) -> Path:
+    """The folder to write, absolute. Raises ModelError for one that would be replaced and is no export."""
+    folder = out.expanduser().absolute()
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is there already and is no model", hint="name a new folder with --out")
+    return folder
+
+
+def export_checkpoint(source: Source, folder: Path, *, dtype: str, tokenizer_name: str | None, tell: Tell) -> None:
+    """Write `folder` from the checkpoint; it appears only once transformers has read it back as the same model."""
+    check_space(folder, source.shape.num_params * DTYPES[dtype].itemsize)
+    quiet_transformers()
+    tokenizer = load_tokenizer(_with_tokenizer(source.config, tokenizer_name))
+    tell(f"reading {source.path}")
+    decoder = load_decoder(source)
+    tell(f"writing {source.shape.num_params:,} parameters as {dtype} and comparing them with what transformers reads")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hf.export_model(
+        folder,
+        decoder,
+        shape=source.shape,
+        tokenizer=tokenizer,
+        prompt_ids=greedy_prompt(tokenizer),
+        dist=ALONE,
+        dtype=DTYPES[dtype],
+    )
+
+
+def load_decoder(source: Source) -> Decoder:
+    """The checkpoint's model on the CPU. Parameters that were frozen are not in it: they come from where the run had
+    them."""
+    decoder = build_decoder(source.config, source.shape)
+    decoder.to_empty(device="cpu")
+    decoder.reset_buffers(torch.device("cpu"))
+    if not all(parameter.requires_grad for parameter in decoder.parameters()):
+        fill_weights(source.config, decoder, pretrained_folder(source.config, ALONE))
+    try:
+        load_model(source.path, decoder, ALONE)
+    except CheckpointError as error:
+        raise _unusable(source.path, error) from error
+    return decoder
+
+
+def _with_tokenizer(config: Config, name: str | None) -> Config:
+    return config if name is None else replace(config, data=replace(config.data, tokenizer=name))
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def write_full_state(source: Source, file: Path, *, tell: Tell) -> Path:
+    """Write {"model", "optimizer", "step", "config"} with whole tensors by Hugging Face's names, for `torch.load`.
+
+    Parameters that were frozen are not in a checkpoint, nor here.
+    """
+    file = file.expanduser().absolute()
+    tell(f"reading {source.path}")
+    try:
+        state = read_full(source.path)
+    except CheckpointError as error:
+        raise _unusable(source.path, error) from error
+    size = _size(state)
+    check_space(file, size)
+    tell(f"writing {render_bytes(size)} to {file}")
+    aside = file.with_name(f".{file.name}.partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**state, "step": source.step, "config": read_info(source.path).extra["config"]}, aside)
+    return aside.replace(file)
+
+
+def _size(state: Mapping[str, Any]) -> int:
+    return sum(_size(value) if isinstance(value, Mapping) else value.nbytes for value in state.values())
+
+
+def check_space(target: Path, size: int) -> None:
+    """Raise ModelError before anything is written when the disk has no room."""
+    parent = next(folder for folder in target.parents if folder.is_dir())
+    free, needed = shutil.disk_usage(parent).free, size + HEADROOM_BYTES
+    if free < needed:
+        raise ModelError(
+            f"no room for {target}: it needs {render_bytes(needed)} and {render_bytes(free)} are free",
+            hint="free some space, or name another disk",
+        )
+
+
+def render_written(written: Mapping[str, object]) -> str:
+    """What was written, for people."""
+    lines = []
+    if "full_state" in written:
+        lines.append(f"full state of step {written['step']}: {written['full_state']}")
+    if "export" in written:
+        lines.append(f"exported step {written['step']} to {written['export']}: reopened, same weights and logits")
+    return "\n".join(lines)
