@@ -17,7 +17,8 @@ from trainer.memory import estimate_memory, micro_batches, render_bytes, savings
 from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
 from trainer.optim import build_optimizer
-from trainer.parallel import local_tensor, make_backend
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
 
 ROWS, LENGTH = 3, 64

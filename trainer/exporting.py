@@ -22,7 +22,7 @@ from trainer.finishing import greedy_prompt
 from trainer.memory import render_bytes
 from trainer.models import hf
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
-from trainer.parallel.backend import DTYPES
+from trainer.parallel.tensors import DTYPES
 from trainer.schema import CHECKPOINTS_DIR, Config
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

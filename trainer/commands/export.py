@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, config, generation config, tokenizer, template.
+HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, configs, tokenizer and template.
 
 RUN is a run folder, also one that was pulled home, or one of its checkpoints. It is read in this process, on the CPU,
 whatever number of ranks has saved it. The folder is reopened with transformers and its weights and logits are compared
