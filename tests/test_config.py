@@ -589,6 +589,26 @@ RULES = [
         "train.global_batch_size is 64, but micro_batch_size 4 x grad_accum_steps 2 x 2 processes = 16\nhint: set only",
     ),
     (
+        Config(train=TrainConfig(micro_batch_tokens=4096, global_batch_size=8)),
+        "train.micro_batch_tokens is 4096, but with data.packing every row has data.seq_len tokens, 512\nhint: set "
+        "train.micro_batch_size=8 instead",
+    ),
+    (
+        Config(train=TrainConfig(micro_batch_tokens=500, global_batch_size=8), data=DataConfig(packing=False)),
+        "train.micro_batch_tokens is 500, less than one row of data.seq_len tokens, 512",
+    ),
+    (
+        Config(train=TrainConfig(micro_batch_tokens=512), data=DataConfig(packing=False)),
+        "train.micro_batch_tokens is 512, but train.global_batch_size is null: nothing says how many rows a step has",
+    ),
+    (
+        Config(
+            train=TrainConfig(micro_batch_tokens=512, global_batch_size=8, grad_accum_steps=2),
+            data=DataConfig(packing=False),
+        ),
+        "train.grad_accum_steps is 2, but with train.micro_batch_tokens the tokens decide that",
+    ),
+    (
         Config(optim=OptimConfig(min_learning_rate=0.01)),
         "optim.min_learning_rate is 0.01, more than learning_rate, 0.001",
     ),
@@ -680,6 +700,13 @@ def test_local_paths_are_told_from_hub_names(tmp_path: Path) -> None:
     )
     found = ["a.jsonl", "rows", "./x", "~/y", "e.parquet", "../m", "chat.jinja"]
     assert local_data_paths(config, root=tmp_path) == found
+
+
+def test_micro_batch_size_beside_a_token_budget_is_noted() -> None:
+    train = TrainConfig(micro_batch_tokens=512, global_batch_size=8, micro_batch_size=2)
+    config = Config(train=train, data=DataConfig(packing=False))
+    [note] = config_notes(config, backend="ddp", deployed=True)
+    assert note.startswith("train.micro_batch_size: no effect, train.micro_batch_tokens decides")
 
 
 def test_keys_without_effect_are_noted() -> None:

@@ -110,7 +110,8 @@ def tell_plan(train: Run) -> None:
         warmup = f"optim.warmup_steps is {config.optim.warmup_steps}"
         notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
     resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
-    size = f"{loader.global_batch_size} rows x {config.data.seq_len} tokens"
+    row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
+    size = f"{loader.global_batch_size} rows {row}"
     plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
     for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), plan, *resumed]:
         train.log.note(line)

@@ -17,6 +17,7 @@ ALIASES = {
     "grad_clip": "optim.max_grad_norm",
     "batch_size": "train.micro_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
+    "max_tokens": "train.micro_batch_tokens",
     "gradient_accumulation_steps": "train.grad_accum_steps",
     "max_steps": "train.steps",
     "num_epochs": "train.epochs",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_effect
 from trainer.config_broken import Broken
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
@@ -70,6 +71,7 @@ LIMITS = {
     "train.steps": AT_LEAST_1,
     "train.epochs": ABOVE_0,
     "train.micro_batch_size": AT_LEAST_1,
+    "train.micro_batch_tokens": AT_LEAST_1,
     "train.grad_accum_steps": AT_LEAST_1,
     "train.global_batch_size": AT_LEAST_1,
     "train.seed": SEED,
@@ -104,7 +106,19 @@ def num_processes(config: Config) -> int:
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
     """Raise a ConfigError for the first rule that a config of right types breaks; `places` tells where keys stand."""
-    rules = (_limits, _texts, _gpus, _environment, _script, _model, _data, _length, _batch, _schedule)
+    rules = (
+        _limits,
+        _texts,
+        _gpus,
+        _environment,
+        _script,
+        _model,
+        _data,
+        _length,
+        _batch,
+        micro_batch_tokens_rules,
+        _schedule,
+    )
     for broken in (broken for rule in rules for broken in rule(config)):
         raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
 
@@ -263,7 +277,7 @@ def _batch(config: Config) -> Iterator[Broken]:
         message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"
         yield Broken("train.global_batch_size", message, f"make it {n} or more", ("target.gpu_ranks",))
     accum = t.grad_accum_steps
-    if accum is not None and total != t.micro_batch_size * accum * n:
+    if accum is not None and t.micro_batch_tokens is None and total != t.micro_batch_size * accum * n:
         product = f"micro_batch_size {t.micro_batch_size} x grad_accum_steps {accum} x {_processes(n)}"
         message = f"train.global_batch_size is {total}, but {product} = {t.micro_batch_size * accum * n}"
         yield Broken(
@@ -321,6 +335,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
             for path in (s.path for s in as_sources(sources))
         ):
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
+    yield from micro_batch_without_effect(config)
     if backend != "fsdp":
         yield ["parallel.reshard_after_forward"], f" with {backend}"
     if backend == "pytorch":

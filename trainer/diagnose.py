@@ -16,7 +16,7 @@ FAILURE_FILE = "control/failure.json"
 HINTS = (
     (
         "CUDA out of memory",
-        "lower train.micro_batch_size (train.global_batch_size keeps the batch), set "
+        "lower train.micro_batch_size or micro_batch_tokens (train.global_batch_size keeps the batch), set "
         "parallel.activation_checkpointing=full, lower data.seq_len, or use more GPUs with target.train_backend=fsdp",
     ),
     ("NCCL", "run again with target.env.NCCL_DEBUG=INFO; `nvidia-smi topo -m` shows how the GPUs are linked"),

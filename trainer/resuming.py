@@ -58,6 +58,6 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it."""
     keys = [("optim", key) for key in now["optim"]]
     keys += [("train", key) for key in ("steps", "epochs", "micro_batch_size", "grad_accum_steps", "global_batch_size")]
-    keys += [("train", "precision"), ("parallel", "reduce_dtype")]
+    keys += [("train", "micro_batch_tokens"), ("train", "precision"), ("parallel", "reduce_dtype")]
     pairs = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in keys]
     return [f"{key} {old} -> {new}" for key, old, new in pairs if before and old != new]

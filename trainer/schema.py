@@ -179,6 +179,9 @@ class TrainConfig:
     """Passes over the training rows; exclusive with steps."""
     micro_batch_size: int = 4
     """Rows per rank per forward."""
+    micro_batch_tokens: int | None = None
+    """Tokens per rank per forward, padding counted: rows of like length together, instead of `micro_batch_size` rows.
+    For unpacked rows (data.packing=false), and with global_batch_size. None: off."""
     grad_accum_steps: int | None = None
     """Forwards per optimizer step; None: from global_batch_size, else 1."""
     global_batch_size: int | None = None

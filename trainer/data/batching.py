@@ -1,8 +1,13 @@
-"""The micro-batches of one rank, made of the rows of a step; pure."""
+"""The micro-batches of every rank, made of the rows of a step; pure. Any rank can tell what the others run.
+
+All ranks get the same number of micro-batches, for a forward that only some of them run would hang the rest.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +15,10 @@ import torch
 
 from trainer.batch import Batch
 from trainer.data.packing import PackedRow, build_row
+from trainer.schema import Config
+
+MULTIPLE = 8
+"""Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
 
 
 class Ranks(Protocol):
@@ -22,21 +31,170 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
 
 
-def build_batches(
-    rows: Sequence[Sequence[Any]], *, ranks: Ranks, micro_batch_size: int, seq_len: int, pad_id: int
-) -> list[Batch]:
-    """This rank's share of `rows` (lists of documents), [micro_batch_size, seq_len] each, as many on every rank."""
-    world = ranks.world_size
-    begin, end = len(rows) * ranks.rank // world, len(rows) * (ranks.rank + 1) // world
-    largest = -(-len(rows) // world)
-    count = -(-largest // micro_batch_size)
-    mine = [build_row(docs, seq_len=seq_len, pad_id=pad_id) for docs in rows[begin:end]]
-    empty = build_row([], seq_len=seq_len, pad_id=pad_id)
-    mine += [empty] * (count * micro_batch_size - len(mine))
-    return [_batch(mine[i : i + micro_batch_size]) for i in range(0, len(mine), micro_batch_size)]
+@dataclass(frozen=True)
+class BatchRules:
+    """What decides the shape of a micro-batch.
+
+    `packing`: every row is seq_len long; otherwise rows end with the longest of their micro-batch. `micro_batch_tokens`
+    bounds rows x length of a micro-batch; without it each has micro_batch_size rows.
+    """
+
+    seq_len: int
+    packing: bool
+    micro_batch_size: int
+    micro_batch_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> BatchRules:
+        train, data = config.train, config.data
+        return cls(data.seq_len, data.packing, train.micro_batch_size, train.micro_batch_tokens)
+
+    def padded(self, length: int) -> int:
+        """The length of rows of which the longest holds `length` tokens."""
+        return self.seq_len if self.packing else min(-(-max(length, 1) // MULTIPLE) * MULTIPLE, self.seq_len)
 
 
-def _batch(rows: Sequence[PackedRow]) -> Batch:
+@dataclass(frozen=True)
+class MicroBatch:
+    """[num_rows, length] tokens: the rows of the step with these indices, and then rows of padding only."""
+
+    rows: tuple[int, ...]
+    num_rows: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions, padding included: what it costs."""
+        return self.num_rows * self.length
+
+
+def build_batches(rows: Sequence[Sequence[Any]], *, ranks: Ranks, rules: BatchRules, pad_id: int) -> list[Batch]:
+    """This rank's share of `rows` (lists of documents), as many micro-batches on every rank."""
+    lengths = [sum(len(doc.ids) for doc in row) for row in rows]
+    plan = plan_micro_batches(lengths, world_size=ranks.world_size, rules=rules)[ranks.rank]
+    return [_build(micro, rows, pad_id) for micro in plan]
+
+
+def plan_micro_batches(lengths: Sequence[int], *, world_size: int, rules: BatchRules) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank, equally many; every row of the step (of `lengths[i]` tokens) is in one of them.
+
+    Without a token budget the ranks share the rows as they come. With one, rows of like length go together, and the
+    ranks get about the same number of tokens, in each forward and in all: they wait for each other in both.
+    """
+    if rules.micro_batch_tokens is None:
+        return _plan_by_rows(lengths, world_size, rules)
+    return _plan_by_tokens(lengths, world_size, rules, rules.micro_batch_tokens)
+
+
+def padding_share(lengths: Sequence[int], *, step_rows: int, world_size: int, rules: BatchRules) -> float:
+    """The part of the rows' positions that holds no document, in steps of `step_rows` rows."""
+    if rules.packing:
+        positions = len(lengths) * rules.seq_len
+    else:
+        steps = [lengths[begin : begin + step_rows] for begin in range(0, len(lengths), step_rows or 1)]
+        plans = (plan_micro_batches(step, world_size=world_size, rules=rules) for step in steps)
+        positions = sum(len(micro.rows) * micro.length for plan in plans for rank in plan for micro in rank)
+    return 1 - sum(lengths) / positions if positions else 0.0
+
+
+def rows_within(lengths: Sequence[int], *, micro_batches: int, world_size: int, rules: BatchRules) -> int:
+    """How many of the first rows make at most `micro_batches` on every rank."""
+    if rules.micro_batch_tokens is None:
+        return min(len(lengths), micro_batches * rules.micro_batch_size * world_size)
+
+    def needed(count: int) -> int:
+        return len(plan_micro_batches(lengths[:count], world_size=world_size, rules=rules)[0])
+
+    return bisect_right(range(len(lengths) + 1), micro_batches, key=needed) - 1
+
+
+# --- a number of rows ------------------------------------------------------------------------------------------------
+
+
+def _plan_by_rows(lengths: Sequence[int], world_size: int, rules: BatchRules) -> list[list[MicroBatch]]:
+    size, total = rules.micro_batch_size, len(lengths)
+    count = -(-total // (world_size * size))
+    plan = []
+    for rank in range(world_size):
+        mine = range(total * rank // world_size, total * (rank + 1) // world_size)
+        parts = [tuple(mine[begin : begin + size]) for begin in range(0, count * size, size)]
+        plan.append([_micro_batch(part, lengths, rules, num_rows=size) for part in parts])
+    return plan
+
+
+def _micro_batch(
+    rows: tuple[int, ...], lengths: Sequence[int], rules: BatchRules, *, num_rows: int | None = None
+) -> MicroBatch:
+    longest = max((lengths[row] for row in rows), default=0)
+    return MicroBatch(rows, max(len(rows), 1) if num_rows is None else num_rows, rules.padded(longest))
+
+
+# --- a number of tokens ----------------------------------------------------------------------------------------------
+
+
+def _plan_by_tokens(lengths: Sequence[int], world_size: int, rules: BatchRules, budget: int) -> list[list[MicroBatch]]:
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    parts = _cut(longest_first, lengths, rules, budget)
+    parts = _fill_up(parts, lengths, rules, multiple=world_size)
+    batches = [_micro_batch(part, lengths, rules) for part in parts]
+    return _deal(batches, world_size)
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], rules: BatchRules, budget: int) -> list[tuple[int, ...]]:
+    """Neighbours in `order`, longest first, as many together as the budget allows; one at least."""
+    parts = []
+    begin = 0
+    while begin < len(order):
+        fitting = max(1, budget // rules.padded(lengths[order[begin]]))
+        parts.append(tuple(order[begin : begin + fitting]))
+        begin += fitting
+    return parts
+
+
+def _fill_up(
+    parts: list[tuple[int, ...]], lengths: Sequence[int], rules: BatchRules, *, multiple: int
+) -> list[tuple[int, ...]]:
+    """A multiple of `multiple` parts: the largest are halved, so that no rank is idle; then empty ones are added."""
+    parts = list(parts)
+    while len(parts) % multiple:
+        largest = max(
+            (index for index, part in enumerate(parts) if len(part) > 1),
+            key=lambda index: _micro_batch(parts[index], lengths, rules).num_tokens,
+            default=None,
+        )
+        if largest is None:
+            parts.append(())
+        else:
+            part = parts[largest]
+            parts[largest : largest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts
+
+
+def _deal(batches: Sequence[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
+    """The batches in rounds, the largest first; in each round the rank with the fewest tokens takes the largest."""
+    plan: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+    load = [0] * world_size
+    by_size = sorted(batches, key=lambda micro: (-micro.num_tokens, micro.rows))
+    for begin in range(0, len(by_size), world_size):
+        order = sorted(range(world_size), key=lambda rank: (load[rank], rank))
+        for rank, micro in zip(order, by_size[begin : begin + world_size], strict=True):
+            plan[rank].append(micro)
+            load[rank] += micro.num_tokens
+    return plan
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def _build(micro: MicroBatch, rows: Sequence[Sequence[Any]], pad_id: int) -> Batch:
+    filler: list[Sequence[Any]] = [[]] * (micro.num_rows - len(micro.rows))
+    packed = [
+        build_row(docs, seq_len=micro.length, pad_id=pad_id) for docs in [*(rows[i] for i in micro.rows), *filler]
+    ]
+    return _stack(packed)
+
+
+def _stack(rows: Sequence[PackedRow]) -> Batch:
     return Batch(
         input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
         labels=torch.from_numpy(np.stack([row.labels for row in rows])),

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
-from trainer.data.batching import Ranks, build_batches
+from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_within
 from trainer.data.chat import check_template
 from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows, trains_end_token
 from trainer.data.order import plan_epoch
@@ -92,6 +92,7 @@ class TrainLoader:
         self._documents = documents
         self._lengths = documents.lengths
         self._config = config
+        self._rules = BatchRules.of(config)
         self._ranks = ranks
         self._pad_id = pad_id
         self._epochs: list[Plan] = []
@@ -102,7 +103,7 @@ class TrainLoader:
         self.global_batch_size = global_batch_size(config, ranks.world_size)
         first = self._epoch(0)
         documents.report.packed_rows = len(first)
-        documents.report.padding_share = padding_share(documents, rows=len(first), seq_len=config.data.seq_len)
+        documents.report.padding_share = self._padding_share(first)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -123,7 +124,7 @@ class TrainLoader:
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        All have micro_batch_size rows; rows without targets fill up. The next step is laid out in a thread meanwhile.
+        Rows without targets fill up (see `trainer.data.batching`). The next step is laid out in a thread meanwhile.
         """
         if self._ahead is not None and self._ahead[0] == step:
             batches = self._ahead[1].result()
@@ -161,13 +162,20 @@ class TrainLoader:
         order = (self._documents.fingerprint(), self._config.train.seed, data.seq_len, data.packing, data.shuffle)
         return hashlib.sha256(repr(order).encode()).hexdigest()[:16]
 
+    def _padding_share(self, epoch: Plan) -> float:
+        return padding_share(
+            [sum(self._lengths[index] for index in row) for row in epoch],
+            step_rows=self.global_batch_size,
+            world_size=self._ranks.world_size,
+            rules=self._rules,
+        )
+
     def _build_step(self, step: int) -> list[Batch]:
         rows = self._rows_of(step)
         return build_batches(
             [[self._documents.docs[index] for index in row] for row in rows],
             ranks=self._ranks,
-            micro_batch_size=self._config.train.micro_batch_size,
-            seq_len=self._config.data.seq_len,
+            rules=self._rules,
             pad_id=self._pad_id,
         )
 
@@ -211,20 +219,17 @@ class EvalSet:
     """The held-out rows; `batches()` are this rank's, the same number on every rank, built once."""
 
     def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
-        data = config.data
+        data, rules, world = config.data, BatchRules.of(config), ranks.world_size
         order = range(len(documents.docs))
         plan = plan_rows(documents.lengths, order, seq_len=data.seq_len, packing=data.packing)
+        lengths = [sum(documents.lengths[index] for index in row) for row in plan]
         documents.report.packed_rows = len(plan)
-        documents.report.padding_share = padding_share(documents, rows=len(plan), seq_len=data.seq_len)
+        documents.report.padding_share = padding_share(lengths, step_rows=len(plan), world_size=world, rules=rules)
         if config.train.eval_batches is not None:
-            plan = plan[: config.train.eval_batches * config.train.micro_batch_size * ranks.world_size]
-        self._batches = build_batches(
-            [[documents.docs[index] for index in row] for row in plan],
-            ranks=ranks,
-            micro_batch_size=config.train.micro_batch_size,
-            seq_len=data.seq_len,
-            pad_id=pad_id,
-        )
+            limit = config.train.eval_batches
+            plan = plan[: rows_within(lengths, micro_batches=limit, world_size=world, rules=rules)]
+        rows = [[documents.docs[index] for index in row] for row in plan]
+        self._batches = build_batches(rows, ranks=ranks, rules=rules, pad_id=pad_id)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -237,8 +242,3 @@ def global_batch_size(config: Config, world_size: int) -> int:
     """Rows per optimizer step over all ranks."""
     train = config.train
     return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size
-
-
-def padding_share(documents: Documents, *, rows: int, seq_len: int) -> float:
-    """The part of all positions that holds no document."""
-    return 1 - documents.report.tokens / (rows * seq_len) if rows else 0.0
