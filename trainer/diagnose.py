@@ -7,6 +7,7 @@ import os
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from trainer.schema import OUTCOME_FILE
 
@@ -40,6 +41,11 @@ def is_ours(error: BaseException) -> bool:
     return type(error).__module__.startswith("trainer.")
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a connection to another rank broke, which mostly ended it."""
+    return any(sign in str(error) for sign in LOST_PEER_SIGNS)
+
+
 def describe(error: BaseException) -> str:
     """One paragraph: what is wrong, where, and what to do."""
     if is_ours(error):
@@ -47,7 +53,10 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted in {_place(error)}; the last checkpoint is as it was"
     message = str(error).strip() or "no message"
-    if any(sign in message for sign in LOST_PEER_SIGNS):
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else error.code
+        return f"Error: exit({code}) was called in the middle of the run\n  in {_place(error)}"
+    if is_lost_peer(error):
         return f"Error: {LOST_PEER}\n  in {_place(error)}\nhint: {LOST_PEER_HINT}"
     lines = [f"Error: {type(error).__name__}: {message.splitlines()[0]}", f"  in {_place(error)}"]
     hint = hint_for(message)
@@ -106,3 +115,9 @@ def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path | No
     except OSError:
         return None
     return path
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
+    stream.write(f"{text}\n")
+    stream.flush()

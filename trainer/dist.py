@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 
+from trainer.progress import Progress
+
 T = TypeVar("T")
 
 COMM_TIMEOUT_ENV = "TORCHFERRY_COMM_TIMEOUT_S"
-"""Seconds until a collective on the devices counts as hung (default 120)."""
+"""Seconds until a collective on the devices counts as hung (default: a minute after train.hang_timeout_s)."""
 CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
 """Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
 
@@ -38,33 +40,42 @@ class Dist:
     device: torch.device
     control_group: torch_dist.ProcessGroup | None = None
     """A gloo group on the CPU for flags, barriers and objects; None in a world of one."""
+    store: torch_dist.Store | None = field(default=None, compare=False)
+    """The key-value store that the ranks met in; clone it for a thread. None without torchrun."""
+    progress: Progress = field(default_factory=Progress, compare=False)
+    """Where this rank is, for the watchdog."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def start_dist(device_kind: Literal["cuda", "cpu"], *, init_method: str = "env://") -> Dist:
+def start_dist(
+    device_kind: Literal["cuda", "cpu"], *, init_method: str = "env://", comm_timeout_s: float = 120
+) -> Dist:
     """This process's place among the ranks, with the process groups set up when torchrun started it.
 
+    `comm_timeout_s`: seconds until a collective on the devices counts as hung, where the environment sets none.
     Raises DistError when only some of torchrun's variables are set, or when the GPU of this rank is missing.
     """
     rank, local_rank, world_size = read_ranks(os.environ)
     device = _pick_device(device_kind, local_rank)
     if "RANK" not in os.environ:
         return Dist(rank, local_rank, world_size, device)
+    timeout = timedelta(seconds=float(os.environ.get(COMM_TIMEOUT_ENV, comm_timeout_s)))
+    store, rank, world_size = next(torch_dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     torch_dist.init_process_group(
         _backend(device_kind),
-        init_method=init_method,
+        store=torch_dist.PrefixStore("default_group", store),
         rank=rank,
         world_size=world_size,
-        timeout=_seconds(COMM_TIMEOUT_ENV, 120),
+        timeout=timeout,
         device_id=device if device_kind == "cuda" else None,
     )
     control_group = None
     if world_size > 1:
-        control_group = torch_dist.new_group(backend="gloo", timeout=_seconds(CONTROL_TIMEOUT_ENV, 1800))
-    return Dist(rank, local_rank, world_size, device, control_group)
+        control_group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_s()))
+    return Dist(rank, local_rank, world_size, device, control_group, store)
 
 
 def stop_dist() -> None:
@@ -100,8 +111,9 @@ def _backend(device_kind: str) -> str:
     return "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
 
 
-def _seconds(name: str, default: float) -> timedelta:
-    return timedelta(seconds=float(os.environ.get(name, default)))
+def control_timeout_s() -> float:
+    """Seconds the ranks wait for one another at a barrier."""
+    return float(os.environ.get(CONTROL_TIMEOUT_ENV, 1800))
 
 
 def _pick_device(device_kind: str, local_rank: int) -> torch.device:

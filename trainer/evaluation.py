@@ -19,6 +19,7 @@ def evaluate(run: Run) -> tuple[float, int] | None:
     run.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)
     for batch in batches:
+        run.dist.progress.enter("evaluation")
         loss = run.loss_fn(run.module, batch.to(run.dist.device))
         sums += torch.stack([loss.total.double(), loss.count.double()])
     run.module.train()

@@ -27,6 +27,7 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         "export": None,
         "greedy": None,
     }
+    run.dist.progress.enter("exporting")
     if run.config.run.export and not result.stopped:
         outcome |= export(run.run_dir / EXPORT_DIR, shape, run.module, tokenizer, run.dist)
         run.log.note(f"exported to {run.run_dir / EXPORT_DIR}: reopened with transformers, same weights and logits")

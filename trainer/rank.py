@@ -8,14 +8,21 @@ import time
 import traceback
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TextIO
 
 import torch
 
 from trainer import diagnose, launch
-from trainer.dist import on_rank0, start_dist, stop_dist
+from trainer.dist import Dist, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
+from trainer.heartbeat import SILENT_S
 from trainer.schema import OUTCOME_FILE, Config
+from trainer.watchdog import leave, watching
+
+FAILURES = (Exception, KeyboardInterrupt, SystemExit)
+COMM_MARGIN_S = 60
+"""A collective times out after the watchdog has spoken: it knows who is late."""
+LOST_PEER_S = SILENT_S + 5
+"""How long the watchdog may look for the rank at the other end of a broken connection."""
 
 
 def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
@@ -26,19 +33,36 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     """
     dist = None
     try:
-        dist = start_dist(_usable_device(config))
+        dist = start_dist(_usable_device(config), comm_timeout_s=config.train.hang_timeout_s + COMM_MARGIN_S)
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
-            _write_line(
+            diagnose.write_line(
                 sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model"
             )
-        code = import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
-        stop_dist()
-    except (Exception, KeyboardInterrupt) as error:
+    except FAILURES as error:
         code = _tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
-            _leave(code)
+            leave(code)
+        return code
+    code = run_recipe(config, run_dir, dist, debug=debug)
+    stop_dist()
     return code
+
+
+def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:
+    """Run the configured recipe under the watchdog; of several ranks a failing one does not return."""
+    with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
+        try:
+            return int(import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist))
+        except FAILURES as error:
+            if watchdog is not None and diagnose.is_lost_peer(error) and watchdog.await_verdict(LOST_PEER_S):
+                leave(1)  # told already, with the rank's name
+            code = _tell_failure(error, run_dir, debug=debug)
+            if watchdog is not None:
+                watchdog.tell_failure(diagnose.describe(error))
+            if dist.world_size > 1:
+                leave(code)
+            return code
 
 
 def _usable_device(config: Config) -> launch.DeviceKind:
@@ -52,7 +76,7 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     """The run folder with the resolved config in it, and without the verdict of an earlier start."""
     if run_dir is None:  # started with torchrun by hand
         run_dir = launch.new_run_dir(config, time.localtime())
-        _write_line(sys.stdout, f"run folder: {run_dir}")
+        diagnose.write_line(sys.stdout, f"run folder: {run_dir}")
     launch.write_config(config, run_dir)
     for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
         (run_dir / stale).unlink(missing_ok=True)
@@ -76,24 +100,15 @@ def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) ->
     if debug:
         traceback.print_exception(error)
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""
-    _write_line(sys.stderr, f"{tag}{message}")
+    diagnose.write_line(sys.stderr, f"{tag}{message}")
     return code
 
 
-def _write_line(stream: TextIO, text: str) -> None:
-    """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
-    stream.write(f"{text}\n")
-    stream.flush()
-
-
 def exit_code(error: BaseException) -> int:
-    """2 for a mistake of the user's in config, data or model, 130 for Ctrl-C, 1 for everything else."""
+    """2 for a mistake of the user's in config, data or model, 130 for Ctrl-C, 1 for everything else; a call of exit
+    inside of a run keeps its code, but for 0: the run is not at its end."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and error.code else 1
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, UserError) else 1
-
-
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -45,7 +45,7 @@ class Reader:
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
-        loss, targets, tokens, norm, finite = late.read()
+        loss, targets, tokens, norm, finite, *_ = late.read()
         seconds = self._clock.lap(late.ready)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1

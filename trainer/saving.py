@@ -22,6 +22,7 @@ class Saver:
     def save(self, step: int, *, must_succeed: bool) -> None:
         """Write a checkpoint; one that fails on the way is only reported, for the training is worth more than it."""
         run, folder = self._run, self._run.run_dir / CHECKPOINTS_DIR
+        run.dist.progress.enter("saving")
         extra = {**run.extra, "data": run.data.train.state_dict(step)}
         try:
             path = save(folder, step, run.module, run.optimizer, extra, run.dist)

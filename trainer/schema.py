@@ -202,8 +202,26 @@ class TrainConfig:
     """Complete checkpoints kept; 0: all."""
     resume: str = "auto"
     """`auto`: from the newest complete checkpoint of the run folder, if any; `never`; or a checkpoint's path."""
+    nonfinite: Literal["skip", "abort"] = "skip"
+    """A step whose loss or gradient is NaN or infinite never touches the weights. `skip`: it is told and the run goes
+    on; `abort`: the first one ends the run."""
     max_nonfinite_steps: int = 10
     """Skipped non-finite steps in a row before the run ends with an error."""
+    early_stop_patience: int | None = None
+    """End the run, as if this were its last step, after so many evaluations in a row that were no better than the
+    best; None: never."""
+    early_stop_min_delta: float = 0.0
+    """By how much an evaluation's loss must lie below the best to count as better."""
+    hang_timeout_s: float = 600.0
+    """A run in which no rank gets on for so long ends, naming the late rank with its stack; reading data, saving and
+    exporting may take longer. 0: no watchdog."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps (counted from 1) of which every rank writes a trace for chrome://tracing or Perfetto into RUN/profile/."""
+    memory_snapshot_steps: list[int] = field(default_factory=list)
+    """Steps of which every rank writes its GPU's allocations into RUN/profile/, for pytorch.org/memory_viz."""
+    debug_distributed: Literal["off", "info", "detail"] = "off"
+    """What torch and NCCL tell of the ranks' communication: `info`: set-up, and a record of the collectives when one
+    hangs; `detail`: every collective is checked over all ranks too (slow)."""
     stop_after_steps: int | None = None
     """End after this many steps of this start though the schedule goes on (for tests and short leases)."""
 
@@ -231,6 +249,10 @@ class RunConfig:
     """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
     export: bool = True
     """Write the final model in Hugging Face format, reopened and compared."""
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
+    tracker_project: str = "torchferry"
+    """The project of Weights & Biases that the run belongs to."""
 
 
 @dataclass(frozen=True)

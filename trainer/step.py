@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.dist import sum_over_ranks
+from trainer.dist import Dist, sum_over_ranks
 from trainer.run import Run
+
+NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite")
+"""The first entries of StepValues.values. After them stand, rank by rank, the seconds that each took to get its data
+and through its forward passes, and whether its own loss was not finite (1.0)."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class StepValues:
     step: int
     lr: float
     data_wait_s: float
-    values: torch.Tensor  # [5] float64 on the CPU: loss sum, target tokens, tokens, gradient norm, finite
+    values: torch.Tensor  # [5 + 2·ranks] float64 on the CPU, see NAMES
     ready: torch.cuda.Event | None
 
     def read(self) -> list[float]:
@@ -33,22 +37,38 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
     The gradient is that of (sum of losses) / (number of targets), both over all ranks and micro-batches. A step whose
     norm is not finite changes neither weights nor optimizer state.
     """
-    waited = time.perf_counter()
+    progress = run.dist.progress
+    progress.enter("data", step + 1)
+    began = time.perf_counter()
     batches = run.data.train.step_batches(step)
-    waited = time.perf_counter() - waited
+    busy = waited = time.perf_counter() - began
     sums = torch.zeros(3, dtype=torch.float64, device=run.dist.device)
     for index, batch in enumerate(batches):
         batch = batch.to(run.dist.device)
         run.backend.sync(index == len(batches) - 1)
+        progress.enter("forward")
+        began = time.perf_counter()
         loss = run.loss_fn(run.module, batch)
+        busy += time.perf_counter() - began
+        progress.enter("backward")
         loss.total.backward()
         sums += torch.stack([loss.total.detach().double(), loss.count.double(), batch.num_tokens.double()])
-    sums = sum_over_ranks(sums, run.dist)
+    progress.enter("optimizer")
+    sums = sum_over_ranks(torch.cat([sums, _own_slots(sums[0], busy, run.dist)]), run.dist)
     run.backend.scale_grads(1.0 / sums[1].clamp(min=1.0))
     norm = run.backend.clip(run.config.optim.max_grad_norm)
     finite = torch.isfinite(norm) & torch.isfinite(sums[0])
     apply_update(run.optimizer, lr, finite)
-    return _on_its_way(step + 1, lr, waited, torch.cat([sums, torch.stack([norm.double(), finite.double()])]))
+    values = torch.cat([sums[:3], torch.stack([norm.double(), finite.double()]), sums[3:]])
+    return _on_its_way(step + 1, lr, waited, values)
+
+
+def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
+    """[2·ranks] zeros but for this rank's entries, so that the sum over ranks holds everybody's."""
+    slots = torch.zeros(2, dist.world_size, dtype=torch.float64, device=dist.device)
+    slots[0, dist.rank] = busy
+    slots[1, dist.rank] = (~torch.isfinite(loss)).double()
+    return slots.flatten()
 
 
 def apply_update(optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor) -> None:

@@ -1,0 +1,174 @@
+"""What the ranks tell of themselves once a second, and who is late, gone or silent judging by it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from trainer.progress import SLOW_PHASES, Phase, render_place
+
+SILENT_S = 20.0
+"""A rank in its steps that posts nothing for so long is gone, or its node is."""
+GONE_S = 2.0
+"""A process of this machine that has ended gets so long to be seen as done or as failed with a reason of its own."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One rank's word: who and where it is. `serial` rises with every beat, `count` when the rank gets on."""
+
+    rank: int
+    host: str
+    machine: str
+    """Of processes that can see each other; `host` is what people call it."""
+    pid: int
+    serial: int
+    step: int
+    phase: Phase
+    count: int
+    waiting: bool
+    """Whether it is inside a call of torch.distributed: it may be waiting for another rank."""
+    where: str
+    """File, line and function of its main thread."""
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Beat:
+        return Beat(**json.loads(text))
+
+    @property
+    def place(self) -> str:
+        return render_place(self.phase, self.step)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's last beat as one observer has it: seconds since the last new beat, since the rank last got on, and
+    since its process was found ended (None: it lives, or runs on another machine)."""
+
+    beat: Beat
+    silent_s: float
+    still_s: float
+    ended_s: float | None = None
+    alive_here: bool = False
+    """Its process is on this machine and lives, though it may hold the interpreter so that it cannot post."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run must end, and because of which ranks."""
+
+    kind: Literal["late", "gone", "silent"]
+    ranks: list[int]
+    message: str
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(text: str) -> Verdict:
+        return Verdict(**json.loads(text))
+
+
+def judge(seen: Sequence[Seen], *, timeout_s: float, slow_timeout_s: float) -> Verdict | None:
+    """The verdict on what was seen of all ranks; None while all is well.
+
+    `timeout_s`: how long no rank may get on in its steps; `slow_timeout_s`: while one saves, exports or prepares.
+    """
+    running = [one for one in seen if one.beat.phase != "done"]
+    return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)
+
+
+def _gone(running: Sequence[Seen]) -> Verdict | None:
+    gone = [one.beat for one in running if one.ended_s is not None and one.ended_s >= GONE_S]
+    if not gone:
+        return None
+    told = "; ".join(
+        f"rank {beat.rank} (pid {beat.pid} on {beat.host}) ended without a word, last heard of {beat.place}, "
+        f"at {beat.where}"
+        for beat in gone
+    )
+    return Verdict("gone", [beat.rank for beat in gone], told)
+
+
+def _silent(running: Sequence[Seen], slow_timeout_s: float) -> Verdict | None:
+    """A rank of another machine that says nothing; reading or writing files may hold the interpreter for long."""
+
+    def limit(one: Seen) -> float:
+        return slow_timeout_s if one.beat.phase in SLOW_PHASES else SILENT_S
+
+    silent = [one for one in running if not one.alive_here and one.silent_s > limit(one)]
+    if not silent:
+        return None
+    told = "; ".join(
+        f"rank {one.beat.rank} on {one.beat.host} has been silent for {one.silent_s:.0f} s, "
+        f"last heard of {one.beat.place}"
+        for one in silent
+    )
+    return Verdict("silent", [one.beat.rank for one in silent], f"{told}: its node or the network is gone")
+
+
+def _late(running: Sequence[Seen], timeout_s: float, slow_timeout_s: float) -> Verdict | None:
+    slow = any(one.beat.phase in SLOW_PHASES for one in running)
+    limit = max(timeout_s, slow_timeout_s) if slow else timeout_s
+    if not running or min(one.still_s for one in running) <= limit:
+        return None
+    late = late_ranks([one.beat for one in running])
+    told = "; ".join(f"rank {beat.rank} is late, {beat.place}, at {beat.where}" for beat in late)
+    others = sorted({one.beat.place for one in running if one.beat not in late})
+    waiting = f"; the others wait for it {', '.join(others)}" if others else ""
+    return Verdict("late", [beat.rank for beat in late], f"no rank has got on for {limit:.0f} s: {told}{waiting}")
+
+
+def late_ranks(beats: Sequence[Beat]) -> list[Beat]:
+    """The ranks that the others wait for: least far on, and of those the ones that do not wait themselves."""
+    behind = [beat for beat in beats if beat.count == min(beat.count for beat in beats)]
+    return [beat for beat in behind if not beat.waiting] or behind
+
+
+class Observer:
+    """Remembers when each rank's beats last changed, by this process's own clock."""
+
+    def __init__(self, world_size: int, *, ended: Callable[[Beat], bool | None]) -> None:
+        """`ended`: whether a beat's process has ended; None when it runs on another machine."""
+        self._world_size = world_size
+        self._ended = ended
+        self._beats: dict[int, Beat] = {}
+        self._heard: dict[int, float] = {}
+        self._moved: dict[int, float] = {}
+        self._gone: dict[int, float] = {}
+
+    def hear(self, beats: Sequence[Beat], now: float) -> None:
+        for beat in beats:
+            before = self._beats.get(beat.rank)
+            if before is None or before.serial != beat.serial:
+                self._heard[beat.rank] = now
+            if before is None or before.count != beat.count:
+                self._moved[beat.rank] = now
+            self._beats[beat.rank] = beat
+
+    def excuse(self, seconds: float) -> None:
+        """Take this time off every wait: the observer itself was stopped for so long."""
+        for times in (self._heard, self._moved, self._gone):
+            times.update({rank: at + seconds for rank, at in times.items()})
+
+    def seen(self, now: float) -> list[Seen]:
+        """Everything known; empty until every rank was heard once."""
+        if len(self._beats) < self._world_size:
+            return []
+        return [self._see(beat, now) for _, beat in sorted(self._beats.items())]
+
+    def _see(self, beat: Beat, now: float) -> Seen:
+        ended = self._ended(beat)
+        gone = self._gone.setdefault(beat.rank, now) if ended else None
+        return Seen(
+            beat,
+            silent_s=now - self._heard[beat.rank],
+            still_s=now - self._moved[beat.rank],
+            ended_s=None if gone is None else now - gone,
+            alive_here=ended is False,
+        )

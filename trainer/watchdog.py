@@ -1,0 +1,272 @@
+"""A thread of every rank that ends the run, with one message, when a rank hangs, ends early, fails or falls silent.
+
+The ranks post where they are to torch's own store, over a connection of this thread's own, so that it works while the
+main thread hangs in a collective. Every rank judges for itself; the first verdict in the store is everybody's.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as torch_dist
+
+from trainer import diagnose
+from trainer.dist import Dist, control_timeout_s
+from trainer.heartbeat import SILENT_S, Beat, Observer, Verdict, judge
+from trainer.progress import Progress
+
+HANG_DIR = "hang"
+"""In the run folder: each rank's stacks at the moment of the verdict."""
+STORE_TIMEOUT = timedelta(seconds=10)
+TELL_S, DUMP_S = 5.0, 3.0
+"""How long a rank waits for the message to be out, and for the others' stacks."""
+FAILED_PEER_S = 5.0
+"""How long a rank goes on after another one failed, so that its own exception may come first."""
+HINTS = {
+    "late": "its stack is in {stacks}; a longer train.hang_timeout_s if it was only slow",
+    "gone": "a call of exit in its code, or a signal: -9 is mostly the system's out-of-memory killer (dmesg tells)",
+    "silent": "look at that node; then start again: the run resumes from its newest checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Whom a watchdog watches, and how patiently."""
+
+    rank: int
+    world_size: int
+    run_dir: Path
+    timeout_s: float
+    slow_timeout_s: float
+    period_s: float
+
+
+@contextmanager
+def watching(dist: Dist, run_dir: Path, *, timeout_s: float) -> Iterator[Watchdog | None]:
+    """Watch over this rank and its peers until the block ends; nothing happens where `timeout_s` is 0."""
+    if timeout_s <= 0:
+        yield None
+        return
+    store = torch_dist.HashStore() if dist.store is None else dist.store.clone()
+    peers = Peers(dist.rank, dist.world_size, run_dir, timeout_s, control_timeout_s(), period_s=min(1.0, timeout_s / 4))
+    watchdog = Watchdog(store, peers, dist.progress)
+    watchdog.start()
+    try:
+        yield watchdog
+        dist.progress.enter("done")
+    finally:
+        watchdog.stop()
+
+
+class Watchdog:
+    """`start` and `stop` a thread that posts, listens and judges."""
+
+    def __init__(self, store: torch_dist.Store, peers: Peers, progress: Progress) -> None:
+        store.set_timeout(STORE_TIMEOUT)
+        self._store = torch_dist.PrefixStore("watchdog", store)
+        self._peers = peers
+        self._progress = progress
+        self._main = threading.main_thread().ident
+        self._serial = 0
+        self._verdict: Verdict | None = None
+        self._judged, self._over = threading.Event(), threading.Event()
+        self._failed_at: float | None = None
+        self._observer = Observer(peers.world_size, ended=process_ended)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._post()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the others where this rank ended up, and watch no more."""
+        self._over.set()
+        self._thread.join(STORE_TIMEOUT.total_seconds())
+        with suppress(RuntimeError):  # the others, and the store with them, may be gone by now
+            self._post()
+
+    def tell_failure(self, message: str) -> None:
+        """Say to the other ranks that this one fails, and why; they end too."""
+        with suppress(RuntimeError):
+            self._store.set("failed", f"{self._peers.rank}\n{message}")
+
+    def await_verdict(self, seconds: float) -> Verdict | None:
+        """What the ranks' words say about a connection that broke; None when they say nothing within `seconds`."""
+        self._judged.wait(seconds)
+        return self._verdict
+
+    def _watch(self) -> None:
+        last = answered = time.monotonic()
+        while not self._over.wait(self._peers.period_s):
+            now = time.monotonic()
+            if now - last > 5 + self._peers.period_s:  # stopped or starved: nobody's silence can be told from ours
+                self._observer.excuse(now - last)
+                answered += now - last
+            last = now
+            try:
+                self._post()
+                self._listen(now)
+                answered = now
+            except RuntimeError as error:
+                if now - answered > SILENT_S:
+                    self._end_without_store(error)
+
+    def _post(self) -> None:
+        frame = sys._current_frames().get(self._main or 0)
+        progress, self._serial = self._progress, self._serial + 1
+        beat = Beat(
+            rank=self._peers.rank,
+            host=socket.gethostname(),
+            machine=machine_id(),
+            pid=os.getpid(),
+            serial=self._serial,
+            step=progress.step,
+            phase=progress.phase,
+            count=progress.count,
+            waiting=is_waiting(frame),
+            where=place_of(frame),
+        )
+        self._store.set(f"beat/{beat.rank}", beat.encode())
+
+    def _listen(self, now: float) -> None:
+        self._observer.hear(self._beats(), now)
+        if self._failed_at is None and self._has("failed"):
+            self._failed_at = now
+        if self._failed_at is not None:
+            if now - self._failed_at > FAILED_PEER_S:
+                self._follow(self._get("failed"))
+            return
+        if self._verdict is None:
+            peers = self._peers
+            verdict = judge(self._observer.seen(now), timeout_s=peers.timeout_s, slow_timeout_s=peers.slow_timeout_s)
+            if verdict is None and not self._has("verdict"):
+                return
+            self._carry_out(verdict)
+
+    def _beats(self) -> list[Beat]:
+        keys = [f"beat/{rank}" for rank in range(self._peers.world_size)]
+        if not self._store.check(keys):
+            return []
+        return [Beat.decode(text.decode()) for text in self._store.multi_get(keys)]
+
+    def _carry_out(self, mine: Verdict | None) -> None:
+        """Agree on one verdict, tell it once, leave the stacks behind and end this rank."""
+        token = f"{self._peers.rank}\n{mine.encode()}" if mine else ""
+        won, _, text = (
+            self._store.compare_set("verdict", "", token).decode() if mine else self._get("verdict")
+        ).partition("\n")
+        self._verdict = Verdict.decode(text)
+        if int(won) == self._peers.rank:
+            self._tell(self._verdict)
+            self._store.set("told", "1")
+        self._judged.set()
+        self._dump(loud=self._peers.rank in self._verdict.ranks and self._verdict.kind == "late")
+        self._store.set(f"dumped/{self._peers.rank}", "1")
+        self._await(["told"], TELL_S)
+        # nobody leaves before: a rank that goes wakes those that wait for it, and their stacks show it no more
+        self._await([f"dumped/{rank}" for rank in range(self._peers.world_size)], DUMP_S)
+        leave(1)
+
+    def _tell(self, verdict: Verdict) -> None:
+        stacks = self._peers.run_dir / HANG_DIR
+        hint = HINTS[verdict.kind].format(stacks=stacks / f"rank_{verdict.ranks[0]}.txt")
+        message = f"Error: {verdict.message}\nhint: {hint}"
+        if diagnose.claim_failure(self._peers.run_dir, verdict.ranks[0], message):
+            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+
+    def _dump(self, *, loud: bool) -> None:
+        """All threads' stacks into the run folder, and into this rank's log if the others wait for it."""
+        with suppress(OSError):
+            path = self._peers.run_dir / HANG_DIR / f"rank_{self._peers.rank}.txt"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file)
+            if loud:
+                diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
+
+    def _follow(self, failure: str) -> None:
+        """End this rank after another one's failure; its words are repeated only where they are not read already."""
+        rank, _, message = failure.partition("\n")
+        if int(rank) == self._peers.rank:
+            return
+        if diagnose.claim_failure(self._peers.run_dir, int(rank), message):
+            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] rank {rank} failed: {message}")
+        leave(1)
+
+    def _end_without_store(self, error: RuntimeError) -> None:
+        message = (
+            f"Error: torch's store has not answered for {SILENT_S:.0f} s: torchrun or the node that holds it is gone "
+            f"({str(error).splitlines()[0]})"
+        )
+        if diagnose.claim_failure(self._peers.run_dir, self._peers.rank, message):
+            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+        leave(1)
+
+    def _has(self, *keys: str) -> bool:
+        return bool(self._store.check(list(keys)))
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+    def _await(self, keys: list[str], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._has(*keys):
+            time.sleep(0.05)
+
+
+def leave(code: int) -> None:
+    """End this process at once: its main thread may never come back."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def machine_id() -> str:
+    """The same for two processes that see each other's ids: host and process namespace."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def process_ended(beat: Beat) -> bool | None:
+    """Whether the process that sent a beat has ended; None when that is another machine's business."""
+    if beat.machine != machine_id():
+        return None
+    try:
+        state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True if Path("/proc/self").exists() else None
+    except OSError:
+        return None
+    return state in ("Z", "X")
+
+
+_LIBRARIES = (sysconfig.get_paths()["stdlib"], f"{os.sep}site-packages{os.sep}")
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    """Whether the innermost call is one of torch.distributed."""
+    return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
+
+
+def place_of(frame: FrameType | None) -> str:
+    """`FILE:LINE (FUNCTION)` of the innermost line that is no library's, else of the innermost."""
+    innermost = frame
+    while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        frame = frame.f_back
+    shown = frame or innermost
+    return f"{shown.f_code.co_filename}:{shown.f_lineno} ({shown.f_code.co_name})" if shown else "an unknown place"
