@@ -81,6 +81,8 @@ LIMITS = {
     "train.save_every": AT_LEAST_0,
     "train.keep_last": AT_LEAST_0,
     "train.max_nonfinite_steps": AT_LEAST_1,
+    "train.profile_steps": AT_LEAST_1,
+    "train.memory_snapshot_steps": AT_LEAST_1,
     "train.early_stop_patience": AT_LEAST_1,
     "train.early_stop_min_delta": AT_LEAST_0,
     "train.hang_timeout_s": AT_LEAST_0,
@@ -121,6 +123,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _batch,
         micro_batch_tokens_rules,
         _schedule,
+        _watching,
     )
     for broken in (broken for rule in rules for broken in rule(config)):
         raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
@@ -129,7 +132,10 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
 def _limits(config: Config) -> Iterator[Broken]:
     for key, limit in LIMITS.items():
         value = get_key(config, key)
-        if value is not None and not limit.holds(value):
+        if isinstance(value, list):
+            wrong = [number for number in value if not limit.holds(number)]
+            yield from (Broken(key, f"{key} holds {number}, must be {limit.words}") for number in wrong)
+        elif value is not None and not limit.holds(value):
             yield Broken(key, f"{key} is {value}, must be {limit.words}")
 
 
@@ -312,6 +318,24 @@ def _schedule(config: Config) -> Iterator[Broken]:
         )
 
 
+def _watching(config: Config) -> Iterator[Broken]:
+    train, data = config.train, config.data
+    if train.early_stop_patience is not None and not data.eval and data.eval_fraction == 0:
+        message = f"train.early_stop_patience is {train.early_stop_patience}, but there is no held-out data to judge by"
+        hint = "set data.eval or data.eval_fraction, or drop train.early_stop_patience"
+        yield Broken("train.early_stop_patience", message, hint, ("data.eval_fraction",))
+    if train.early_stop_patience is not None and train.eval_every == 0:
+        message = (
+            f"train.early_stop_patience is {train.early_stop_patience}, but train.eval_every is 0: nothing is evaluated"
+        )
+        yield Broken("train.early_stop_patience", message, "set train.eval_every", ("train.eval_every",))
+    for key, steps in (("profile_steps", train.profile_steps), ("memory_snapshot_steps", train.memory_snapshot_steps)):
+        late = [step for step in steps if train.steps is not None and step > train.steps]
+        if late:
+            message = f"train.{key} holds {late[0]}, more than train.steps, {train.steps}"
+            yield Broken(f"train.{key}", message, "", ("train.steps",))
+
+
 def config_notes(config: Config, *, backend: str, deployed: bool) -> list[str]:
     """One line for the keys that are set but have no effect beside the others; to be shown, not to stop at.
 
@@ -343,8 +367,21 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         yield ["parallel.reshard_after_forward"], f" with {backend}"
     if backend == "pytorch":
         yield ["parallel.reduce_dtype"], " with pytorch"
+    yield from _watching_without_effect(config)
     if config.optim.schedule == "constant":
         yield ["optim.min_learning_rate"], " with the constant schedule"
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"
+
+
+def _watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
+    train = config.train
+    if train.nonfinite == "abort":
+        yield ["train.max_nonfinite_steps"], ", train.nonfinite is abort: the first such step ends the run"
+    if train.early_stop_patience is None:
+        yield ["train.early_stop_min_delta"], " without train.early_stop_patience"
+    if "wandb" not in config.run.trackers:
+        yield ["run.tracker_project"], ", wandb is none of run.trackers"
+    if config.target.device == "cpu":
+        yield ["train.memory_snapshot_steps"], " on the CPU: it shows a GPU's allocations"
