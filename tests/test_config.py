@@ -410,7 +410,7 @@ OVERRIDE_ERRORS = [
     ),
     (
         "zzz=1",
-        "Error: zzz is not a key\n  on the command line\nhint: sections: target, model, data, optim, train, par",
+        "Error: zzz is not a key\n  on the command line\nhint: sections: target, model, lora, data, optim, train, par",
     ),
     (
         "run=x",

@@ -16,7 +16,10 @@ from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models import hf
+from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec
 from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.freezing import freeze, is_partly_frozen, store_as
+from trainer.models.lora import attach, linear_names
 from trainer.optim import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import DTYPES
@@ -33,8 +36,9 @@ def build_run(
     module = backend.prepare(build_decoder(config, shape))
     optimizer = build_optimizer(module, config.optim)
     path = resume_path(config, run_dir, dist)
-    if path is None:
+    if path is None or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
         fill_weights(config, module, folder)
+    if path is None:
         start_step, extra, changed = 0, {}, []
     else:
         check_resumable(path, read_info(path), shape, data)
@@ -64,9 +68,23 @@ def build_run(
 
 
 def build_decoder(config: Config, shape: DecoderShape) -> Decoder:
-    """The model as configured, on the meta device: every parameter is there, none has storage."""
+    """The model as configured, on the meta device: every parameter is there, none has storage.
+
+    What is not trained is frozen, before any backend wraps the model.
+    """
     with torch.device("meta"):
-        return Decoder(shape, compute_dtype=DTYPES[config.train.precision])
+        decoder = Decoder(shape, compute_dtype=DTYPES[config.train.precision])
+        spec = lora_spec(config.lora, linear_names(decoder))
+        if spec is not None:
+            store_as(decoder, DTYPES[base_dtype(config)])
+            attach(decoder, spec)
+    freeze(decoder, config.model.freeze)
+    return decoder
+
+
+def base_dtype(config: Config) -> str:
+    """Storage of a model that LoRA freezes."""
+    return config.train.precision if config.lora.base_dtype == "auto" else config.lora.base_dtype
 
 
 def seed_everything(config: Config, dist: Dist) -> None:
@@ -93,11 +111,15 @@ def check_length(config: Config, shape: DecoderShape) -> None:
 
 
 def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None) -> None:
-    """Give a new run its first weights: the pretrained ones, or random ones by seed."""
+    """Give a new run its first weights: the pretrained ones, or random ones by seed; and so for adapters."""
     if folder is not None and config.model.init != "random":
         hf.load_pretrained(module, folder)
     else:
         hf.init_random(module, config.train.seed)
+    if config.lora.adapter is not None:
+        load_adapter(module, adapter_folder(config.lora))
+    else:
+        init_adapter(module, config.train.seed)
 
 
 def tell_plan(train: Run) -> None:

@@ -105,7 +105,8 @@ def config_to_yaml(config: Config) -> str:
 def local_data_paths(config: Config, *, root: str | Path = ".") -> list[str]:
     """Data, model and template entries that are local paths, as written: they exist below `root` or look like paths."""
     data, model = config.data, config.model
-    entries = [*(s.path for s in as_sources([*data.train, *data.eval])), model.name, data.tokenizer, data.chat_template]
+    entries = [*(s.path for s in as_sources([*data.train, *data.eval])), model.name, config.lora.adapter]
+    entries += [data.tokenizer, data.chat_template]
     return list(dict.fromkeys(entry for entry in entries if entry is not None and _is_local(entry, Path(root))))
 
 

@@ -10,6 +10,7 @@ from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_e
 from trainer.config_broken import Broken
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
+from trainer.config_optim import groups_rules, lora_rules, optim_without_effect
 from trainer.errors import ConfigError
 from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
@@ -54,6 +55,9 @@ LIMITS = {
     "model.rope_theta": ABOVE_0,
     "model.rms_norm_eps": ABOVE_0,
     "model.max_position_embeddings": AT_LEAST_2,
+    "lora.rank": AT_LEAST_1,
+    "lora.alpha": ABOVE_0,
+    "lora.dropout": SHARE,
     "data.eval_fraction": SHARE,
     "data.seq_len": AT_LEAST_2,
     "data.max_train_rows": AT_LEAST_1,
@@ -68,6 +72,7 @@ LIMITS = {
     "optim.eps": ABOVE_0,
     "optim.weight_decay": AT_LEAST_0,
     "optim.max_grad_norm": AT_LEAST_0,
+    "optim.base_batch_size": AT_LEAST_1,
     "train.steps": AT_LEAST_1,
     "train.epochs": ABOVE_0,
     "train.micro_batch_size": AT_LEAST_1,
@@ -124,6 +129,8 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         micro_batch_tokens_rules,
         _schedule,
         _watching,
+        groups_rules,
+        lora_rules,
     )
     for broken in (broken for rule in rules for broken in rule(config)):
         raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
@@ -217,7 +224,8 @@ def _script(config: Config) -> Iterator[Broken]:
             yield Broken("torchrun", "torchrun is false, which needs a script: the trainer has its own launcher")
         return
     default = Config()
-    changed = [s for s in ("model", "data", "optim", "train", "parallel") if getattr(config, s) != getattr(default, s)]
+    sections = ("model", "lora", "data", "optim", "train", "parallel")
+    changed = [s for s in sections if getattr(config, s) != getattr(default, s)]
     if changed:
         message = (
             f"script is {config.script!r}, so the trainer does not run, but it is configured in: {', '.join(changed)}"
@@ -352,7 +360,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     """Keys that do nothing here, whatever they say, and why."""
     data, model = config.data, config.model
     if model.name is not None:
-        shape = [f"model.{name}" for name in field_kinds(ModelConfig) if name not in ("name", "init")]
+        shape = [f"model.{name}" for name in field_kinds(ModelConfig) if name not in ("name", "init", "freeze")]
         yield shape, f", {model.name} brings its own shape"
     if data.eval:
         yield ["data.eval_fraction"], ", data.eval names the held-out data"
@@ -368,8 +376,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     if backend == "pytorch":
         yield ["parallel.reduce_dtype"], " with pytorch"
     yield from _watching_without_effect(config)
-    if config.optim.schedule == "constant":
-        yield ["optim.min_learning_rate"], " with the constant schedule"
+    yield from optim_without_effect(config)
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"

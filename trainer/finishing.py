@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 
 from trainer.dist import Dist, on_rank0
 from trainer.models import hf
+from trainer.models.adapter_export import export_adapter
 from trainer.models.decoder import DecoderShape
+from trainer.models.lora import lora_of, merge
 from trainer.run import Result, Run
-from trainer.schema import EXPORT_DIR, OUTCOME_FILE
+from trainer.schema import ADAPTER_DIR, EXPORT_DIR, OUTCOME_FILE, Config
 
 GREEDY_QUESTION = "What does os.path.join do?"
 
@@ -25,27 +28,64 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         "eval_loss_first": result.eval_loss_first,
         "eval_loss_last": result.eval_loss_last,
         "export": None,
+        "adapter": None,
         "greedy": None,
     }
     run.dist.progress.enter("exporting")
     if run.config.run.export and not result.stopped:
-        outcome |= export(run.run_dir / EXPORT_DIR, shape, run.module, tokenizer, run.dist)
-        run.log.note(f"exported to {run.run_dir / EXPORT_DIR}: reopened with transformers, same weights and logits")
+        outcome |= export(run.run_dir, run.config, run.module, shape=shape, tokenizer=tokenizer, dist=run.dist)
+        for line in render_export(run.run_dir, outcome):
+            run.log.note(line)
     on_rank0(run.dist, lambda: write_outcome(run.run_dir, outcome))
     run.log.note(render_outcome(outcome, run.data.train.total_steps))
     run.log.close()
     return 0
 
 
-def export(folder: Path, shape: DecoderShape, module: torch.nn.Module, tokenizer: Any, dist: Dist) -> dict[str, Any]:
-    """Write the model in Hugging Face format, reopened and compared; every rank calls this.
+def export(
+    run_dir: Path, config: Config, module: torch.nn.Module, *, shape: DecoderShape, tokenizer: Any, dist: Dist
+) -> dict[str, Any]:
+    """Write the trained model, or its adapters, below `run_dir/export`, reopened and compared; every rank calls this.
 
-    Returns the outcome's entries `export` and `greedy`: what the trainer's own model says to a fixed question, for
-    anyone to compare with what another library makes of the export.
+    Adapters go to export/adapter in PEFT's format; the model with them merged to export only when
+    `lora.merge_export` asks for it. Returns the outcome's entries `export`, `adapter` and `greedy`: what the trainer's
+    own model says to a fixed question, for anyone to compare with what another library makes of the export.
     """
-    prompt_ids = greedy_prompt(tokenizer)
-    tokens = hf.export_model(folder, module, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
-    return {"export": folder.name, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
+    folder, prompt_ids, spec = run_dir / EXPORT_DIR, greedy_prompt(tokenizer), lora_of(module)
+    tensors = hf.gather_full(module, dist)
+    written: dict[str, Any] = {"export": None, "adapter": None}
+    if spec is None or config.lora.merge_export:
+        whole = tensors if spec is None or tensors is None else merge(tensors, spec)
+        tokens = hf.export_tensors(folder, whole, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
+        written["export"] = EXPORT_DIR
+    if spec is not None:
+        tokens = on_rank0(
+            dist,
+            lambda: export_adapter(
+                folder / ADAPTER_DIR,
+                tensors or {},
+                spec=spec,
+                shape=shape,
+                base_name=config.model.name,
+                tokenizer=tokenizer,
+                prompt_ids=prompt_ids,
+            ),
+        )
+        written["adapter"] = f"{EXPORT_DIR}/{ADAPTER_DIR}"
+    return {**written, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
+
+
+def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
+    """A line for each folder that was written."""
+    lines = []
+    if written["export"]:
+        lines.append(f"exported to {run_dir / written['export']}: reopened with transformers, same weights and logits")
+    if written["adapter"]:
+        reader = "PEFT" if find_spec("peft") else "the trainer's own reader (PEFT is not installed)"
+        lines.append(
+            f"adapter exported to {run_dir / written['adapter']}: reopened with {reader}, same tensors and logits"
+        )
+    return lines
 
 
 def greedy_prompt(tokenizer: Any) -> list[int]:

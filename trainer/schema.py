@@ -19,6 +19,7 @@ OUTCOME_FILE = "outcome.json"  # how the run ended: the last file of rank 0, or 
 CHECKPOINTS_DIR = "checkpoints"  # step_NNNNNN/ each with a COMPLETE marker
 CHECKPOINT_MARKER = "COMPLETE"
 EXPORT_DIR = "export"  # Hugging Face format
+ADAPTER_DIR = "adapter"  # inside it, PEFT's format
 STOP_FILE = "control/stop.json"  # its existence asks the ranks to save and stop at the next step border
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the run folder, set by whoever launches
@@ -88,6 +89,32 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
     max_position_embeddings: int = 4096
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that stay as they are: patterns (`*`, `?`, `[0-3]`) of Hugging Face's parameter names, such as
+    `model.embed_tokens.*`. Not together with `lora`, which freezes the whole model."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside a frozen model, in PEFT's terms and file format. None without `rank` or `adapter`."""
+
+    rank: int | None = None
+    """Rows of A and columns of B; None: that of `adapter`, or no LoRA at all."""
+    alpha: float | None = None
+    """The adapter's output is scaled by alpha / rank; None: that of `adapter`, else 16."""
+    dropout: float | None = None
+    """Share of the adapter's input that is dropped in training; None: that of `adapter`, else 0."""
+    rslora: bool | None = None
+    """Scale by alpha / sqrt(rank) instead; None: as `adapter` does, else false."""
+    targets: list[str] = field(default_factory=list)
+    """Names of the linear modules that get an adapter: `q_proj`, a whole name, a pattern (`model.layers.[0-3].*`), or
+    `all-linear`: every one but the head. Empty: those of `adapter`, else all-linear."""
+    adapter: str | None = None
+    """Folder of a PEFT adapter to start from (adapter_config.json and adapter_model.safetensors)."""
+    merge_export: bool = False
+    """Export also the whole model with the adapters added to its weights; export/adapter is written always."""
+    base_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Storage of the frozen model; the adapters are fp32. `auto`: bf16 when train.precision is bf16."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +177,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Optimizer settings of some parameters; the first group whose pattern matches a parameter has it."""
+
+    pattern: str
+    """`*`, `?` and `[0-3]` in Hugging Face's parameter names: `lm_head.*`, `*.lora_B.weight`."""
+    lr_scale: float = 1.0
+    """Their learning rate is the scheduled one times this."""
+    weight_decay: float | None = None
+    """In place of optim.weight_decay; one-dimensional parameters do not decay here either. None: optim.weight_decay."""
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its schedule."""
 
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit`: torchao's, whose state takes 2 bytes a parameter in place of 8 (extra `lowbit`)."""
     learning_rate: float = 1e-3
     min_learning_rate: float = 0.0
     """Where the decay ends, same unit as learning_rate."""
@@ -167,6 +208,13 @@ class OptimConfig:
     """Decoupled; not applied to norms, biases and other one-dimensional parameters."""
     max_grad_norm: float = 1.0
     """Global norm; 0: no clipping."""
+    groups: list[GroupConfig] = field(default_factory=list)
+    """Parameters with a learning rate or weight decay of their own: {pattern, lr_scale, weight_decay}, first match."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How learning_rate and min_learning_rate grow with the batch: times rows per step / base_batch_size (`linear`), or
+    its square root (`sqrt`, the rule for Adam)."""
+    base_batch_size: int | None = None
+    """Rows per step that learning_rate was tuned for; needed by lr_scaling."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +310,7 @@ class Config:
     recipe: Literal["sft"] = "sft"
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

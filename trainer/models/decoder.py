@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from trainer.models.lora import LoraSpec
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -128,9 +131,13 @@ def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Tensor | Non
 class Linear(nn.Linear):
     """A product in the input's dtype; the parameters are cast when theirs differs."""
 
+    adapter: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What is added: of the input and the product, the output. No module, so that no name changes (`models.lora`)."""
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        out = F.linear(x, self.weight.to(x.dtype), bias)
+        return out if self.adapter is None else self.adapter(x, out)
 
 
 class RMSNorm(nn.Module):
@@ -237,6 +244,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.compute_dtype = compute_dtype
+        self.lora: LoraSpec | None = None
         self.model = Trunk(shape)
         if not shape.tie_embeddings:
             self.lm_head = Linear(shape.hidden_size, shape.vocab_size, bias=False)

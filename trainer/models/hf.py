@@ -23,6 +23,7 @@ from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import greedy, sequence_logits
+from trainer.models.lora import is_adapter
 from trainer.models.shapes import model_folder, rope_fields, shape_from_config, shape_to_hf_config
 from trainer.parallel.tensors import fsdp_modules, local_tensor
 
@@ -35,7 +36,9 @@ INIT_STD = 0.02
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 __all__ = [
+    "base_weights",
     "export_model",
+    "export_tensors",
     "gather_full",
     "init_random",
     "load_pretrained",
@@ -60,6 +63,11 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.removeprefix("module."), parameter
 
 
+def base_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the model itself by name, without those of its adapters."""
+    return {name: parameter for name, parameter in named_weights(module) if not is_adapter(name)}
+
+
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
     """The region of the full tensor that this rank stores."""
     shape, offset = tuple(parameter.shape), (0,) * parameter.dim()
@@ -73,7 +81,7 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
 @torch.no_grad()
 def init_random(module: nn.Module, seed: int) -> None:
     """Fill the model with N(0, 0.02) matrices, norms of 1 and biases of 0: the same for any number of ranks."""
-    for name, parameter in named_weights(module):
+    for name, parameter in base_weights(module).items():
         value = _initial_value(name, tuple(parameter.shape), seed)
         local_tensor(parameter).copy_(value[own_slices(parameter)])
 
@@ -93,7 +101,7 @@ def load_pretrained(module: nn.Module, folder: Path | str) -> None:
     Raises ModelError when the folder has no weights, its names or shapes are not exactly the model's, a value is not
     finite, or the head of a tied model is not the copy that it should be.
     """
-    weights = dict(named_weights(module))
+    weights = base_weights(module)
     with ExitStack() as stack:
         files = _open_safetensors(Path(folder), stack)
         _check_names(set(weights), set(files), Path(folder))
@@ -189,6 +197,22 @@ def export_model(
     Every rank must call it; all return when it is done, or raise. Returns the model's greedy tokens after `prompt_ids`.
     """
     tensors = gather_full(module, dist)
+    return export_tensors(
+        folder, tensors, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist, dtype=dtype
+    )
+
+
+def export_tensors(
+    folder: Path,
+    tensors: Mapping[str, Tensor] | None,
+    *,
+    shape: DecoderShape,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt_ids: Sequence[int],
+    dist: Dist,
+    dtype: torch.dtype = torch.float32,
+) -> list[int]:
+    """As `export_model`, of tensors that are whole on rank 0 already; None on the other ranks."""
 
     def write() -> list[int]:
         assert tensors is not None

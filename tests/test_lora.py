@@ -1,0 +1,312 @@
+"""Adapters: PEFT's files both ways, one gradient on any number of ranks, a frozen base that stays as it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.ranks import run_ranks
+from tests.test_loop import losses
+from tests.test_parallel import assert_same_grads, backward, full, micro_batches
+from tests.tiny import ALONE, tiny_shape
+from trainer.building import build_decoder, fill_weights
+from trainer.config import config_from_dict, config_notes, config_to_dict
+from trainer.dist import Dist
+from trainer.errors import ConfigError, ModelError
+from trainer.models.adapter_files import adapter_weights, lora_spec
+from trainer.models.decoder import Decoder
+from trainer.models.hf import base_weights
+from trainer.models.lora import choose_targets, linear_names
+from trainer.optim import build_optimizer
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import local_tensor
+from trainer.recipes import sft
+from trainer.schema import Config, LoraConfig, ModelConfig, TargetConfig, TrainConfig
+
+SHAPE = tiny_shape()
+NAMES = linear_names(Decoder(SHAPE))
+
+
+def config(backend: str = "pytorch", *, precision: str = "fp32", **lora) -> Config:
+    return Config(
+        target=TargetConfig(train_backend=backend, device="cpu"),
+        train=TrainConfig(precision=precision),
+        lora=LoraConfig(**{"rank": 4, "alpha": 8, **lora}),
+    )
+
+
+def prepared(dist: Dist, cfg: Config):
+    backend = make_backend(cfg, dist)
+    module = backend.prepare(build_decoder(cfg, SHAPE))
+    fill_weights(cfg, module, None)
+    with torch.no_grad():
+        for name, parameter in adapter_weights(module).items():
+            if "lora_B" in name:  # zero at first, and then A has no gradient
+                local_tensor(parameter).fill_(0.01)
+    return backend, module
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+def test_targets_are_found_by_end_by_pattern_and_all():
+    assert choose_targets(["q_proj", "model.layers.1.mlp.*"], NAMES) == (
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.1.mlp.down_proj",
+    )
+    assert choose_targets(["all-linear"], NAMES) == tuple(NAMES)
+    assert len(NAMES) == 14
+
+
+def test_target_that_means_nothing_is_refused_with_the_near_names():
+    with pytest.raises(ConfigError, match=r"'qproj', which matches nothing(.|\n)*did you mean q_proj"):
+        choose_targets(["qproj"], NAMES)
+
+
+# --- one gradient -----------------------------------------------------------------------------------------------------
+
+
+def adapter_grads(dist: Dist, backend: str, precision: str) -> tuple[dict[str, Tensor], set, set, set]:
+    """The gradients of two micro-batches, and the dtypes of gradients, frozen parameters and optimizer state."""
+    cfg = config(backend, precision=precision)
+    spread, module = prepared(dist, cfg)
+    backward(spread, module, micro_batches(dist, 2))
+    assert all(parameter.grad is None for parameter in base_weights(module).values())
+    grads = {name: full(parameter.grad) for name, parameter in adapter_weights(module).items()}
+    optimizer = build_optimizer(module, cfg.optim)
+    optimizer.step()
+    states = {t.dtype for state in optimizer.state.values() for t in state.values()}
+    assert len(optimizer.state) == len(grads) == 28
+    bases = {parameter.dtype for parameter in base_weights(module).values()}
+    return grads, {grad.dtype for grad in grads.values()}, bases, states
+
+
+def all_backends(dist: Dist) -> dict:
+    cases = [(backend, precision) for backend in ("ddp", "fsdp") for precision in ("fp32", "bf16")]
+    return {case: adapter_grads(dist, *case) for case in cases}
+
+
+def test_adapter_gradients_are_the_same_on_any_backend_and_number_of_ranks():
+    expected = {precision: adapter_grads(ALONE, "pytorch", precision) for precision in ("fp32", "bf16")}
+    for world_size in (1, 2):
+        for results in run_ranks(all_backends, world_size):
+            for (_, precision), (grads, *dtypes) in results.items():
+                base = torch.bfloat16 if precision == "bf16" else torch.float32
+                assert dtypes == [{torch.float32}, {base}, {torch.float32}]
+                assert_same_grads(grads, expected[precision][0], 1e-6 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize(("precision", "base_dtype"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_base_dtype_is_the_storage_of_the_frozen_model(precision, base_dtype):
+    decoder = build_decoder(config(precision=precision, base_dtype=base_dtype), SHAPE)
+    stored = {parameter.dtype for parameter in base_weights(decoder).values()}
+    assert stored == {{"fp32": torch.float32, "bf16": torch.bfloat16}[base_dtype]}
+
+
+def test_dropout_acts_in_training_only():
+    batch = micro_batches(ALONE, 1)[0]
+    _, module = prepared(ALONE, config(dropout=0.5))
+    call = lambda: module(batch.input_ids, batch.positions, batch.doc_ids)  # noqa: E731
+    assert not torch.equal(call(), call())
+    module.eval()
+    assert torch.equal(call(), call())
+
+
+def first_adapters(dist: Dist, backend: str) -> dict[str, Tensor]:
+    spread = make_backend(config(backend), dist)
+    module = spread.prepare(build_decoder(config(backend), SHAPE))
+    fill_weights(config(backend), module, None)
+    return {name: full(parameter.detach()) for name, parameter in adapter_weights(module).items()}
+
+
+def test_first_adapters_are_those_of_the_seed_on_any_number_of_ranks():
+    alone = first_adapters(ALONE, "pytorch")
+    for sharded in run_ranks(first_adapters, 2, "fsdp"):
+        assert all(torch.equal(sharded[name], tensor) for name, tensor in alone.items())
+    down = alone["model.layers.0.mlp.down_proj.lora_A.weight"]
+    assert 0.9 / 48**0.5 < down.abs().max() < 1 / 48**0.5
+    assert not any(tensor.any() for name, tensor in alone.items() if "lora_B" in name)
+
+
+# --- what an adapter brings -------------------------------------------------------------------------------------------
+
+
+def peft_adapter(folder: Path, **fields) -> Path:
+    """A folder as PEFT itself writes it, over a random model of our shape."""
+    from tests.test_models import hf_model
+
+    settings = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields})
+    peft.get_peft_model(hf_model(SHAPE), settings).save_pretrained(folder)
+    return folder
+
+
+def test_what_the_adapter_says_is_taken_from_it(tmp_path):
+    folder = peft_adapter(tmp_path / "a", use_rslora=True, lora_dropout=0.25)
+    spec = lora_spec(LoraConfig(adapter=str(folder)), NAMES)
+    assert (spec.rank, spec.alpha, spec.dropout, spec.rslora, spec.scaling) == (4, 8, 0.25, True, 4)
+    assert spec.targets == choose_targets(["q_proj", "v_proj"], NAMES)
+    assert lora_spec(LoraConfig(adapter=str(folder), dropout=0.5), NAMES) == replace(spec, dropout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 8}, "lora.rank is 8, and .* was made with 4"),
+        ({"alpha": 16}, "lora.alpha is 16, and .* was made with 8.0"),
+        ({"rslora": True}, "lora.rslora is True, and .* was made with False"),
+        ({"targets": ["q_proj"]}, "lora.targets means q_proj, and .* has q_proj, v_proj"),
+    ],
+)
+def test_setting_that_contradicts_the_adapter_is_refused(tmp_path, fields, message):
+    folder = peft_adapter(tmp_path / "a")
+    with pytest.raises(ConfigError, match=message):
+        lora_spec(LoraConfig(adapter=str(folder), **fields), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"bias": "all"}, "bias=all"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"lora_bias": True}, "lora_bias=True"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, named):
+    folder = peft_adapter(tmp_path / "a")
+    written = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(written | fields))
+    with pytest.raises(ModelError) as caught:
+        lora_spec(LoraConfig(adapter=str(folder)), NAMES)
+    assert f"{named}" in str(caught.value) and "is not supported" in str(caught.value)
+
+
+def test_folder_that_is_no_adapter_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"is no PEFT adapter: adapter_config.json cannot be read"):
+        lora_spec(LoraConfig(adapter=str(tmp_path)), NAMES)
+
+
+def test_adapter_of_a_deeper_model_is_refused(tmp_path):
+    folder = peft_adapter(tmp_path / "a")
+    with pytest.raises(ModelError, match=r"modules that this model lacks: model.layers.1.self_attn.q_proj"):
+        lora_spec(LoraConfig(adapter=str(folder)), [name for name in NAMES if ".1." not in name])
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+
+
+def test_lora_keys_without_lora_are_said_to_have_no_effect():
+    cfg = Config(lora=LoraConfig(alpha=32, merge_export=True))
+    notes = config_notes(cfg, backend="pytorch", deployed=True)
+    assert "lora.alpha, lora.merge_export: no effect, neither lora.rank nor lora.adapter is set" in notes
+
+
+def test_freeze_beside_lora_is_refused():
+    cfg = Config(lora=LoraConfig(rank=4), model=ModelConfig(freeze=["*norm*"]))
+    with pytest.raises(ConfigError, match=r"model.freeze is \['\*norm\*'\], but lora freezes the whole model"):
+        config_from_dict(config_to_dict(cfg))
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def write_base(folder: Path) -> str:
+    from tests.test_models import hf_model
+    from trainer.data.tokenizer import build_bytes_tokenizer
+
+    hf_model(tiny_shape(vocab_size=260)).save_pretrained(folder)
+    build_bytes_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def lora_run(dist: Dist, base: str, run_dir: str, rows: str, changes: dict) -> list[dict]:
+    """The records of a run of four steps."""
+    sections = {
+        "target": {"device": "cpu", "train_backend": "pytorch" if dist.world_size == 1 else "fsdp"},
+        "model": {"name": base},
+        "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]},
+        "data": {"train": [rows], "eval_fraction": 0.2, "seq_len": 96},
+        "optim": {"learning_rate": 1e-2, "warmup_steps": 1},
+        "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
+    }
+    for section, values in changes.items():
+        sections[section] = {**sections[section], **values}
+    Path(run_dir).mkdir(exist_ok=True)
+    sft.run(config_from_dict(sections), Path(run_dir), dist)
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return write_base(tmp_path_factory.mktemp("base") / "model")
+
+
+@pytest.fixture(scope="module")
+def whole_run(base, rows, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    lora_run(ALONE, base, str(run), rows, {"lora": {"merge_export": True}})
+    return run
+
+
+def test_run_exports_an_adapter_that_peft_loads_and_a_merged_model(whole_run, base):
+    outcome = json.loads((whole_run / "outcome.json").read_text())
+    assert (outcome["export"], outcome["adapter"]) == ("export", "export/adapter")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    adapted = peft.PeftModel.from_pretrained(model, whole_run / "export/adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(whole_run / "export").eval()
+    ids = torch.tensor([outcome["greedy"]["prompt_ids"]])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+    assert adapted.peft_config["default"].base_model_name_or_path == base
+
+
+def test_run_changes_the_adapters_only(whole_run, base):
+    trained = load_file(whole_run / "export/adapter/adapter_model.safetensors")
+    assert len(trained) == 8
+    assert all(tensor.any() for tensor in trained.values())
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (base, whole_run / "export"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{p}.weight" for i in (0, 1) for p in ("q_proj", "v_proj")}
+
+
+def test_next_run_goes_on_from_an_exported_adapter(whole_run, base, rows, tmp_path):
+    lora = {"rank": None, "targets": [], "adapter": str(whole_run / "export/adapter")}
+    records = lora_run(ALONE, base, str(tmp_path / "run"), rows, {"lora": lora, "train": {"eval_every": 0}})
+    before = json.loads((whole_run / "outcome.json").read_text())["eval_loss_last"]
+    assert next(r["eval_loss"] for r in records if "eval_loss" in r) == pytest.approx(before, abs=1e-6)
+
+
+def test_two_ranks_take_the_same_steps(whole_run, base, rows, tmp_path):
+    expected = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
+    got = run_ranks(lora_run, 2, base, str(tmp_path / "run"), rows, {})[0]
+    assert losses(got) == pytest.approx(losses(expected), abs=1e-5)
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["export"] is None
+
+
+def test_resumed_run_ends_with_the_same_adapters(whole_run, base, rows, tmp_path):
+    lora_run(ALONE, base, str(tmp_path / "run"), rows, {"train": {"stop_after_steps": 2}})
+    lora_run(ALONE, base, str(tmp_path / "run"), rows, {})
+    files = [run / "export/adapter/adapter_model.safetensors" for run in (whole_run, tmp_path / "run")]
+    expected, got = map(load_file, files)
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())

@@ -1,0 +1,166 @@
+"""Adapters to PEFT's files: written aside, opened again and compared before they have their name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.errors import ModelError
+from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
+from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.generate import greedy, sequence_logits
+from trainer.models.hf import named_weights, plain_decoder
+from trainer.models.lora import LoraSpec, attach, linear_names, split_adapter
+from trainer.models.shapes import shape_to_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def export_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    spec: LoraSpec,
+    shape: DecoderShape,
+    base_name: str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt_ids: Sequence[int],
+) -> list[int]:
+    """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after it has been verified.
+
+    `tensors`: the whole model's and its adapters', on the CPU. Returns our greedy tokens after `prompt_ids`.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _, pairs = split_adapter(tensors)
+    write_adapter(partial, pairs, spec=spec, shape=shape, base_name=base_name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    tokens = verify_adapter(partial, tensors, spec=spec, shape=shape, prompt_ids=prompt_ids)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.replace(folder)
+    return tokens
+
+
+def write_adapter(
+    folder: Path, pairs: Mapping[str, Tensor], *, spec: LoraSpec, shape: DecoderShape, base_name: str | None
+) -> None:
+    """Write the two files. Raises ModelError for a tensor that is not finite; nothing is written then."""
+    bad = [name for name, tensor in pairs.items() if not tensor.isfinite().all()]
+    if bad:
+        raise ModelError(f"not exported: {', '.join(bad)} has values that are not finite")
+    folder.mkdir(parents=True)
+    save_file(
+        {PREFIX + name: tensor.contiguous() for name, tensor in pairs.items()},
+        folder / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
+    config = peft_config(spec, shape, base_name)
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def peft_config(spec: LoraSpec, shape: DecoderShape, base_name: str | None) -> dict[str, Any]:
+    """The adapter_config.json of an adapter."""
+    with torch.device("meta"):
+        names = linear_names(Decoder(shape))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "use_rslora": spec.rslora,
+        "target_modules": short_names(spec.targets, names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+@torch.no_grad()
+def verify_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    spec: LoraSpec,
+    shape: DecoderShape,
+    prompt_ids: Sequence[int],
+    n: int = 20,
+) -> list[int]:
+    """Open an adapter again, with PEFT where it is installed, and compare it: names, tensors, and a forward pass.
+
+    Raises ModelError for another tensor, or for logits further apart than 1e-4 of their scale. Returns the `n` tokens
+    of our greedy decoding, over which the pass goes too.
+    """
+    base, pairs = split_adapter(tensors)
+    ours = plain_adapted(shape, tensors, spec)
+    tokens = greedy(ours, prompt_ids, n)
+    ids = [*prompt_ids, *tokens]
+    expected = sequence_logits(ours, ids)
+    if find_spec("peft"):
+        got = _logits_of_peft(folder, shape, base, pairs, ids)
+    else:
+        got = _logits_of_files(folder, shape, base, pairs, ids)
+    error, limit = (got - expected).abs().max().item(), 1e-4 * max(1.0, expected.abs().max().item())
+    if not error <= limit:
+        raise ModelError(f"the adapter in {folder} computes other logits: off by {error:.3g}, allowed {limit:.3g}")
+    return tokens
+
+
+def plain_adapted(shape: DecoderShape, tensors: Mapping[str, Tensor], spec: LoraSpec) -> Decoder:
+    """An unsharded fp32 Decoder on the CPU that uses the given tensors, adapters and all."""
+    base, pairs = split_adapter(tensors)
+    decoder = plain_decoder(shape, base)
+    attach(decoder, spec)
+    decoder.load_state_dict({**base, **pairs}, strict=True, assign=True)
+    return decoder.eval()
+
+
+def _logits_of_peft(
+    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], ids: Sequence[int]
+) -> Tensor:
+    """What PEFT computes from the folder over the base, after its tensors have been compared."""
+    import transformers
+    from peft import PeftModel, get_peft_model_state_dict
+
+    config = shape_to_hf_config(shape)
+    kind = getattr(transformers, config.architectures[0])
+    model = kind.from_pretrained(None, config=config, state_dict=dict(base), dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(model, folder)
+    loaded = {name.removeprefix(PREFIX): value for name, value in get_peft_model_state_dict(adapted).items()}
+    _check_tensors(folder, loaded, pairs)
+    return adapted.eval()(torch.tensor([list(ids)])).logits[0]
+
+
+def _logits_of_files(
+    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], ids: Sequence[int]
+) -> Tensor:
+    """What our own reader makes of the folder, where PEFT is not installed."""
+    decoder = plain_decoder(shape, base)
+    spec = read_spec(folder, linear_names(decoder))
+    attach(decoder, spec)
+    load_adapter(decoder, folder)
+    _check_tensors(folder, split_adapter(dict(named_weights(decoder)))[1], pairs)
+    return sequence_logits(decoder.eval(), ids)
+
+
+def _check_tensors(folder: Path, loaded: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(written.keys() - loaded.keys()), sorted(loaded.keys() - written.keys())
+    changed = [name for name in written.keys() & loaded.keys() if not torch.equal(loaded[name], written[name])]
+    if missing or unexpected or changed:
+        raise ModelError(
+            f"the adapter in {folder} is not what was written. Missing: {missing}. Unexpected: {unexpected}."
+            f" Changed: {changed}"
+        )

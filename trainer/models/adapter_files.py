@@ -1,0 +1,172 @@
+"""Adapters from PEFT's files: what they say, what the config adds, and their tensors into a (sharded) model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from trainer.errors import ConfigError, ModelError
+from trainer.models.hf import named_weights, own_slices
+from trainer.models.lora import (
+    ALL_LINEAR,
+    PAIR,
+    LoraSpec,
+    choose_targets,
+    initial_adapter,
+    is_adapter,
+)
+from trainer.parallel.tensors import local_tensor
+from trainer.schema import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT's own two wrappers
+
+# What a PEFT config may say beside rank, alpha, dropout, rslora and targets: who made it, and which modules were
+# chosen, which the names of the tensors tell too.
+_SILENT = {
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "ensure_weight_tying",
+}  # fmt: skip
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights
+
+
+def lora_spec(config: LoraConfig, names: list[str]) -> LoraSpec | None:
+    """The adapters that `config` asks for, over the linear modules `names`; None for no LoRA.
+
+    What `lora.adapter` brings is taken from it. Raises ConfigError when the config says something else.
+    """
+    if config.adapter is None:
+        if config.rank is None:
+            return None
+        targets = choose_targets(config.targets or [ALL_LINEAR], names)
+        alpha = 16.0 if config.alpha is None else config.alpha
+        return LoraSpec(config.rank, alpha, config.dropout or 0.0, bool(config.rslora), targets)
+    theirs = read_spec(adapter_folder(config), names)
+    targets = choose_targets(config.targets, names) if config.targets else theirs.targets
+    for key in ("rank", "alpha", "rslora"):
+        _check_equal(f"lora.{key}", getattr(config, key), getattr(theirs, key), config.adapter)
+    if targets != theirs.targets:
+        mine, file = (", ".join(short_names(t, names)) for t in (targets, theirs.targets))
+        raise ConfigError(f"lora.targets means {mine}, and {config.adapter} has {file}", hint="drop lora.targets")
+    dropout = theirs.dropout if config.dropout is None else config.dropout
+    return LoraSpec(theirs.rank, theirs.alpha, dropout, theirs.rslora, targets)
+
+
+def adapter_folder(config: LoraConfig) -> Path:
+    """The folder that `lora.adapter` names."""
+    assert config.adapter is not None
+    return Path(config.adapter).expanduser()
+
+
+def _check_equal(key: str, mine: Any, file: Any, folder: str) -> None:
+    if mine is not None and mine != file:
+        raise ConfigError(f"{key} is {mine}, and {folder} was made with {file}", hint=f"drop {key}")
+
+
+def read_spec(folder: Path, names: list[str]) -> LoraSpec:
+    """What a PEFT folder holds. Raises ModelError for what this trainer cannot do, naming it."""
+    config = _read_config(folder)
+    _refuse_unsupported(config, folder)
+    with _open_weights(folder) as file:
+        found = {_module_of(key, folder) for key in file.keys()}  # noqa: SIM118
+    unknown = sorted(found - set(names))
+    if unknown:
+        raise ModelError(f"{folder} has adapters for modules that this model lacks: {', '.join(unknown[:5])}")
+    targets = tuple(name for name in names if name in found)
+    return LoraSpec(
+        int(config["r"]),
+        float(config.get("lora_alpha", 8)),
+        float(config.get("lora_dropout", 0.0)),
+        bool(config.get("use_rslora", False)),
+        targets,
+    )
+
+
+@torch.no_grad()
+def load_adapter(module: nn.Module, folder: Path) -> None:
+    """Fill the adapters from a PEFT folder; each rank reads its own share, as fp32. Names and shapes must match."""
+    weights = adapter_weights(module)
+    with _open_weights(folder) as file:
+        _check_names({PREFIX + name for name in weights}, set(file.keys()), folder)
+        for name, parameter in weights.items():
+            stored, local = file.get_slice(PREFIX + name), local_tensor(parameter)
+            if tuple(stored.get_shape()) != tuple(parameter.shape):
+                raise ModelError(
+                    f"{folder}: {name} has shape {list(stored.get_shape())}, the model needs {list(parameter.shape)}"
+                )
+            if local.numel():
+                local.copy_(stored[own_slices(parameter)])
+            if not local.isfinite().all():
+                raise ModelError(f"{folder}: {name} has values that are not finite")
+
+
+@torch.no_grad()
+def init_adapter(module: nn.Module, seed: int) -> None:
+    """Fill the adapters with PEFT's first values: the same for any number of ranks."""
+    for name, parameter in adapter_weights(module).items():
+        value = initial_adapter(name, tuple(parameter.shape), seed)
+        local_tensor(parameter).copy_(value[own_slices(parameter)])
+
+
+def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the adapters by name."""
+    return {name: parameter for name, parameter in named_weights(module) if is_adapter(name)}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} is no PEFT adapter: {CONFIG_FILE} cannot be read: {error}") from error
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise ModelError(f"{folder}/{CONFIG_FILE}: peft_type is {kind}, and only a LORA with its rank r is supported")
+    return config
+
+
+def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
+    neutral = {"bias": "none", "init_lora_weights": config.get("init_lora_weights")}
+    used = [key for key, value in config.items() if key not in _SILENT and value and value != neutral.get(key)]
+    if config.get("init_lora_weights", True) not in _INITS:
+        used.append("init_lora_weights")
+    if used:
+        told = ", ".join(f"{key}={config[key]}" for key in used)
+        raise ModelError(f"{folder}/{CONFIG_FILE}: {told} is not supported; plain LoRA on linear modules is")
+
+
+def _open_weights(folder: Path) -> Any:
+    try:
+        return safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read as safetensors: {error}") from error
+
+
+def _module_of(key: str, folder: Path) -> str:
+    module, _, child = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+    if not key.startswith(PREFIX) or child not in PAIR:
+        raise ModelError(f"{folder / WEIGHTS_FILE}: {key} is no tensor of a LoRA pair")
+    return module
+
+
+def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
+    missing, unexpected = sorted(expected - found), sorted(found - expected)
+    if missing or unexpected:
+        raise ModelError(
+            f"{folder}: the adapters are not those asked for. Missing: {', '.join(missing) or 'none'}."
+            f" Unexpected: {', '.join(unexpected) or 'none'}"
+        )
+
+
+def short_names(targets: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The targets by the ends of their names where these mean the same modules, else whole."""
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    meant = [name for name in names if name.rpartition(".")[2] in ends]
+    return ends if set(meant) == set(targets) else list(targets)

@@ -1,0 +1,27 @@
+"""Patterns of Hugging Face's names: which names one means, and an error that helps when it means none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from trainer.errors import ConfigError
+
+
+def matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
+    """The names that a pattern (`*`, `?`, `[0-3]`) means; ConfigError naming `key` when it means none."""
+    names = list(names)
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise no_match(pattern, names, key)
+    return found
+
+
+def no_match(pattern: str, names: Iterable[str], key: str) -> ConfigError:
+    """The error for a pattern that means nothing, with the names that come nearest."""
+    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    near = get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), kinds, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(kinds)}"
+    return ConfigError(f"{key} has {pattern!r}, which matches nothing in this model", hint=hint)
