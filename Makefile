@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help install demo test test-oldest soak lint format bench clean
+.PHONY: help install demo test test-oldest soak lint format docs bench clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ lint: install  ## ruff and mypy
 format: install  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: install  ## write docs/config.md from the schema
+	$(BIN)/python -m trainer.config_docs --write
 
 bench: install system  ## deploy, log, ps, pull, fan-out: ratios against what one types by hand (root: network namespaces)
 	for part in deploy log ps fanout pull; do $(BIN)/python bench/$$part.py || exit; done

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from deployer.cli import cli
 from tests.ferry import REPO
-from trainer.cli import main as train_cli
+from trainer.cli import COMMANDS, load_command, train_command
 from trainer.config_keys import known_keys
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -46,7 +46,7 @@ def test_every_option_that_a_page_names_exists(page):
         "--format",
         "--help",
     }
-    for command in (*cli.commands.values(), train_cli):
+    for command in (*cli.commands.values(), train_command, *map(load_command, COMMANDS)):
         known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     text = re.sub(r"https?://\S+", "", page.read_text())
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
@@ -54,7 +54,7 @@ def test_every_option_that_a_page_names_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_config_key_that_a_page_names_exists(page):
-    sections = "target|model|data|optim|train|parallel|run"
+    sections = "|".join({key.partition(".")[0] for key in known_keys() if "." in key})
     for key in re.findall(rf"`?(?<![\w./])((?:{sections})\.[a-z_]+)(?![\w./(])", page.read_text()):
         assert key in known_keys() or key.endswith((".py", ".sh")), key
 

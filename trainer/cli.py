@@ -21,7 +21,6 @@ from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Conf
 
 COMMANDS = {
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
-    "tokenize": ("trainer.tokenizing:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
 
@@ -54,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     program = Path(sys.argv[0]).name
     try:
         if words and words[0] in COMMANDS:
-            _load(words[0], words[1:]).main(words[1:], f"{program} {words[0]}")
+            if not {"-h", "--help"} & set(words):
+                check_torch()
+            load_command(words[0]).main(words[1:], f"{program} {words[0]}")
         else:
             train_command.main(words, program)
     except UserError as error:
@@ -66,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     raise AssertionError("click leaves by itself")
 
 
-def _load(name: str, words: Sequence[str]) -> click.Command:
-    if not {"-h", "--help"} & set(words):
-        check_torch()
+def load_command(name: str) -> click.Command:
+    """One of COMMANDS."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: click.Command = getattr(import_module(module), attribute)
     return command

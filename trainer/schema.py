@@ -78,17 +78,27 @@ class ModelConfig:
     init: Literal["auto", "pretrained", "random"] = "auto"
     """`auto`: pretrained when `name` is given, random otherwise. `random` with a name takes only its config."""
     family: Literal["qwen2", "qwen3", "llama"] = "qwen3"
+    """Architecture and its parameter names: qwen2 has biases on q, k and v; qwen3 norms q and k; llama has neither."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     intermediate_size: int = 384
+    """Width inside the gated MLP."""
     num_layers: int = 4
+    """Transformer blocks."""
     num_heads: int = 4
+    """Query heads of each block."""
     num_kv_heads: int = 2
+    """Key-value heads; it must divide num_heads."""
     head_dim: int | None = None
     """None: hidden_size / num_heads."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     rms_norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
     tie_embeddings: bool = True
+    """The embedding matrix is the output head as well."""
     max_position_embeddings: int = 4096
+    """Positions that the model is said to know; data.seq_len may not be more."""
     freeze: list[str] = field(default_factory=list)
     """Parameters that stay as they are: patterns (`*`, `?`, `[0-3]`) of Hugging Face's parameter names, such as
     `model.embed_tokens.*`. Not together with `lora`, which freezes the whole model."""
@@ -149,11 +159,13 @@ class DataConfig:
     eval_fraction: float = 0.05
     """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
     train_split: str = "train"
+    """Split of the Hugging Face data sets in `train`."""
     eval_split: str = "test"
-    """Splits of the Hugging Face data sets in `train` and `eval`."""
+    """Split of those in `eval`."""
     schema: Literal[
         "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
     ] = "auto"
+    """The columns of a row; `auto`: by their names. messages and conversations hold turns, the others two texts."""
     tokenizer: str = "auto"
     """`auto`: the model's own when it has a name, else `builtin:bytes`; or a name or folder."""
     chat_template: str | None = None
@@ -169,9 +181,11 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "truncate"
     """A conversation longer than seq_len: left out and counted, or its end cut off."""
     max_train_rows: int | None = None
+    """Conversations read from `train` at most; None: all."""
     max_eval_rows: int | None = 256
-    """Conversations read at most; None: all."""
+    """Held-out conversations at most; None: all."""
     shuffle: bool = True
+    """A new order of the rows in every epoch, by train.seed; false: as read."""
     workers: int = 0
     """Processes that tokenize the data at the start; 0: the training process does it."""
 
@@ -195,15 +209,21 @@ class OptimConfig:
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: torchao's, whose state takes 2 bytes a parameter in place of 8 (extra `lowbit`)."""
     learning_rate: float = 1e-3
+    """At the end of the warm-up."""
     min_learning_rate: float = 0.0
     """Where the decay ends, same unit as learning_rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up. wsd: it stays, and falls in the last `decay_steps` (a cosine)."""
     warmup_steps: int = 10
+    """Steps in which the learning rate rises linearly from 0 (wsd: from min_learning_rate)."""
     decay_steps: int | None = None
     """WSD only: length of the final decay; None: a fifth of all steps."""
     beta1: float = 0.9
+    """Decay of Adam's mean of the gradients."""
     beta2: float = 0.95
+    """Decay of Adam's mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of Adam's second mean."""
     weight_decay: float = 0.01
     """Decoupled; not applied to norms, biases and other one-dimensional parameters."""
     max_grad_norm: float = 1.0
@@ -237,9 +257,11 @@ class TrainConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always."""
     seed: int = 0
+    """Decides first weights, order of the data and dropout."""
     deterministic: bool = False
     """Deterministic kernels (slower on CUDA): bitwise repeatable runs."""
     log_every: int = 1
+    """Steps between records of the metrics, each over all steps since the one before."""
     eval_every: int = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     eval_batches: int | None = None
@@ -293,6 +315,7 @@ class RunConfig:
     """The name and the outputs of a run."""
 
     name: str = "run"
+    """Begins the name of the run folder and the id of a job."""
     dir: str = "runs"
     """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
     export: bool = True
@@ -308,6 +331,7 @@ class Config:
     """A whole job. `configs/NAME.py` defines `config = Config(...)`; YAML files say the same."""
 
     recipe: Literal["sft"] = "sft"
+    """What is trained; sft: a causal language model on conversations."""
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

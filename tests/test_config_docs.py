@@ -1,0 +1,33 @@
+"""docs/config.md says what the schema says."""
+
+from __future__ import annotations
+
+from trainer.config_docs import PAGE, field_docs, render_page, undocumented
+from trainer.config_keys import ALIASES, known_keys
+
+
+def test_page_is_what_the_schema_gives():
+    assert PAGE.read_text(encoding="utf-8") == render_page(), "run `make docs`"
+
+
+def test_every_field_has_a_docstring():
+    assert undocumented() == []
+
+
+def test_every_key_has_a_row_and_its_other_names_stand_in_it():
+    rows = {line.split("`")[1]: line for line in render_page().splitlines() if line.startswith("| `")}
+    assert set(known_keys()) <= set(rows)
+    assert [name for name, key in ALIASES.items() if f"`{name}`" not in rows[key]] == []
+
+
+def test_row_shows_type_limit_default_meaning_and_other_names():
+    expected = (
+        "| `train.keep_last` | a whole number; 0 or more | `2` | Complete checkpoints kept; 0: all. |"
+        " `save_total_limit` |"
+    )
+    assert expected in render_page().splitlines()
+
+
+def test_keys_of_an_entry_of_a_list_have_a_section_of_their_own():
+    assert "## An entry of `data.train`" in render_page()
+    assert ("SourceConfig", "weight") in field_docs()

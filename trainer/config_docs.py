@@ -1,0 +1,159 @@
+"""docs/config.md from the schema itself: `python -m trainer.config_docs --write`; without --write to standard output.
+
+What a key means is the docstring below it in `trainer/schema.py`; its type and its default are the dataclass's own;
+its limits are those that the config is checked against; its names elsewhere are those that an error would correct.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+from trainer import schema
+from trainer.config_fields import describe
+from trainer.config_keys import ALIASES, field_kinds, is_section
+from trainer.config_rules import LIMITS
+from trainer.schema import Config
+
+PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+
+HEAD = """\
+# Every key of a config
+
+Made from `trainer/schema.py` by `make docs`: change it there.
+
+A config is a `.py` file that defines `config = Config(...)` with these classes, or YAML with the same sections and
+keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
+`target.env.NAME=value`, `optim.decay_steps=null`. An unknown key is an error that names the nearest one; a key that can
+have no effect beside the others is either an error or one line before the run.
+
+"Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
+"""
+
+ELSEWHERE = {
+    "target.gpu_ranks": ("torchrun --nproc-per-node", "CUDA_VISIBLE_DEVICES"),
+    "target.max_restarts": ("torchrun --max-restarts",),
+}
+"""Names that are no key anywhere, so that no error has to know them."""
+
+
+def render_page() -> str:
+    """The whole page."""
+    sections = [(name, kind) for name, kind in field_kinds(Config).items() if is_section(kind)]
+    own = [name for name, kind in field_kinds(Config).items() if not is_section(kind)]
+    parts = [HEAD, _section("Top level", Config, "", only=own)]
+    for name, kind in sections:
+        parts.append(_section(f"`{name}`", kind, f"{name}."))
+        parts += [_section(f"An entry of `{key}`", entry, "") for key, entry in _entries(kind, f"{name}.")]
+    return "\n".join(parts)
+
+
+def undocumented() -> list[str]:
+    """Fields of the schema without a docstring, as `Class.field`."""
+    docs = field_docs()
+    return [
+        f"{cls.__name__}.{field.name}"
+        for cls in _classes(Config)
+        for field in dataclasses.fields(cls)
+        if not is_section(field_kinds(cls)[field.name]) and (cls.__name__, field.name) not in docs
+    ]
+
+
+def field_docs() -> dict[tuple[str, str], str]:
+    """(class, field) -> the docstring that follows the field; of fields that share one, each has it."""
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {(node.name, field): text for field, text in _docs_of(node)}
+    return found
+
+
+def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for before, after in pairwise(node.body):
+        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and is_text:
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            yield before.target.id, re.sub(r"\bNone\b", "null", " ".join(str(after.value.value).split()))
+
+
+def _classes(cls: Any) -> Iterator[Any]:
+    """A class of the schema and those of its fields, entries of lists among them, each once."""
+    yield cls
+    inner = [kind for kind in field_kinds(cls).values() if is_section(kind)]
+    inner += [entry for _, entry in _entries(cls, "")]
+    for kind in dict.fromkeys(inner):
+        yield from _classes(kind)
+
+
+def _entries(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The sections that may stand as entries of a list, each by the first key that takes it."""
+    seen = set()
+    for name, kind in field_kinds(cls).items():
+        for entry in _sections_within(kind):
+            if entry not in seen:
+                seen.add(entry)
+                yield f"{prefix}{name}", entry
+
+
+def _sections_within(kind: Any) -> Iterator[Any]:
+    for member in get_args(kind):
+        if is_section(member):
+            yield member
+        else:
+            yield from _sections_within(member)
+
+
+def _section(title: str, cls: Any, prefix: str, *, only: list[str] | None = None) -> str:
+    docs, names = field_docs(), only or list(field_kinds(cls))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    rows = [_row(fields[name], cls, f"{prefix}{name}", docs.get((cls.__name__, name), "")) for name in names]
+    head = ["| key | type | default | meaning | elsewhere |", "|---|---|---|---|---|"]
+    about = " ".join((cls.__doc__ or "").split())
+    return "\n".join([f"## {title}", "", about, "", *head, *rows, ""])
+
+
+def _row(field: Any, cls: Any, key: str, meaning: str) -> str:
+    kind = field_kinds(cls)[field.name]
+    limit = f"; {LIMITS[key].words}" if key in LIMITS else ""
+    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, _elsewhere(key)]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _default(field: Any) -> str:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return "required"
+    return f"`{_yaml(value)}`"
+
+
+def _yaml(value: object) -> str:
+    """A default as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return "{}" if isinstance(value, Mapping) else str(value)
+
+
+def _elsewhere(key: str) -> str:
+    names = [name for name, meant in ALIASES.items() if meant == key]
+    return ", ".join(f"`{name}`" for name in [*names, *ELSEWHERE.get(key, ())])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(render_page(), encoding="utf-8")
+    else:
+        sys.stdout.write(render_page())
