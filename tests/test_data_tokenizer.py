@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, tokenizer_hash, vocab_size
+from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, tokenizer_hash, vocab_size, vocabulary_hash
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, ModelConfig
 
@@ -122,3 +122,11 @@ def test_hash_changes_with_tokens_and_template_only(tmp_path):
     more.add_tokens(["<more>"])
     other.chat_template += " "
     assert len({tokenizer_hash(each) for each in (tokenizer, more, other)}) == 3
+    assert vocabulary_hash(tokenizer) == vocabulary_hash(other) != vocabulary_hash(more)
+
+
+def test_hash_is_that_of_the_tokenizer_however_it_was_last_called():
+    tokenizer = build_bytes_tokenizer()
+    before = tokenizer_hash(tokenizer), vocabulary_hash(tokenizer)
+    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)
+    assert (tokenizer_hash(tokenizer), vocabulary_hash(tokenizer)) == before

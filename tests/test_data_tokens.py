@@ -53,6 +53,13 @@ def test_every_document_comes_back(tmp_path_factory, rows, has_targets):
     assert file.header.num_tokens == sum(len(row) for row in rows)
 
 
+def test_keys_are_equal_for_documents_that_say_the_same(tmp_path):
+    docs = [document([1, 2]), document([1, 3]), document([1, 2], name="copy"), document([1, 2], targets=[1, 0])]
+    keys = write(tmp_path / "a.tokens", docs, has_targets=True).keys.tolist()
+    assert keys[0] == keys[2]
+    assert len(set(keys)) == 3
+
+
 def test_fingerprint_changes_with_ids_targets_and_names(tmp_path):
     docs = [
         [document([1, 2])],

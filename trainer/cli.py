@@ -21,6 +21,7 @@ from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Conf
 
 COMMANDS = {
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
+    "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
 

@@ -32,7 +32,7 @@ def read_conversations(
     """
     if spec.startswith("builtin:"):
         return _read_builtin(spec, split, held_out_share)[:limit]
-    records = list(islice(_read_records(spec, split), limit))
+    records = list(islice(read_records(spec, split), limit))
     if not records:
         raise DataError(f"{spec} has no rows", where=_shown(spec))
     if schema == "auto":
@@ -52,7 +52,8 @@ def _shown(spec: str) -> str:
     return str(Path(spec).expanduser().absolute()) if is_local(spec) else spec
 
 
-def _read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
+def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
+    """(id, row) of each row of a .jsonl, .jsonl.gz, .json or .parquet file or of a data set, read when asked for."""
     if not is_local(spec):
         return _read_dataset(spec, split)
     path = Path(spec).expanduser()

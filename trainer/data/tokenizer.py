@@ -61,9 +61,20 @@ def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
     """16 hex digits that change with anything that changes ids: the fast tokenizer's own file, or the chat template."""
-    digest = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=8)
+    digest = hashlib.blake2b(_file_of(tokenizer), digest_size=8)
     digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hex digits that change with anything that changes the ids of plain text, which no chat template does."""
+    return hashlib.blake2b(_file_of(tokenizer), digest_size=8).hexdigest()
+
+
+def _file_of(tokenizer: PreTrainedTokenizerFast) -> bytes:
+    file = json.loads(tokenizer.backend_tokenizer.to_str())
+    del file["truncation"], file["padding"]  # what the last call asked for
+    return json.dumps(file, sort_keys=True).encode()
 
 
 def build_bytes_tokenizer() -> PreTrainedTokenizerFast:

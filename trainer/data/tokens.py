@@ -1,9 +1,9 @@
 """Token files, `NAME.tokens`: tokenized documents on disk, read through a memory map however many there are.
 
-Layout, little endian: a prologue of 64 bytes (magic, format version, where the header stands), then five arrays, each
+Layout, little endian: a prologue of 64 bytes (magic, format version, where the header stands), then six arrays, each
 at a multiple of 64 bytes, then the header as JSON. `ids` [tokens] uint16 or uint32; `offsets` [docs + 1] uint64, where
 each document begins in it; `targets`, a bit for each token, the first one lowest, empty when all are targets;
-`name_offsets` [docs + 1] uint64 and `names`, the documents' names in UTF-8.
+`keys` [docs] uint64, a hash of what each document says; `name_offsets` [docs + 1] uint64 and `names`, in UTF-8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAGIC = b"TFTOKENS"
 VERSION = 1
 ALIGN = 64
 PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where it begins
-SECTIONS = ("ids", "offsets", "targets", "name_offsets", "names")
+SECTIONS = ("ids", "offsets", "targets", "keys", "name_offsets", "names")
 UINT16_VOCAB = 1 << 16
 CHUNK_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ class TokenHeader:
     has_targets: bool
     """Whether the file says which tokens are targets; otherwise all are."""
     content_hash: str
-    """BLAKE2b of the five arrays."""
+    """BLAKE2b of the arrays."""
     sections: dict[str, list[int]]
     """[first byte, bytes] of each array."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +99,11 @@ class TokenWriter:
                 with _writing(self.path):
                     self._finish()
 
+    @property
+    def dtype(self) -> str:
+        """Of the ids: uint16 where the vocabulary allows it, else uint32."""
+        return self._dtype.name
+
     def add(self, doc: Encoded) -> None:
         """Append a document. Raises DataError for an id that the vocabulary does not have."""
         check_ids(doc, self._vocab_size, of="the tokenizer")
@@ -110,6 +115,7 @@ class TokenWriter:
         with _writing(self.path):
             self._files["ids"].write(doc.ids.astype(self._dtype).tobytes())
             self._files["offsets"].write(struct.pack("<Q", self._num_tokens))
+            self._files["keys"].write(_content_key(doc))
             self._files["name_offsets"].write(struct.pack("<Q", self._name_bytes))
             self._files["names"].write(name)
             self._add_targets(doc)
@@ -170,6 +176,7 @@ class TokenFile:
         self._ids = arrays["ids"].view(f"<{np.dtype(header.dtype).str[1:]}")
         self._offsets = arrays["offsets"].view("<u8").astype(np.int64)
         self._targets = arrays["targets"]
+        self._keys = arrays["keys"].view("<u8")
         self._name_offsets = arrays["name_offsets"].view("<u8")
         self._names = arrays["names"]
 
@@ -201,6 +208,11 @@ class TokenFile:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self._offsets)
+
+    @property
+    def keys(self) -> np.ndarray:
+        """[docs] uint64, equal for documents that say the same, whatever their names."""
+        return self._keys
 
     @property
     def fingerprint(self) -> str:
@@ -277,6 +289,12 @@ def check_all_ids(docs: Iterable[Encoded], vocab_size: int) -> None:
     """`check_ids` of each document, against the rows of a model's embedding."""
     for doc in docs:
         check_ids(doc, vocab_size)
+
+
+def _content_key(doc: Encoded) -> bytes:
+    digest = blake2b(doc.ids.astype("<i4").tobytes(), digest_size=8)
+    digest.update(np.packbits(doc.is_target).tobytes())
+    return digest.digest()
 
 
 def _as_int32(ids: np.ndarray) -> np.ndarray:

@@ -1,0 +1,62 @@
+"""`train.py tokenize`: the words of the command line. Imports no torch; the work is `trainer.tokenizing`'s."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+HELP = """Tokenize the documents of every SOURCE, in order, into one token file for pretraining.
+
+SOURCE is a .txt or .md file or a folder of them (one document each), a .jsonl, .json or .parquet file or a Hugging Face
+data set with a column `text` (one document a row), or builtin:stdlib-docs. The tokenizer's end-of-text token follows
+each document. Text that looks like a special token stays text.
+
+\b
+  python train.py tokenize notes/ more.jsonl --tokenizer Qwen/Qwen3-0.6B --out corpus.tokens
+  python train.py tokenize builtin:stdlib-docs --tokenizer builtin:bytes --out docs.tokens --workers 4
+
+Then data.train=corpus.tokens with recipe=pretrain.
+
+Exit codes: 0 written, 2 a source or the tokenizer cannot be used, 1 a failure of ours.
+"""
+
+
+@click.command(
+    "tokenize", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+)
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option(
+    "--tokenizer", "-t", required=True, metavar="NAME", help="A Hugging Face name, a folder, or builtin:bytes."
+)
+@click.option("--out", "-o", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The token file.")
+@click.option("--split", default="train", show_default=True, help="Which split of a Hugging Face data set.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Processes that tokenize; 0 [default]: threads of this one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Say what was written as one JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def tokenize(
+    sources: tuple[str, ...], tokenizer: str, out: Path, split: str, workers: int, as_json: bool, debug: bool
+) -> None:
+    from tqdm import tqdm
+
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.schema import Config, DataConfig
+    from trainer.tokenizing import read_all_texts, write_token_file
+
+    loaded = load_tokenizer(Config(data=DataConfig(train=list(sources), tokenizer=tokenizer)))
+    texts = read_all_texts(sources, split=split)
+    with tqdm(unit="tok", unit_scale=True, disable=None) as bar:  # on stderr, and on a terminal only
+
+        def tell(documents: int, tokens: int) -> None:
+            bar.set_postfix_str(f"{documents:,} documents", refresh=False)
+            bar.update(tokens - bar.n)
+
+        meta = {"sources": list(sources), "tokenizer": tokenizer, "eos_token": loaded.eos_token}
+        report = write_token_file(out, texts, loaded, workers=workers, meta=meta, tell=tell)
+    click.echo(json.dumps(report.to_dict()) if as_json else "\n".join(report.render()))
