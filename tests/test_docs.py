@@ -45,6 +45,7 @@ def test_every_option_that_a_page_names_exists(page):
         "--query-gpu",
         "--format",
         "--help",
+        "--write",
     }
     for command in (*cli.commands.values(), train_command, *map(load_command, COMMANDS)):
         known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}

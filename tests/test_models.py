@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
 from tests.tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
-from trainer.models.decoder import Decoder, DecoderShape, RopeScaling, logits_head
+from trainer.models.decoder import Decoder, DecoderShape, logits_head
 from trainer.models.generate import greedy, sequence_logits
 from trainer.models.hf import (
     export_model,
@@ -29,42 +29,10 @@ from trainer.models.hf import (
 )
 from trainer.schema import ModelConfig
 
-LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
-SHAPES = {
-    "qwen2-tied": tiny_shape(family="qwen2"),
-    "qwen2-untied-mha": tiny_shape(family="qwen2", tie_embeddings=False, num_kv_heads=4),
-    "qwen3-tied": tiny_shape(rope_theta=1e6),
-    "qwen3-wide-heads": tiny_shape(head_dim=16, tie_embeddings=False),
-    "llama-untied": tiny_shape(family="llama", tie_embeddings=False, num_kv_heads=1),
-    "llama-llama3-rope": tiny_shape(family="llama", rope_theta=5e5, rope_scaling=LLAMA3),
-    "llama-linear-rope": tiny_shape(family="llama", rope_scaling=RopeScaling("linear", 4.0)),
-}
-
 
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES.keys())
 def shape(request: pytest.FixtureRequest) -> DecoderShape:
     return request.param
-
-
-def hf_model(shape: DecoderShape, seed: int = 0) -> torch.nn.Module:
-    """transformers' model with random weights, biases and norms included."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(shape_to_hf_config(shape), attn_implementation="eager").float().eval()
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-    return model
-
-
-def save_hf(shape: DecoderShape, folder: Path, **options: object) -> torch.nn.Module:
-    model = hf_model(shape)
-    model.save_pretrained(folder, **options)
-    return model
-
-
-def from_folder(folder: Path, shape: DecoderShape) -> Decoder:
-    decoder = Decoder(shape)
-    load_pretrained(decoder, folder)
-    return decoder
 
 
 def all_logits(decoder: Decoder, batch: Batch, **options: object) -> torch.Tensor:
@@ -73,15 +41,6 @@ def all_logits(decoder: Decoder, batch: Batch, **options: object) -> torch.Tenso
 
 
 # --- the function -----------------------------------------------------------------------------------------------------
-
-
-def test_logits_of_every_family_equal_transformers(shape, tmp_path):
-    theirs = save_hf(shape, tmp_path)
-    ours = from_folder(tmp_path, shape)
-    ids = torch.randint(101, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(sequence_logits(ours, ids), expected, atol=1e-5, rtol=0)
 
 
 def test_parameter_names_are_those_of_transformers(shape):
@@ -98,15 +57,6 @@ def test_fields_of_a_fresh_model_decide_its_logits_as_in_transformers(changed, t
         expected = theirs(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(sequence_logits(from_folder(tmp_path, shape), ids), expected, atol=1e-4, rtol=0)
     assert (sequence_logits(from_folder(tmp_path, plain), ids) - expected).abs().max() > 1e-2
-
-
-def test_packed_documents_give_the_logits_of_each_alone():
-    decoder = tiny_decoder()
-    batch = packed_batch([[5, 9, 7, 3, 8]], length=36)
-    packed = all_logits(decoder, batch)[0]
-    for start, end in [(0, 5), (5, 14), (14, 21), (21, 24), (24, 32)]:
-        alone = sequence_logits(decoder, batch.input_ids[0, start:end].tolist())
-        torch.testing.assert_close(packed[start:end], alone, atol=1e-5, rtol=0)
 
 
 def test_one_documents_tokens_never_reach_another():
@@ -130,20 +80,6 @@ def test_rows_of_one_document_need_no_mask():
 def test_a_row_of_padding_alone_is_finite():
     batch = packed_batch([[4], []], length=8)
     assert all_logits(tiny_decoder(), batch).isfinite().all()
-
-
-def test_bf16_error_is_that_of_transformers_in_bf16(tmp_path):
-    shape = tiny_shape()
-    theirs = save_hf(shape, tmp_path)
-    ours = Decoder(shape, compute_dtype=torch.bfloat16)
-    load_pretrained(ours, tmp_path)
-    ids = torch.tensor([list(range(40))])
-    with torch.no_grad():
-        exact = theirs(ids).logits[0]
-        reference = theirs.bfloat16()(ids).logits[0].float()
-    assert all(parameter.dtype == torch.float32 for parameter in ours.parameters())
-    error = (sequence_logits(ours, ids[0].tolist()) - exact).norm()
-    assert 0 < error <= 2 * (reference - exact).norm()
 
 
 def test_greedy_tokens_equal_transformers_generate(tmp_path):
@@ -292,16 +228,12 @@ def test_random_weights_depend_on_the_seed_alone():
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_opens_in_transformers_with_bitwise_weights_and_logits(shape, tmp_path):
+def test_an_export_says_what_transformers_generates_and_leaves_no_other_folder(shape, tmp_path):
     decoder = tiny_decoder(**shape.__dict__)
     tokens = export_model(tmp_path / "out", decoder, shape=shape, tokenizer=None, prompt_ids=[1, 2, 3], dist=ALONE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in decoder.named_parameters())
-    with torch.no_grad():
-        expected = theirs(torch.tensor([[5, 6, 7]])).logits[0]
-        said = theirs.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    said = theirs.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
     assert tokens == said[0, 3:].tolist()
-    torch.testing.assert_close(sequence_logits(decoder, [5, 6, 7]), expected, atol=1e-5, rtol=0)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import optimization as hf
 
 from trainer.optim import build_optimizer, lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig
@@ -13,51 +12,9 @@ from trainer.schema import OptimConfig
 STEPS = 100
 
 
-def values_of_transformers(make, **kwargs) -> list[float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = make(optimizer, **kwargs)
-    multiplier = schedule.lr_lambdas[0]
-    return [multiplier(step) for step in range(STEPS + 1)]
-
-
 def ours(**fields) -> list[float]:
     multiplier = lr_multiplier(OptimConfig(learning_rate=1.0, **fields), STEPS)
     return [multiplier(step) for step in range(STEPS + 1)]
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 10])
-@pytest.mark.parametrize(
-    ("schedule", "make"),
-    [("cosine", hf.get_cosine_schedule_with_warmup), ("linear", hf.get_linear_schedule_with_warmup)],
-)
-def test_decaying_schedule_equals_transformers(schedule, make, warmup):
-    expected = values_of_transformers(make, num_warmup_steps=warmup, num_training_steps=STEPS)
-    assert ours(schedule=schedule, warmup_steps=warmup) == pytest.approx(expected, abs=1e-12)
-
-
-def test_constant_with_warmup_equals_transformers():
-    expected = values_of_transformers(hf.get_constant_schedule_with_warmup, num_warmup_steps=7)
-    assert ours(schedule="constant", warmup_steps=7) == pytest.approx(expected, abs=1e-12)
-
-
-def test_cosine_with_minimum_equals_transformers():
-    expected = values_of_transformers(
-        hf.get_cosine_with_min_lr_schedule_with_warmup, num_warmup_steps=5, num_training_steps=STEPS, min_lr=0.1
-    )
-    assert ours(schedule="cosine", warmup_steps=5, min_learning_rate=0.1) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(("decay", "floor"), [(20, 0.0), (35, 0.1)])
-def test_wsd_equals_transformers(decay, floor):
-    expected = values_of_transformers(
-        hf.get_wsd_schedule,
-        num_warmup_steps=8,
-        num_decay_steps=decay,
-        num_training_steps=STEPS,
-        min_lr_ratio=floor,
-    )
-    got = ours(schedule="wsd", warmup_steps=8, decay_steps=decay, min_learning_rate=floor)
-    assert got == pytest.approx(expected, abs=1e-12)
 
 
 def test_wsd_without_decay_steps_decays_over_a_fifth():

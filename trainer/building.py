@@ -140,8 +140,10 @@ def tell_plan(train: Run) -> None:
 
 
 def flops_per_token(shape: DecoderShape, config: Config) -> float:
+    """Of a trained token. An untied embedding is looked up, not multiplied with, and counts for nothing."""
+    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
     return metrics.flops_per_token(
-        shape.num_params,
+        shape.num_params - looked_up,
         layers=shape.num_layers,
         heads=shape.num_heads,
         head_dim=shape.head_dim,

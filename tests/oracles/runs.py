@@ -1,0 +1,53 @@
+"""Whole runs on a small data set, ours by the recipe, and what came of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import ALONE
+from trainer.config import config_from_dict
+from trainer.dist import Dist, barrier
+from trainer.recipes import sft
+from trainer.schema import METRICS_FILE, Config
+
+SEQ_LEN = 96
+
+
+def write_rows(folder: Path, count: int = 60) -> str:
+    """A JSONL of questions and answers of many lengths."""
+    path = folder / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(count)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(path)
+
+
+def run_config(rows: str, **sections: dict[str, Any]) -> Config:
+    """A run of 20 fp32 steps of 6 rows on the CPU, with the given keys in place of its own."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+    own: dict[str, dict[str, Any]] = {
+        "target": {"device": "cpu", "train_backend": "pytorch"},
+        "model": sizes,
+        "data": {"train": [rows], "eval_fraction": 0.0, "seq_len": SEQ_LEN, "packing": False, "shuffle": False},
+        "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
+        "train": {
+            "steps": 20,
+            "micro_batch_size": 6,
+            "global_batch_size": 6,
+            "precision": "fp32",
+            "save_every": 0,
+        },
+        "run": {"export": False},
+    }
+    if "model" in sections:
+        own["model"] = {}  # a named model brings its sizes
+    return config_from_dict({name: fields | sections.get(name, {}) for name, fields in own.items()})
+
+
+def records_of(config: Config, run_dir: Path, dist: Dist = ALONE) -> list[dict[str, Any]]:
+    """Train as configured; the records of metrics.jsonl, of steps and evaluations."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    sft.run(config, run_dir, dist)
+    barrier(dist)  # rank 0 writes them
+    return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
