@@ -19,8 +19,8 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.loading import load, load_model, read_full, read_info
 from trainer.checkpoint.random_state import random_state, set_random_state
-from trainer.checkpoint.retention import prune, to_delete
-from trainer.checkpoint.writing import save
+from trainer.checkpoint.retention import Keep, prune, to_delete
+from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
 from trainer.optim import build_optimizer
 from trainer.resuming import resume_path
@@ -61,6 +61,17 @@ def start(dist: Dist) -> tuple[nn.Module, torch.optim.Optimizer]:
 
         fully_shard(model)
     return model, build_optimizer(model, OptimConfig(learning_rate=0.1))
+
+
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, dist: Dist, **options
+) -> Path:
+    """A save that is waited for."""
+    writer = Writer(dist, asynchronous=options.pop("asynchronous", False), at=options.pop("at", lambda point: None))
+    writer.start(folder, step, model, optimizer, extra, keep=Keep())
+    written = writer.result()
+    writer.close()
+    return written.path
 
 
 def save_after_two_steps(dist: Dist, folder: str) -> list[torch.Tensor]:
@@ -155,7 +166,8 @@ def save_a_nan_of_the_last_rank(dist: Dist, folder: str) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, ranks):
     assert (
-        "embed.weight: values that are not finite" in run_ranks(save_a_nan_of_the_last_rank, ranks, str(tmp_path))[-1]
+        "model embed.weight, model head.weight: values that are not finite"
+        in run_ranks(save_a_nan_of_the_last_rank, ranks, str(tmp_path))[-1]
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -194,19 +206,19 @@ def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
     [([10, 20, 30], 2, [10]), ([30, 10, 20], 1, [10, 20]), ([20, 30], 2, []), ([20, 30], 0, []), ([], 3, [])],
 )
 def test_retention_keeps_the_newest(steps, keep_last, doomed):
-    assert to_delete(steps, keep_last, newest=30) == doomed
+    assert to_delete(dict.fromkeys(steps), Keep(keep_last), newest=30) == doomed
 
 
 @pytest.mark.parametrize(("keep_last", "doomed"), [(1, [10, 30, 40]), (2, [30, 40]), (0, [30, 40])])
 def test_steps_of_an_abandoned_start_go_before_those_just_saved(keep_last, doomed):
-    assert to_delete([10, 20, 30, 40], keep_last, newest=20) == doomed
+    assert to_delete(dict.fromkeys([10, 20, 30, 40]), Keep(keep_last), newest=20) == doomed
 
 
 def test_prune_deletes_older_complete_checkpoints(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     for later in (4, 6):
         shutil.copytree(tmp_path / "step_000002", tmp_path / f"step_{later:06d}")
-    prune(tmp_path, 2, newest=6)
+    prune(tmp_path, Keep(2), newest=6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
 
 
@@ -267,7 +279,8 @@ def test_disk_that_fills_up_keeps_the_old_checkpoint_and_no_partial_one(small_di
 def test_state_file_is_json_of_step_world_size_and_extra(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     state = json.loads((tmp_path / "step_000002" / "state.json").read_text())
-    assert state == {"step": 2, "world_size": 1, "data": {"row": 5}}
+    assert sorted(state.pop("files")) == [".metadata", "__0_0.distcp", "random_0.pt"]
+    assert state == {"format": 2, "step": 2, "world_size": 1, "data": {"row": 5}}
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "elsewhere"])

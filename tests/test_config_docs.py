@@ -22,7 +22,7 @@ def test_every_key_has_a_row_and_its_other_names_stand_in_it():
 
 def test_row_shows_type_limit_default_meaning_and_other_names():
     expected = (
-        "| `train.keep_last` | a whole number; 0 or more | `2` | Complete checkpoints kept; 0: all. |"
+        "| `train.keep_last` | a whole number; 0 or more | `2` | Complete checkpoints kept, the newest; 0: all. |"
         " `save_total_limit` |"
     )
     assert expected in render_page().splitlines()

@@ -11,6 +11,7 @@ from trainer.config_broken import Broken
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
 from trainer.config_optim import groups_rules, lora_rules, optim_without_effect
+from trainer.config_saving import best_rules, saving_without_effect
 from trainer.errors import ConfigError
 from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
@@ -85,6 +86,8 @@ LIMITS = {
     "train.eval_batches": AT_LEAST_1,
     "train.save_every": AT_LEAST_0,
     "train.keep_last": AT_LEAST_0,
+    "train.keep_best": AT_LEAST_0,
+    "train.keep_every": AT_LEAST_0,
     "train.max_nonfinite_steps": AT_LEAST_1,
     "train.profile_steps": AT_LEAST_1,
     "train.memory_snapshot_steps": AT_LEAST_1,
@@ -131,6 +134,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _watching,
         groups_rules,
         lora_rules,
+        best_rules,
     )
     for broken in (broken for rule in rules for broken in rule(config)):
         raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
@@ -377,6 +381,9 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         yield ["parallel.reduce_dtype"], " with pytorch"
     yield from _watching_without_effect(config)
     yield from optim_without_effect(config)
+    yield from saving_without_effect(config)
+    if config.optim.schedule == "constant":
+        yield ["optim.min_learning_rate"], " with the constant schedule"
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"

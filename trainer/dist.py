@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -72,10 +72,15 @@ def start_dist(
         timeout=timeout,
         device_id=device if device_kind == "cuda" else None,
     )
-    control_group = None
-    if world_size > 1:
-        control_group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_s()))
-    return Dist(rank, local_rank, world_size, device, control_group, store)
+    dist = Dist(rank, local_rank, world_size, device, store=store)
+    return replace(dist, control_group=new_control_group(dist))
+
+
+def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
+    """A further gloo group of all ranks, for a thread of its own; None in a world of one. Every rank calls this."""
+    if dist.world_size == 1:
+        return None
+    return torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_s()))
 
 
 def stop_dist() -> None:

@@ -52,6 +52,6 @@ class Evaluator:
             self.first_loss = loss
         else:
             self.last_loss = loss
-        self._run.extra.update(eval_loss_first=self.first_loss, eval_loss_last=self.last_loss)
+        self._run.extra.update(eval_loss_first=self.first_loss, eval_loss_last=self.last_loss, eval_step=step)
         seconds = time.perf_counter() - began
         self._run.log.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_s": round(seconds, 3)})

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
 from trainer.optim import lr_multiplier
-from trainer.reading import Reader
+from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
 from trainer.saving import Saver
 from trainer.step import train_step
 from trainer.stopping import stop_requests
 
 
-def train(run: Run) -> Result:
+def train(run: Run, *, at: AtPoint = nothing) -> Result:
     """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
 
     Raises NonFiniteError after `train.max_nonfinite_steps` skipped steps in a row, on every rank at the same step.
+    `at` hears of each point that a save passes.
     """
     run.module.train()
     total = run.data.train.total_steps
     multiplier = lr_multiplier(run.config.optim, total)
-    evaluator, saver = Evaluator(run), Saver(run)
+    evaluator, saver = Evaluator(run), Saver(run, at=at)
     with stop_requests(run.run_dir) as is_stop_requested:
         flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
@@ -28,8 +30,14 @@ def train(run: Run) -> Result:
         steps = Reader(run)
         step, stopping = run.start_step, False
         while step < total and not stopping:
-            steps.push(train_step(run, step, lr=run.config.optim.learning_rate * multiplier(step)))
+            values = train_step(run, step, lr=run.config.optim.learning_rate * multiplier(step))
             step += 1
+            saver.after_step()
+            try:
+                steps.push(values)
+            except NonFiniteError:  # on every rank at this step, so the save under way can be waited for
+                saver.finish()
+                raise
             flags.post([int(is_stop_requested())])
             (asked,) = flags.read()
             stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
@@ -42,5 +50,6 @@ def train(run: Run) -> Result:
                     saver.save(step, must_succeed=stopping or step == total)
                 steps.restart_clock()
         steps.drain()
+        saver.finish()
         flags.read(keep=0)
     return Result(step, step < total, evaluator.first_loss, evaluator.last_loss)

@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.retention import prune
-from trainer.checkpoint.writing import save
+from trainer.checkpoint.retention import METRIC, Keep
+from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.run import Run
 from trainer.schema import CHECKPOINTS_DIR
 
+WORTH_SAYING_S = 1.0
+"""Shorter waits for a save are not told."""
+
 
 class Saver:
-    """Writes checkpoints of a run when they are due, and deletes those that retention no longer wants."""
+    """Writes checkpoints of a run when they are due, beside the training where `train.async_save` says so."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, at: AtPoint = nothing) -> None:
         self._run = run
+        train = run.config.train
+        # what is saved only at the end is waited for anyway, and needs no copy
+        beside = train.async_save and 0 < train.save_every < run.data.train.total_steps
+        self._writer = Writer(run.dist, asynchronous=beside, at=at)
+        self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
 
     def is_due(self, step: int) -> bool:
         every = self._run.config.train.save_every
         return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
 
+    def after_step(self) -> None:
+        """Tell the outcome of a save that has ended meanwhile; and, after the first step, make the copy's buffers."""
+        reason = self._writer.prepare(self._run.module, self._run.optimizer)
+        if reason:
+            self._run.log.note(f"note: saves stop the training, train.async_save has no effect: {reason}")
+        if self._writer.has_ended():
+            self._tell()
+
     def save(self, step: int, *, must_succeed: bool) -> None:
-        """Write a checkpoint; one that fails on the way is only reported, for the training is worth more than it."""
-        run, folder = self._run, self._run.run_dir / CHECKPOINTS_DIR
-        run.dist.progress.enter("saving")
-        extra = {**run.extra, "data": run.data.train.state_dict(step)}
+        """Save; one that fails on the way is only reported, for the training is worth more than it.
+
+        Only one save is under way at a time: this waits for the one before. With `must_succeed` it waits for its own
+        outcome too, and raises CheckpointError.
+        """
+        self._run.dist.progress.enter("saving")
+        if self._writer.saving_step != step:
+            self._wait_for_earlier()
+            self._start(step)
+        if must_succeed:
+            self._tell(must_succeed=True)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, tell its outcome, and end."""
+        self._run.dist.progress.enter("saving")
+        self._tell()
+        self._writer.close()
+
+    def _start(self, step: int) -> None:
+        run = self._run
+        self._writer.start(
+            run.run_dir / CHECKPOINTS_DIR, step, run.module, run.optimizer, self._info(step), keep=self._keep
+        )
+
+    def _info(self, step: int) -> dict[str, Any]:
+        run = self._run
+        info = {**run.extra, "data": run.data.train.state_dict(step)}
+        info.pop(METRIC, None)
+        if run.extra.get("eval_step") == step:
+            info[METRIC] = run.extra.get("eval_loss_last")
+        return info
+
+    def _wait_for_earlier(self) -> None:
+        earlier, began = self._writer.saving_step, time.perf_counter()
+        self._tell()
+        waited = time.perf_counter() - began
+        if earlier is not None and waited > WORTH_SAYING_S:
+            self._run.log.note(f"note: waited {waited:.1f} s for the save of step {earlier}: raise train.save_every")
+
+    def _tell(self, *, must_succeed: bool = False) -> None:
         try:
-            path = save(folder, step, run.module, run.optimizer, extra, run.dist)
+            written = self._writer.result()
         except CheckpointError as error:
             if must_succeed:
                 raise
-            run.log.note(f"warning: {error}; training goes on from memory")
+            self._run.log.note(f"warning: {error}; training goes on from memory")
             return
-        run.log.note(f"saved {path}")
-        if run.dist.is_main:
-            prune(folder, run.config.train.keep_last, newest=step)
+        if written is not None:
+            times = f"the training waited {written.blocked_s:.2f} s, written in {written.seconds:.2f} s"
+            self._run.log.note(f"saved {written.path} ({times})")

@@ -268,8 +268,15 @@ class TrainConfig:
     """Batches per rank of one evaluation; None: all."""
     save_every: int = 100
     """Steps between checkpoints; 0: only at the end, which a stop is too."""
+    async_save: bool = True
+    """Checkpoints are written while training goes on, from a copy in the host's memory (model and optimizer state of
+    this rank, pinned on CUDA); one at a time. False, or too little memory for the copy: training waits."""
     keep_last: int = 2
-    """Complete checkpoints kept; 0: all."""
+    """Complete checkpoints kept, the newest; 0: all."""
+    keep_best: int = 0
+    """Kept besides: so many checkpoints of the lowest held-out loss, taken where evaluation and save fall together."""
+    keep_every: int = 0
+    """Kept besides, for ever: those of steps that this divides; 0: none."""
     resume: str = "auto"
     """`auto`: from the newest complete checkpoint of the run folder, if any; `never`; or a checkpoint's path."""
     nonfinite: Literal["skip", "abort"] = "skip"

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,21 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def commit(aside: Path, final: Path, info: dict[str, Any]) -> None:
-    """Give a completely written folder its marker and its name."""
+def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], None] = lambda point: None) -> None:
+    """Give a completely written folder its marker and its name; `at` hears of each point that is passed."""
     _write_synced(aside / STATE_FILE, json.dumps(info, indent=1))
     _sync_folder(aside)
+    at("state")
     _write_synced(aside / CHECKPOINT_MARKER, "")
     _sync_folder(aside)
+    at("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
         final.rename(replaced)  # in one piece: half deleted it could still look complete
+        at("replaced")
     aside.rename(final)
     _sync_folder(final.parent)
+    at("renamed")
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer.checkpoint.errors import DAMAGED, CheckpointError, reading
 from trainer.checkpoint.folders import STATE_FILE, is_complete
+from trainer.checkpoint.integrity import Manifest
 from trainer.checkpoint.random_state import read_random_state, set_random_state
 from trainer.checkpoint.shards import State, read_all_shards, read_model_shards, read_shards
 from trainer.dist import Dist
@@ -26,6 +27,8 @@ class Resumed:
     step: int
     world_size: int
     extra: dict[str, Any]
+    files: Manifest = field(default_factory=dict)
+    """Length and checksum of each file; empty for one written by an earlier version."""
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dist: Dist) -> Resumed:
@@ -69,7 +72,8 @@ def read_info(path: Path) -> Resumed:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {CHECKPOINT_MARKER} file")
     with reading(path):
         info = json.loads((path / STATE_FILE).read_text())
-        return Resumed(info.pop("step"), info.pop("world_size"), info)
+        info.pop("format", None)
+        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}))
 
 
 def _check_finite(model: nn.Module, path: Path) -> None:

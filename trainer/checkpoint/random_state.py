@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.integrity import ChecksummedFile, Manifest
+
 
 def random_state() -> dict[str, Any]:
     """The state of every generator of this process: Python's, NumPy's where it is in use, torch's on CPU and CUDA."""
@@ -35,11 +37,15 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def write_random_state(folder: Path, rank: int, state: dict[str, Any]) -> None:
-    with _file(folder, rank).open("wb") as file:
+def write_random_state(folder: Path, rank: int, state: dict[str, Any]) -> Manifest:
+    """Write the state of one rank, synced to disk; its file's length and checksum."""
+    path = _file(folder, rank)
+    with path.open("wb") as raw:
+        file = ChecksummedFile(raw)
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+        raw.flush()
+        os.fsync(raw.fileno())
+    return {path.name: file.entry()}
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any]:

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.folders import remove, steps_in
+from trainer.checkpoint.folders import STATE_FILE, remove, steps_in
+
+METRIC = "eval_loss"
+"""In state.json: the held-out loss of exactly these weights, where it was taken."""
 
 
-def prune(folder: Path, keep_last: int, *, newest: int) -> list[Path]:
+@dataclass(frozen=True)
+class Keep:
+    """`last` newest ones (0: all), the `best` ones by held-out loss, and for ever each of a multiple of `every`."""
+
+    last: int = 0
+    best: int = 0
+    every: int = 0
+
+
+def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
     """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only."""
-    steps = steps_in(folder)
-    doomed = [steps[step] for step in to_delete(list(steps), keep_last, newest=newest)]
+    paths = steps_in(folder)
+    saved = {step: _metric(path) if keep.best else None for step, path in paths.items()}
+    doomed = [paths[step] for step in to_delete(saved, keep, newest=newest)]
     for path in doomed:
         remove(path)
     return doomed
 
 
-def to_delete(steps: Sequence[int], keep_last: int, *, newest: int) -> list[int]:
-    """Which of the saved steps go when only the `keep_last` last ones up to `newest`, just saved, stay; 0 keeps those.
+def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> list[int]:
+    """Which of the saved steps go; `saved` has each one's held-out loss, `newest` was just saved and always stays.
 
-    Steps after it always go: the run went back behind them, and a resume would take them for its own.
+    Steps after `newest` always go: the run went back behind them, and a resume would take them for its own. Of equal
+    losses the later step is the better.
     """
-    own = sorted(step for step in steps if step <= newest)
-    return (own[:-keep_last] if keep_last > 0 else []) + sorted(step for step in steps if step > newest)
+    own = sorted(step for step in saved if step <= newest)
+    later = sorted(step for step in saved if step > newest)
+    if keep.last == 0:
+        return later
+    losses = {step: loss for step in own if (loss := saved[step]) is not None and math.isfinite(loss)}
+    best = sorted(losses, key=lambda step: (losses[step], -step))[: keep.best]
+    wanted = {newest, *own[-keep.last :], *best} | {step for step in own if keep.every and step % keep.every == 0}
+    return [step for step in own if step not in wanted] + later
+
+
+def _metric(path: Path) -> float | None:
+    with suppress(OSError, ValueError):
+        value = json.loads((path / STATE_FILE).read_text()).get(METRIC)
+        return float(value) if isinstance(value, int | float) else None
+    return None

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from trainer.checkpoint.agreeing import Group
 from trainer.checkpoint.errors import cannot_load, first_cause, reading
+from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
 from trainer.parallel.tensors import fsdp_modules
 
 State = dict[str, Any]
@@ -50,16 +51,20 @@ def settled(model: nn.Module) -> None:
         group.reshard()
 
 
-def write_shards(state: State, folder: Path, group: Group) -> None:
+def write_shards(state: State, folder: Path, group: Group) -> Manifest:
     """Write this rank's part of the state, synced to disk; every rank of the group calls this.
+
+    Returns the length and checksum of each file that this rank has written.
 
     Raises OSError on every rank when one could not.
     """
+    writer = ChecksummingWriter(folder)
     try:
         with _no_group_warning():
-            dcp.save(state, checkpoint_id=folder, **_dcp_group(group))
+            dcp.save(state, storage_writer=writer, **_dcp_group(group))
     except dcp.api.CheckpointException as error:  # no Exception but a BaseException, which nobody else would catch
         raise OSError(first_cause(error)) from error
+    return writer.manifest
 
 
 def read_shards(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group) -> None:

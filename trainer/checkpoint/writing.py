@@ -3,60 +3,126 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
 
 from trainer.checkpoint.agreeing import Group, on_all, sum_on_all
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import commit, make_empty, step_name
-from trainer.checkpoint.random_state import random_state, write_random_state
-from trainer.checkpoint.shards import sharded_state, write_shards
-from trainer.dist import Dist
+from trainer.checkpoint.integrity import Manifest
+from trainer.checkpoint.random_state import write_random_state
+from trainer.checkpoint.retention import Keep, prune
+from trainer.checkpoint.shards import State, write_shards
+from trainer.checkpoint.staging import is_plain, leaves, local_bytes
 from trainer.parallel.tensors import local_tensor
 
+FORMAT = 2  # of the folder: 2 has the optimizer's state by parameter name without its groups, and `files`
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
+AtPoint = Callable[[str], None]
+"""Hears the name of each point that a save passes, in the thread that passes it."""
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, dist: Dist) -> Path:
-    """Write `folder/step_NNNNNN` and return it; every rank calls this at the same step border.
 
-    `extra` is plain JSON, the same on all ranks (data position, config). Raises CheckpointError on every rank when any
-    rank could not write or holds a weight that is not finite; what was there before is then as it was, and the partial
-    folder is gone.
+def nothing(point: str) -> None:
+    """Where nobody listens."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written where; `info` is plain JSON, the same on all ranks."""
+
+    folder: Path
+    step: int
+    rank: int
+    world_size: int
+    random: dict[str, Any]
+    info: dict[str, Any]
+    keep: Keep
+
+    @property
+    def final(self) -> Path:
+        return self.folder / step_name(self.step)
+
+    @property
+    def aside(self) -> Path:
+        return self.folder / f".tmp_{step_name(self.step)}"
+
+
+def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> Path:
+    """Write `folder/step_NNNNNN` and return it; every rank calls this with its part of the state.
+
+    Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
+    there before is then as it was, and the partial folder is gone.
     """
-    aside, final = folder / f".tmp_{step_name(step)}", folder / step_name(step)
-    group = dist.control_group
-    state = sharded_state(model, optimizer)
-    info = {"step": step, "world_size": dist.world_size, **extra}
-    on_all(lambda: check_finite(model, f"{final} not written"), final, group)
-    _check_space(folder, state, group, dist.rank)
+    on_all(lambda: _check_finite(state, order.final), order.final, group)
+    _check_space(order, state, group)
     try:
-        on_all(lambda: make_empty(aside) if dist.is_main else None, aside, group)
-        on_all(lambda: write_shards(state, aside, group), aside, group)
-        on_all(lambda: write_random_state(aside, dist.rank, random_state()), aside, group)
-        on_all(lambda: commit(aside, final, info) if dist.is_main else None, aside, group)
+        _write_aside(order, state, group, at)
     except CheckpointError:
         if group is not None:
             torch_dist.barrier(group=group)  # no rank may still write into the folder that rank 0 removes
-        if dist.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+        if order.rank == 0:
+            shutil.rmtree(order.aside, ignore_errors=True)
         raise
-    return final
+    at("committed")
+    if order.rank == 0:
+        prune(order.folder, order.keep, newest=order.step)
+    at("pruned")
+    return order.final
 
 
-def check_finite(model: nn.Module, what: str) -> None:
-    bad = [name for name, parameter in model.named_parameters() if not local_tensor(parameter).isfinite().all()]
+def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:
+    aside, main = order.aside, order.rank == 0
+    files: Manifest = {}
+    on_all(lambda: make_empty(aside) if main else None, aside, group)
+    at("begun")
+    on_all(lambda: files.update(write_shards(state, aside, group)), aside, group)
+    at("shards")
+    on_all(lambda: files.update(write_random_state(aside, order.rank, order.random)), aside, group)
+    at("random")
+    info = {
+        "format": FORMAT,
+        "step": order.step,
+        "world_size": order.world_size,
+        **order.info,
+        "files": _of_all(files, group),
+    }
+    on_all(lambda: commit(aside, order.final, info, at) if main else None, aside, group)
+
+
+def _of_all(files: Manifest, group: Group) -> Manifest:
+    """The ranks' files together; each knows its own best, for a network file system may show another's late."""
+    if group is None:
+        return files
+    each: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(each, files, group=group)
+    return {name: entry for part in each for name, entry in part.items()}
+
+
+def _check_finite(state: State, final: Path) -> None:
+    bad = [path for path, leaf in leaves(state) if isinstance(leaf, torch.Tensor) and not is_finite(local_tensor(leaf))]
     if bad:
-        raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; {what}")
+        names = ", ".join(path.strip("/").replace("/", " ") for path in bad[:3])
+        raise CheckpointError(f"{names}: values that are not finite; {final} not written")
 
 
-def _check_space(folder: Path, state: dict[str, Any], group: Group, rank: int) -> None:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every value is; without a temporary copy, and in one pass."""
+    if not is_plain(tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite() & high.isfinite())
+
+
+def _check_space(order: Order, state: State, group: Group) -> None:
     """Raise on every rank, before anything is written, when the disk has no room for all ranks' shards."""
-    needed = sum_on_all(_local_bytes(state), group) + HEADROOM_BYTES
+    needed = sum_on_all(local_bytes(state), group) + HEADROOM_BYTES
+    folder = order.folder
 
     def check() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,16 +130,7 @@ def _check_space(folder: Path, state: dict[str, Any], group: Group, rank: int) -
         if free < needed:
             raise CheckpointError(_no_space(folder, needed, free))
 
-    on_all(check if rank == 0 else lambda: None, folder, group)
-
-
-def _local_bytes(state: Any) -> int:
-    """Bytes of all tensors in nested dicts and lists that this rank holds."""
-    if isinstance(state, torch.Tensor):
-        local = local_tensor(state)
-        return local.numel() * local.element_size()
-    children = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return sum(_local_bytes(child) for child in children)
+    on_all(check if order.rank == 0 else lambda: None, folder, group)
 
 
 def _no_space(folder: Path, needed: int, free: int) -> str:

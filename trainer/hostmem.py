@@ -1,0 +1,56 @@
+"""How much memory this host still has for us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(*, proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int | None:
+    """Bytes that may still be taken: the system's, or the container's where that is less; None when nobody says."""
+    found = [size for size in (_system(proc), *_limits(proc, cgroups)) if size is not None]
+    return min(found) if found else None
+
+
+def _system(proc: Path) -> int | None:
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _limits(proc: Path, cgroups: Path) -> list[int | None]:
+    """What the limits of this process's control group and of those above it leave, in both versions of cgroups."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    places = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    return [
+        _left(folder, *names)
+        for _, controllers, path in places
+        if controllers == "" or "memory" in controllers.split(",")
+        for root, names in [
+            (cgroups, ("memory.max", "memory.current", "inactive_file"))
+            if controllers == ""
+            else (cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+        ]
+        for folder in _upwards(root, path.strip("/"))
+    ]
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    inside = root / path
+    return [folder for folder in (inside, *inside.parents) if folder == root or root in folder.parents]
+
+
+def _left(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """Of a group's limit, what is neither in use nor cache that the kernel would give up; None without a limit."""
+    try:
+        total, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, total - taken + int(stat.get(cache, 0)))
+    except (OSError, ValueError):
+        return None
