@@ -75,10 +75,9 @@ def test_data_sets_are_read_from_the_configured_splits(tmp_path):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "a", "answer": answer}) + "\n")
     folder = str(tmp_path)
     data = DataConfig(train=[folder], eval=[folder], train_split="train", eval_split="validation")
-    train, held_out = read_rows(Config(data=data))
-    assert [rows[0].messages[-1]["content"] for rows in (train, held_out)] == ["d", "c"]
-    train, held_out = read_rows(Config(data=replace(data, train_split="test", eval_split="train")))
-    assert [rows[0].messages[-1]["content"] for rows in (train, held_out)] == ["e", "d"]
+    assert [row.messages[-1]["content"] for _, row in read_rows(Config(data=data))] == ["d", "c", "b"]
+    swapped = replace(data, train_split="test", eval_split="train")
+    assert [row.messages[-1]["content"] for _, row in read_rows(Config(data=swapped))] == ["e", "d"]
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.data.sources import read_conversations
+from trainer.data.sources import read_conversations as read_lazily
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
 
@@ -22,6 +22,12 @@ GSM8K_LIKE = [
     },
     {"question": "A train goes 60 km in an hour. How far in 3 hours?", "answer": "60*3=<<60*3=180>>180 km.\n#### 180"},
 ]
+
+
+def read_conversations(spec: str, **how):
+    return list(read_lazily(spec, **how))
+
+
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 

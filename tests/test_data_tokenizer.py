@@ -92,7 +92,7 @@ from trainer.data.sources import read_conversations
 from trainer.data.tokenizer import load_tokenizer
 from trainer.schema import Config, ModelConfig
 config = Config(model=ModelConfig(name="some/model"))
-for ask in (lambda: load_tokenizer(config), lambda: read_conversations("some/data")):
+for ask in (lambda: load_tokenizer(config), lambda: list(read_conversations("some/data"))):
     try:
         ask()
     except Exception as error:

@@ -1,217 +1,228 @@
-"""From the config's sources to the documents that are trained on, with an account of all that was left out."""
+"""From the config's sources to the documents of training and evaluation, with an account of all that was left out."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import multiprocessing
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.chat import Encoded, encode, special_ids
-from trainer.data.messages import Row
+from trainer.data.chat import Encoded, special_ids
+from trainer.data.encoding import SourceRow
+from trainer.data.order import Mixture, epoch_documents
+from trainer.data.report import SourceShare, SplitReport, some
 from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, read_conversations
+from trainer.data.store import ListStore, RowTable, Selection, Store
 from trainer.errors import DataError
-from trainer.schema import Config, DataConfig, SourceConfig, as_sources
+from trainer.schema import Config, SourceConfig, as_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SHOWN_IDS = 5
 SAMPLE_DOCS = 100
-CHUNK_ROWS = 256  # per task of a tokenizing process
-
-NO_TARGET = "no target token"
-OVERLONG = "longer than seq_len"
 
 
-@dataclass
-class SplitReport:
-    """What became of the rows of one split; `dropped` maps each reason to the ids of its rows."""
+@dataclass(frozen=True)
+class Source:
+    """One thing to read: `split` as `read_conversations` takes it, `held_out` when it is for evaluation alone."""
 
-    name: str
-    rows_read: int = 0
-    rows_kept: int = 0
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    truncated: list[str] = field(default_factory=list)
-    tokens: int = 0
-    target_tokens: int = 0
-    packed_rows: int = 0
-    padding_share: float = 0.0
+    settings: SourceConfig
+    split: str
+    held_out: bool
 
-    def render(self) -> list[str]:
-        """A few lines for people."""
-        lines = [
-            f"{self.name}: {self.rows_kept:,} of {self.rows_read:,} conversations, {self.tokens:,} tokens "
-            f"({self.target_tokens:,} targets) in {self.packed_rows:,} rows, "
-            f"{self.padding_share:.1%} padding"
-        ]
-        for reason, ids in self.dropped.items():
-            lines.append(f"{self.name}: {len(ids):,} dropped, {reason}: {_some(ids)}")
-        if self.truncated:
-            lines.append(f"{self.name}: {len(self.truncated):,} cut to seq_len: {_some(self.truncated)}")
-        return lines
+    @property
+    def path(self) -> str:
+        return self.settings.path
 
 
 @dataclass(frozen=True)
 class Documents:
     """Documents in reading order, each with at least one target and no longer than seq_len."""
 
-    docs: list[Encoded]
+    docs: Sequence[Encoded]
     report: SplitReport
+    mixture: Mixture
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """[rows] uint64, a hash of what each row of the split says, those that were dropped too."""
+
+    @classmethod
+    def of(cls, docs: Sequence[Encoded], report: SplitReport | None = None) -> Documents:
+        """Documents that are at hand, each once an epoch."""
+        selection = Selection(ListStore(docs), np.arange(len(docs)))
+        return cls(selection, report or SplitReport("train"), Mixture.of_one(len(docs)))
 
     @property
     def lengths(self) -> list[int]:
-        return [len(doc.ids) for doc in self.docs]
+        """Tokens of each."""
+        return self.docs.lengths.tolist() if isinstance(self.docs, Selection) else [len(doc.ids) for doc in self.docs]
 
     def fingerprint(self) -> str:
         """Changes with any id, token, target or their order."""
-        digest = hashlib.sha256()
-        for doc in self.docs:
-            digest.update(f"{doc.id}\0{len(doc.ids)}\0".encode())
-            digest.update(doc.ids.tobytes())
-            digest.update(doc.is_target.tobytes())
-        return digest.hexdigest()[:16]
+        docs = self.docs if isinstance(self.docs, Selection) else Selection(ListStore(self.docs), np.arange(len(self)))
+        settings = [(source.weight, source.repeat) for source in self.mixture.settings]
+        plain = all(pair == (None, 1.0) for pair in settings)
+        return docs.fingerprint() if plain else f"{docs.fingerprint()} {settings}"
+
+    def __len__(self) -> int:
+        return len(self.docs)
 
 
-def read_rows(config: Config) -> tuple[list[Row], list[Row]]:
-    """The training rows and the held-out ones; `data.max_*_rows` conversations of each at most."""
+def list_sources(config: Config) -> list[Source]:
+    """All that a run reads, in order: the training sources, then those for evaluation alone."""
     data = config.data
-    share = data.eval_fraction
-    train = _read_all(_paths(data.train), data, split=data.train_split, builtin=TRAIN, limit=data.max_train_rows)
+    train = [Source(entry, _split(entry, data.train_split, TRAIN), False) for entry in as_sources(data.train)]
     if data.eval:
-        return train, _read_all(
-            _paths(data.eval), data, split=data.eval_split, builtin=HELD_OUT, limit=data.max_eval_rows
-        )
-    if share <= 0:
-        return train, []
-    own = [row for row in train if not row.id.startswith(STDLIB_DOCS)]
-    train_ids_out = _pick_held_out(own, share, data.max_eval_rows)
-    held_out = [row for row in train if row.id in train_ids_out]
-    if STDLIB_DOCS in _paths(data.train):
-        room = None if data.max_eval_rows is None else data.max_eval_rows - len(held_out)
-        held_out += read_conversations(STDLIB_DOCS, split=HELD_OUT, limit=room, held_out_share=share)
-    return [row for row in train if row.id not in train_ids_out], held_out
+        return train + [
+            Source(entry, _split(entry, data.eval_split, HELD_OUT), True) for entry in as_sources(data.eval)
+        ]
+    if data.eval_fraction > 0 and any(source.path == STDLIB_DOCS for source in train):
+        train.append(Source(SourceConfig(STDLIB_DOCS), HELD_OUT, True))
+    return train
 
 
-def _paths(entries: Sequence[str | SourceConfig]) -> list[str]:
-    return [source.path for source in as_sources(entries)]
+def _split(entry: SourceConfig, of_data_sets: str, builtin: str) -> str:
+    return builtin if entry.path.startswith("builtin:") else of_data_sets
 
 
-def _read_all(specs: Sequence[str], data: DataConfig, *, split: str, builtin: str, limit: int | None) -> list[Row]:
-    rows: list[Row] = []
-    for spec in specs:
-        room = None if limit is None else limit - len(rows)
-        if room == 0:
-            break
-        rows += read_conversations(
-            spec,
-            split=builtin if spec.startswith("builtin:") else split,
+def read_rows(config: Config) -> Iterator[SourceRow]:
+    """(source, row) of all rows in order; `data.max_*_rows` and each source's `limit` at most."""
+    sources = list(enumerate(list_sources(config)))
+    train = ((index, source) for index, source in sources if not source.held_out)
+    held_out = ((index, source) for index, source in sources if source.held_out)
+    yield from islice(_read_all(train, config), config.data.max_train_rows)
+    yield from islice(_read_all(held_out, config), config.data.max_eval_rows)
+
+
+def _read_all(sources: Iterator[tuple[int, Source]], config: Config) -> Iterator[SourceRow]:
+    data = config.data
+    for index, source in sources:
+        rows = read_conversations(
+            source.path,
+            split=source.split,
             schema=data.schema,
-            limit=room,
+            limit=source.settings.limit,
             held_out_share=data.eval_fraction,
         )
-    return rows
+        yield from ((index, row) for row in rows)
 
 
-def _pick_held_out(rows: Sequence[Row], share: float, limit: int | None) -> set[str]:
-    """The ids of `share` of the rows (one at least, if two are there), chosen by what they say."""
-    count = round(len(rows) * share)
-    if len(rows) > 1:
+# --- which rows are trained on and which are held out ----------------------------------------------------------------
+
+
+def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Documents]:
+    """The documents of training and of evaluation."""
+    sources = list_sources(config)
+    held_out_sources = np.array([source.held_out for source in sources])
+    held_out = held_out_sources[table.source]
+    if not config.data.eval:
+        builtin = np.array([source.path.startswith("builtin:") for source in sources])
+        own = np.flatnonzero(~held_out & ~builtin[table.source])
+        picked = _pick_held_out(table.key[own], config.data.eval_fraction, config.data.max_eval_rows)
+        if config.data.max_eval_rows is not None:
+            room = config.data.max_eval_rows - len(picked)
+            held_out = held_out & (np.cumsum(held_out) <= room)
+        held_out[own[picked]] = True
+    training = ~held_out & ~held_out_sources[table.source]
+    train = _documents("train", store, table, np.flatnonzero(training), config)
+    return train, _documents("eval", store, table, np.flatnonzero(held_out), config)
+
+
+def _pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
+    """`share` of the rows (one at least, if two are there), chosen by what they say."""
+    if share <= 0:
+        return np.zeros(0, dtype=np.int64)
+    count = round(len(keys) * share)
+    if len(keys) > 1:
         count = max(count, 1)
     if limit is not None:
         count = min(count, limit)
-    by_content = sorted(rows, key=lambda row: (_content_digest(row), row.id))
-    return {row.id for row in by_content[:count]}
+    return np.argsort(keys, kind="stable")[:count]
 
 
-def _content_digest(row: Row) -> str:
-    return hashlib.blake2b(json.dumps(row.messages, sort_keys=True).encode(), digest_size=8).hexdigest()
+def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, config: Config) -> Documents:
+    sources = list_sources(config)
+    kept = rows[table.document[rows] >= 0]
+    docs = Selection(store, table.document[kept])
+    of_source = table.source[kept]
+    settings = [
+        source.settings if source.held_out == (name == "eval") else SourceConfig(source.path) for source in sources
+    ]
+    if name == "eval":  # held-out rows are looked at as they are, whatever the training makes of their source
+        settings = [SourceConfig(s.path, repeat=s.repeat) for s in settings]
+    mixture = Mixture(settings, of_source, table.key[kept])
+    order = epoch_documents(mixture, epoch=0, seed=config.train.seed, shuffle=config.data.shuffle)
+    chosen = set(rows.tolist())
+    report = SplitReport(
+        name,
+        rows_read=len(rows),
+        rows_kept=len(kept),
+        dropped={
+            reason: ids for reason, pairs in table.dropped.items() if (ids := [i for row, i in pairs if row in chosen])
+        },
+        truncated=[docs.name(index) for index in np.flatnonzero(table.truncated[kept])],
+        tokens=int(docs.lengths[order].sum()),
+        target_tokens=int(table.targets[kept][order].sum()),
+        duplicates=len(rows) - len(np.unique(table.key[rows])),
+        sources=_shares(docs, mixture, order),
+    )
+    return Documents(docs, report, mixture, table.key[rows])
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------
+def _shares(docs: Selection, mixture: Mixture, order: np.ndarray) -> list[SourceShare]:
+    """What each source gives, when there are several or the one has settings."""
+    used = [index for index, members in enumerate(mixture.members) if len(members)]
+    asked = mixture.asked()
+    if len(used) < 2 and all(source.repeat == 1.0 for source in mixture.settings):
+        return []
+    of_source, lengths = mixture.of_source[order], docs.lengths[order]
+    total = max(int(lengths.sum()), 1)
+    return [
+        SourceShare(
+            mixture.settings[index].path,
+            rows=len(mixture.members[index]),
+            documents=int((of_source == index).sum()),
+            tokens=(tokens := int(lengths[of_source == index].sum())),
+            asked=asked[index],
+            got=float((of_source == index).mean()) if len(order) else 0.0,
+            token_share=tokens / total,
+        )
+        for index in used
+    ]
 
 
-def build_documents(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, data: DataConfig, *, name: str
-) -> Documents:
-    """Every row that can be trained on, tokenized; the others are in the report by reason and id."""
-    report = SplitReport(name, rows_read=len(rows))
-    docs = []
-    for encoded in encode_rows(rows, tokenizer, data):
-        doc = _keep(encoded, data, report)
-        if doc is not None:
-            docs.append(doc)
-    report.rows_kept = len(docs)
-    report.tokens = sum(len(doc.ids) for doc in docs)
-    report.target_tokens = sum(doc.num_targets for doc in docs)
-    return Documents(docs, report)
+# --- what is wrong with them -----------------------------------------------------------------------------------------
 
 
-def _keep(encoded: Encoded, data: DataConfig, report: SplitReport) -> Encoded | None:
-    too_long = len(encoded.ids) > data.seq_len
-    if too_long and data.overlong == "drop":
-        report.dropped.setdefault(OVERLONG, []).append(encoded.id)
-        return None
-    doc = encoded.cut(data.seq_len) if too_long else encoded
-    if doc.num_targets == 0:
-        reason = f"{NO_TARGET} in the first {data.seq_len} tokens" if encoded.num_targets else NO_TARGET
-        report.dropped.setdefault(reason, []).append(encoded.id)
-        return None
-    if too_long:
-        report.truncated.append(encoded.id)
-    return doc
+def overlap_note(train: Documents, held_out: Documents) -> list[str]:
+    """A line when rows of the evaluation are trained on as well."""
+    both = int(np.isin(held_out.keys, train.keys).sum())
+    if not both:
+        return []
+    return [
+        f"warning: {both:,} of {len(held_out.keys):,} held-out conversations are word for word in the training data "
+        "too; the evaluation loss is too low"
+    ]
 
 
 def trains_end_token(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether a whole document has a special token among its targets, so that the model can learn to stop."""
     special = special_ids(tokenizer)
     cut = set(documents.report.truncated)
-    whole = [doc for doc in documents.docs[:SAMPLE_DOCS] if doc.id not in cut]
+    docs = (documents.docs[index] for index in range(min(SAMPLE_DOCS, len(documents.docs))))
+    whole = [doc for doc in docs if doc.id not in cut]
     return not whole or any(np.isin(doc.ids[doc.is_target], special).any() for doc in whole)
 
 
 def check_documents(documents: Documents, *, where: str, seq_len: int) -> None:
     """Raises DataError when nothing is left to train on."""
-    if documents.docs:
+    if len(documents.docs):
         return
     report = documents.report
-    reasons = "; ".join(f"{len(ids)} {reason}: {_some(ids)}" for reason, ids in report.dropped.items())
+    reasons = "; ".join(f"{len(ids)} {reason}: {some(ids)}" for reason, ids in report.dropped.items())
     raise DataError(
         f"none of the {report.rows_read} conversations can be used: {reasons or 'nothing was read'}",
         where=where,
         hint=f"raise data.seq_len (now {seq_len}), or set data.loss_on=all",
     )
-
-
-def encode_rows(rows: Sequence[Row], tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> Iterable[Encoded]:
-    """Each row encoded, in order; by `data.workers` processes when there are any."""
-    one = partial(encode, tokenizer=tokenizer, loss_on=data.loss_on, system_prompt=data.system_prompt)
-    if data.workers == 0 or len(rows) <= CHUNK_ROWS:
-        return [one(row) for row in rows]
-    # spawned, not forked: the training process may have threads and a CUDA context
-    with ProcessPoolExecutor(
-        data.workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(one,)
-    ) as pool:
-        return list(pool.map(_encode_in_worker, rows, chunksize=CHUNK_ROWS))
-
-
-_worker: list[partial[Encoded]] = []  # set once in each tokenizing process
-
-
-def _start_worker(one: partial[Encoded]) -> None:
-    _worker.append(one)
-
-
-def _encode_in_worker(row: Row) -> Encoded:
-    return _worker[0](row)
-
-
-def _some(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - SHOWN_IDS:,} more" if len(ids) > SHOWN_IDS else ""
-    return ", ".join(ids[:SHOWN_IDS]) + more

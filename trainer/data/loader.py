@@ -11,16 +11,20 @@ from __future__ import annotations
 import hashlib
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
 from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_within
+from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
-from trainer.data.documents import Documents, SplitReport, build_documents, check_documents, read_rows, trains_end_token
-from trainer.data.order import plan_epoch
+from trainer.data.documents import Documents, check_documents, divide, overlap_note, trains_end_token
+from trainer.data.order import epoch_documents, plan_epoch
 from trainer.data.packing import Plan, plan_rows
+from trainer.data.report import DataReport
+from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.schema import Config
 
@@ -35,22 +39,6 @@ NO_END_TOKEN = (
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """What was read, kept and dropped; `eval` is None without held-out rows."""
-
-    train: SplitReport
-    eval: SplitReport | None
-    seconds: float
-    """From the first file to the last token."""
-    notes: list[str] = field(default_factory=list)
-
-    def render(self) -> list[str]:
-        """A few lines for people."""
-        held_out = self.eval.render() if self.eval else ["eval: no held-out rows"]
-        return [*self.train.render(), *held_out, f"data: read and tokenized in {self.seconds:.1f} s", *self.notes]
-
-
-@dataclass(frozen=True)
 class Data:
     """All that a run trains and is judged on."""
 
@@ -59,24 +47,29 @@ class Data:
     report: DataReport
 
 
-def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast) -> Data:
-    """Reads, tokenizes and lays out everything, the same on every rank without a word between them.
+def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path | None = None) -> Data:
+    """Reads, tokenizes and lays out everything, the same on every rank.
 
-    Raises DataError when something cannot be read or nothing is left to train on.
+    With a run folder the tokens are kept there and shared by the ranks of a node (`dist` is then a `Dist`, and all
+    ranks must call this); without, every caller has its own in memory. Raises DataError when something cannot be read
+    or nothing is left to train on.
     """
     started = time.perf_counter()
     check_template(tokenizer)
-    train_rows, eval_rows = read_rows(config)
-    documents = build_documents(train_rows, tokenizer, config.data, name="train")
+    if run_dir is None:
+        store, table = tokenize_in_memory(config, tokenizer)
+    else:
+        store, table = tokenize_in_run(config, tokenizer, cast(Dist, dist), run_dir)
+    documents, held_out = divide(store, table, config)
     check_documents(documents, where="data.train", seq_len=config.data.seq_len)
-    held_out = build_documents(eval_rows, tokenizer, config.data, name="eval")
-    if config.data.eval or eval_rows:
+    if config.data.eval or held_out.report.rows_read:
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
-    held_out_report = held_out.report if held_out.docs else None
+    notes += overlap_note(documents, held_out)
+    held_out_report = held_out.report if len(held_out) else None
     report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
     return Data(train, evaluation, report)
 
@@ -136,7 +129,7 @@ class TrainLoader:
 
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
-        return [[self._documents.docs[index].id for index in row] for row in self._rows_of(step)]
+        return [[self._documents.docs.name(index) for index in row] for row in self._rows_of(step)]
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps, the same on every rank."""
@@ -211,7 +204,11 @@ class TrainLoader:
     def _epoch(self, epoch: int) -> Plan:
         with self._planning:
             while len(self._epochs) <= epoch:
-                self._epochs.append(plan_epoch(self._lengths, epoch=len(self._epochs), config=self._config))
+                self._epochs.append(
+                    plan_epoch(
+                        self._lengths, epoch=len(self._epochs), config=self._config, mixture=self._documents.mixture
+                    )
+                )
             return self._epochs[epoch]
 
 
@@ -220,9 +217,11 @@ class EvalSet:
 
     def __init__(self, documents: Documents, *, config: Config, ranks: Ranks, pad_id: int) -> None:
         data, rules, world = config.data, BatchRules.of(config), ranks.world_size
-        order = range(len(documents.docs))
-        plan = plan_rows(documents.lengths, order, seq_len=data.seq_len, packing=data.packing)
-        lengths = [sum(documents.lengths[index] for index in row) for row in plan]
+        # repeats as they are asked for; in the order of reading
+        order = epoch_documents(documents.mixture, epoch=0, seed=0, shuffle=False).tolist()
+        tokens = documents.lengths
+        plan = plan_rows(tokens, order, seq_len=data.seq_len, packing=data.packing)
+        lengths = [sum(tokens[index] for index in row) for row in plan]
         documents.report.packed_rows = len(plan)
         documents.report.padding_share = padding_share(lengths, step_rows=len(plan), world_size=world, rules=rules)
         if config.train.eval_batches is not None:

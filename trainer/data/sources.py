@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from itertools import islice
@@ -23,21 +24,43 @@ TRAIN, HELD_OUT = "train", "test"
 
 def read_conversations(
     spec: str, *, split: str = TRAIN, schema: str = "auto", limit: int | None = None, held_out_share: float = 0.05
-) -> list[Row]:
-    """The first `limit` conversations of `spec`, in its own order.
+) -> Iterator[Row]:
+    """The first `limit` conversations of `spec`, in its own order, read as they are asked for.
 
     `spec`: a .jsonl, .jsonl.gz, .json (list) or .parquet file, a Hugging Face data set (`name` or `name:config`) or a
     folder that `datasets` can load, or `builtin:stdlib-docs`. `split` names a split of data sets and of the built-in
     text, where "test" is `held_out_share` of the modules. Raises DataError for anything that cannot be read.
     """
     if spec.startswith("builtin:"):
-        return _read_builtin(spec, split, held_out_share)[:limit]
-    records = list(islice(read_records(spec, split), limit))
-    if not records:
+        yield from _read_builtin(spec, split, held_out_share)[:limit]
+        return
+    empty = True
+    for row_id, record in islice(read_records(spec, split), limit):
+        if schema == "auto":
+            schema = detect_schema(record, where=row_id)
+        yield build_row(record, schema, row_id=row_id)
+        empty = False
+    if empty:
         raise DataError(f"{spec} has no rows", where=_shown(spec))
-    if schema == "auto":
-        schema = detect_schema(records[0][1], where=records[0][0])
-    return [build_row(record, schema, row_id=row_id) for row_id, record in records]
+
+
+def identify(spec: str, split: str) -> list[Any]:
+    """What changes when `spec` holds something else: path, size and time of its files, or the data set's own mark."""
+    if spec.startswith("builtin:"):
+        return [spec, split, sys.version]
+    if not is_local(spec):
+        return [spec, split, _load_dataset(spec, split)._fingerprint]
+    path = Path(spec).expanduser()
+    files = sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
+    return [spec, split, *(_identify_file(entry) for entry in files)]
+
+
+def _identify_file(path: Path) -> list[Any]:
+    try:
+        found = path.stat()
+    except OSError:
+        raise DataError(f"there is no file {path.absolute()}", hint="check data.train and data.eval") from None
+    return [str(path.absolute()), found.st_size, found.st_mtime_ns]
 
 
 # --- where records come from -----------------------------------------------------------------------------------------
@@ -126,19 +149,22 @@ def _read_parquet(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
 
 
 def _read_dataset(spec: str, split: str) -> Iterator[tuple[str, Record]]:
+    for index, record in enumerate(_load_dataset(spec, split)):
+        yield f"{spec}[{index}]", record
+
+
+def _load_dataset(spec: str, split: str) -> Any:
     import datasets
 
     name, _, config = spec.partition(":")
     try:
-        dataset = datasets.load_dataset(name, config or None, split=split)
+        return datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the library raises its own, the hub client's, OSError and ValueError alike
         raise DataError(
             f"the data set {spec!r} (split {split!r}) cannot be loaded: {_first_line(error)}",
             hint="without internet use a file; a configuration is written as name:config; "
             "splits are data.train_split and data.eval_split",
         ) from error
-    for index, record in enumerate(dataset):
-        yield f"{spec}[{index}]", record
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,129 @@
+"""Tokens are made once for all ranks of a node, kept, and made again when anything that decides them has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny import ALONE
+from trainer.data.cache import tokenize_in_memory, tokenize_in_run
+from trainer.data.loader import build_data
+from trainer.data.tokenizer import load_tokenizer
+from trainer.dist import Dist, DistError
+from trainer.errors import DataError
+from trainer.schema import Config, DataConfig, TrainConfig
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": f"{n}" * (n % 9)} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config(data=DataConfig(train=[str(path)], seq_len=64), train=TrainConfig(micro_batch_size=2, steps=4))
+
+
+def made_at(run_dir: Path) -> int:
+    return (run_dir / "tokens" / "rows.tokens").stat().st_mtime_ns
+
+
+def test_documents_of_the_file_are_those_in_memory(config, tmp_path):
+    tokenizer = load_tokenizer(config)
+    (mapped, table), (listed, expected) = (
+        tokenize_in_run(config, tokenizer, ALONE, tmp_path / "run"),
+        tokenize_in_memory(config, tokenizer),
+    )
+    assert [doc.ids.tolist() for doc in mapped] == [doc.ids.tolist() for doc in listed]
+    assert [doc.is_target.tolist() for doc in mapped] == [doc.is_target.tolist() for doc in listed]
+    assert [doc.id for doc in mapped] == [doc.id for doc in listed]
+    for name in ("source", "key", "document", "targets", "truncated"):
+        assert getattr(table, name).tolist() == getattr(expected, name).tolist()
+    assert table.dropped == expected.dropped
+
+
+def test_restart_finds_the_tokens_made(config, tmp_path):
+    tokenizer = load_tokenizer(config)
+    first = build_data(config, ALONE, tokenizer, run_dir=tmp_path)
+    at = made_at(tmp_path)
+    again = build_data(config, ALONE, tokenizer, run_dir=tmp_path)
+    assert made_at(tmp_path) == at
+    assert again.train.fingerprint() == first.train.fingerprint()
+    assert again.report.train == first.report.train
+
+
+@pytest.mark.parametrize("change", ["rows", "time", "template", "seq_len", "system_prompt", "limit"])
+def test_tokens_are_made_again_when_something_else_decides_them(config, tmp_path, change):
+    tokenizer = load_tokenizer(config)
+    build_data(config, ALONE, tokenizer, run_dir=tmp_path)
+    at, path = made_at(tmp_path), Path(str(config.data.train[0]))
+    if change == "rows":
+        path.write_text(path.read_text() + '{"question": "More?", "answer": "Yes."}\n')
+    elif change == "time":
+        os.utime(path, ns=(1, 1))
+    elif change == "template":
+        tokenizer.chat_template = tokenizer.chat_template.replace("\\n", "\\n\\n")
+    else:
+        values: dict[str, Any] = {"seq_len": {"seq_len": 48}, "system_prompt": {"system_prompt": "Be kind."}}
+        config = replace(config, data=replace(config.data, **values.get(change, {"max_train_rows": 20})))
+    build_data(config, ALONE, tokenizer, run_dir=tmp_path)
+    assert made_at(tmp_path) != at
+
+
+def test_seed_and_packing_need_no_other_tokens(config, tmp_path):
+    tokenizer = load_tokenizer(config)
+    build_data(config, ALONE, tokenizer, run_dir=tmp_path)
+    at = made_at(tmp_path)
+    other = replace(config, data=replace(config.data, packing=False), train=replace(config.train, seed=9))
+    build_data(other, ALONE, tokenizer, run_dir=tmp_path)
+    assert made_at(tmp_path) == at
+
+
+def test_broken_file_is_an_error_that_names_its_line_and_leaves_nothing(config, tmp_path):
+    (tmp_path / "b.jsonl").write_text("{")
+    config = replace(config, data=replace(config.data, train=[*config.data.train, str(tmp_path / "b.jsonl")]))
+    with pytest.raises(DataError) as error:
+        build_data(config, ALONE, load_tokenizer(config), run_dir=tmp_path / "run")
+    assert error.value.where == f"{tmp_path / 'b.jsonl'}:1"
+    assert not list((tmp_path / "run").rglob("*.tokens"))
+
+
+def test_file_that_is_written_while_it_is_read_is_an_error(config, tmp_path):
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    os.utime(pipe, ns=(1, 1))
+    writer = Thread(target=pipe.write_text, args=('{"question": "a", "answer": "b"}\n',), daemon=True)
+    writer.start()
+    config = replace(config, data=replace(config.data, train=[str(pipe)], eval_fraction=0.0))
+    with pytest.raises(DataError, match="changed while it was read"):
+        build_data(config, ALONE, load_tokenizer(config), run_dir=tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.tokens"))
+
+
+def ranks_data(dist: Dist, config: Config, run_dir: Path) -> tuple[int, str, list[str]]:
+    try:
+        data = build_data(config, dist, load_tokenizer(config), run_dir=run_dir)
+    except (DataError, DistError) as error:
+        return os.getpid(), type(error).__name__, str(error).splitlines()
+    documents = [name for step in range(4) for row in data.train.step_documents(step) for name in row]
+    return made_at(run_dir), data.train.fingerprint(), documents
+
+
+def test_ranks_share_one_file_and_one_order(config, tmp_path):
+    config = replace(config, train=replace(config.train, global_batch_size=6))
+    alone = ranks_data(ALONE, config, tmp_path / "alone")
+    first, second = run_ranks(ranks_data, 2, config, tmp_path / "two")
+    assert first == second
+    assert first[1:] == alone[1:]
+
+
+def test_every_rank_raises_what_the_reading_rank_has_met(config, tmp_path):
+    Path(str(config.data.train[0])).write_text('{"question": "a"}\n')
+    answers = run_ranks(ranks_data, 2, config, tmp_path / "run")
+    assert [answer[1] for answer in answers] == ["DataError", "DataError"]
+    assert answers[0][2] == answers[1][2]

@@ -1,0 +1,178 @@
+"""Rows are tokenized once a node, into `RUN/tokens/`; every rank maps the file, and a restart finds it there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as torch_dist
+
+from trainer.data.documents import list_sources, read_rows
+from trainer.data.encoding import EncodedRow, encode_rows
+from trainer.data.sources import identify
+from trainer.data.store import ListStore, RowTable, Store, collect
+from trainer.data.tokenizer import tokenizer_hash, vocab_size
+from trainer.data.tokens import TokenFile, TokenWriter
+from trainer.dist import Dist, DistError
+from trainer.errors import DataError, UserError
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TOKENS_DIR = "tokens"
+ROWS_FILE = "rows.npz"
+TOKENS_FILE = "rows.tokens"
+TELL_EVERY_S = 5.0
+WAIT_S = 2.0
+
+OPTIONS = (
+    *("schema", "system_prompt", "loss_on", "seq_len", "overlong", "max_train_rows", "max_eval_rows"),
+    "eval_fraction",
+)
+"""Keys of data that decide which documents come out of the same sources."""
+
+
+def tokenize_in_memory(config: Config, tokenizer: PreTrainedTokenizerFast) -> tuple[Store, RowTable]:
+    """All rows of the config, in this process alone."""
+    store = ListStore()
+    return store, collect(encode_rows(read_rows(config), tokenizer, config.data), store, config.data)
+
+
+def tokenize_in_run(
+    config: Config, tokenizer: PreTrainedTokenizerFast, dist: Dist, run_dir: Path
+) -> tuple[Store, RowTable]:
+    """All rows of the config in token files of the run folder, made by the first rank of each node or found there.
+
+    They are made again when a source, the tokenizer, its template or an option has changed. Raises on every rank what
+    one of them has met.
+    """
+    folder = run_dir / TOKENS_DIR
+    on_each_node(dist, lambda: _make(config, tokenizer, folder, tell=dist.is_main and sys.stderr.isatty()))
+    return _open(folder)
+
+
+def identity(config: Config, tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hex digits that change with anything that decides the documents."""
+    sources = [
+        [*identify(source.path, source.split), source.settings.limit, source.held_out]
+        for source in list_sources(config)
+    ]
+    options = {name: getattr(config.data, name) for name in OPTIONS}
+    text = json.dumps([tokenizer_hash(tokenizer), sources, options], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _make(config: Config, tokenizer: PreTrainedTokenizerFast, folder: Path, *, tell: bool) -> None:
+    mark = identity(config, tokenizer)
+    if _is_made(folder, mark):
+        return
+    meta: dict[str, Any] = {"identity": mark}
+    with TokenWriter(
+        folder / TOKENS_FILE,
+        vocab_size=vocab_size(tokenizer),
+        tokenizer=tokenizer_hash(tokenizer),
+        has_targets=True,
+        meta=meta,
+    ) as writer:
+        rows = encode_rows(read_rows(config), tokenizer, config.data)
+        table = collect(_telling(rows) if tell else rows, writer, config.data)
+        if identity(config, tokenizer) != mark:
+            raise DataError(
+                "a data file was changed while it was read", where="data.train", hint="start again when it is at rest"
+            )
+        meta["dropped"] = table.dropped  # written into the header, at the end
+        _save_rows(table, folder / ROWS_FILE)
+
+
+def _save_rows(table: RowTable, path: Path) -> None:
+    aside = path.with_suffix(f".tmp{time.time_ns()}.npz")
+    try:
+        table.save(aside)
+        aside.replace(path)
+    except OSError as error:
+        raise DataError(f"{path.absolute()} cannot be written: {error.strerror or error}") from None
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _is_made(folder: Path, mark: str) -> bool:
+    path = folder / TOKENS_FILE
+    if not path.is_file() or not (folder / ROWS_FILE).is_file():
+        return False
+    try:
+        return TokenFile.open(path).header.meta.get("identity") == mark
+    except DataError:  # of another version, or damaged: made anew
+        return False
+
+
+def _open(folder: Path) -> tuple[Store, RowTable]:
+    tokens = TokenFile.open(folder / TOKENS_FILE)
+    return tokens, RowTable.load(folder / ROWS_FILE, tokens.header.meta["dropped"])
+
+
+def _telling(rows: Iterable[EncodedRow]) -> Iterator[EncodedRow]:
+    """The same rows, with a line on stderr every few seconds."""
+    began = told = time.monotonic()
+    tokens = 0
+    for number, row in enumerate(rows, start=1):
+        yield row
+        tokens += len(row.document.ids)
+        now = time.monotonic()
+        if now - told >= TELL_EVERY_S:
+            told = now
+            rate = number / (now - began)
+            print(f"tokenizing: {number:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s", file=sys.stderr, flush=True)
+
+
+# --- the ranks -------------------------------------------------------------------------------------------------------
+
+
+def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
+    """Does `work` on the first rank of each node while the others wait, however long it takes.
+
+    The error that a rank has met is raised on all: a UserError as it is, anything else elsewhere as a DistError.
+    """
+    if dist.control_group is None:
+        work()
+        return
+    error: Exception | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
+        future = pool.submit(work) if dist.local_rank == 0 else None
+        # short collectives, so that the limit on their time says nothing about the length of the work
+        while not _all_done(dist, future):
+            pass
+        error = future.exception() if future is not None else None  # type: ignore[assignment]
+    errors: list[Any] = [None] * dist.world_size
+    told = error if isinstance(error, UserError) or error is None else DistError(f"rank {dist.rank} failed: {error!r}")
+    torch_dist.all_gather_object(errors, _portable(told), group=dist.control_group)
+    if error is not None:
+        raise error
+    first = next((found for found in errors if found is not None), None)
+    if first is not None:
+        kind, message, extra = first
+        raise kind(message, **extra)
+
+
+def _all_done(dist: Dist, future: Future[None] | None) -> bool:
+    if future is not None:
+        wait_for([future], timeout=WAIT_S)
+    done = torch.tensor([int(future is None or future.done())])
+    torch_dist.all_reduce(done, op=torch_dist.ReduceOp.MIN, group=dist.control_group)
+    return bool(done.item())
+
+
+def _portable(error: Exception | None) -> tuple[type[Exception], str, dict[str, str]] | None:
+    if error is None:
+        return None
+    if isinstance(error, UserError):
+        return type(error), error.message, {"where": error.where, "hint": error.hint}
+    return type(error), str(error), {}

@@ -1,0 +1,87 @@
+"""What became of the rows that were read, for people and for records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SHOWN_IDS = 5
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What one source gives to an epoch: `rows` of it can be used, and `documents` and `tokens` are an epoch's."""
+
+    path: str
+    rows: int
+    documents: int
+    tokens: int
+    asked: float
+    """The share of the epoch's documents that the config asks for."""
+    got: float
+    """The share of the epoch's documents that it has."""
+    token_share: float
+
+    def render(self) -> str:
+        got = f"{self.got:.1%} of the documents, {self.token_share:.1%} of the tokens (asked: {self.asked:.1%})"
+        return (
+            f"{self.path}: {self.rows:,} conversations; an epoch has {self.documents:,}, {self.tokens:,} tokens: {got}"
+        )
+
+
+@dataclass
+class SplitReport:
+    """What became of the rows of one split; `dropped` maps each reason to the ids of its rows."""
+
+    name: str
+    rows_read: int = 0
+    rows_kept: int = 0
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    truncated: list[str] = field(default_factory=list)
+    tokens: int = 0
+    """Of the first epoch, like `target_tokens`; without weights every epoch has as many."""
+    target_tokens: int = 0
+    packed_rows: int = 0
+    padding_share: float = 0.0
+    duplicates: int = 0
+    """Rows that say the same as an earlier one."""
+    sources: list[SourceShare] = field(default_factory=list)
+    """Of a mixture of several."""
+
+    def render(self) -> list[str]:
+        """A few lines for people."""
+        lines = [
+            f"{self.name}: {self.rows_kept:,} of {self.rows_read:,} conversations, {self.tokens:,} tokens "
+            f"({self.target_tokens:,} targets) in {self.packed_rows:,} rows, "
+            f"{self.padding_share:.1%} padding"
+        ]
+        lines += [f"{self.name}: {source.render()}" for source in self.sources]
+        for reason, ids in self.dropped.items():
+            lines.append(f"{self.name}: {len(ids):,} dropped, {reason}: {some(ids)}")
+        if self.truncated:
+            lines.append(f"{self.name}: {len(self.truncated):,} cut to seq_len: {some(self.truncated)}")
+        if self.duplicates:
+            lines.append(f"{self.name}: {self.duplicates:,} conversations repeat an earlier one word for word")
+        return lines
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What was read, kept and dropped; `eval` is None without held-out rows."""
+
+    train: SplitReport
+    eval: SplitReport | None
+    seconds: float
+    """From the first file to the last token."""
+    notes: list[str] = field(default_factory=list)
+
+    def render(self) -> list[str]:
+        """A few lines for people."""
+        held_out = self.eval.render() if self.eval else ["eval: no held-out rows"]
+        return [*self.train.render(), *held_out, f"data: read and tokenized in {self.seconds:.1f} s", *self.notes]
+
+
+def some(ids: Sequence[str]) -> str:
+    """The first few of the ids, and how many more there are."""
+    more = f" and {len(ids) - SHOWN_IDS:,} more" if len(ids) > SHOWN_IDS else ""
+    return ", ".join(ids[:SHOWN_IDS]) + more

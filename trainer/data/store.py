@@ -1,0 +1,182 @@
+"""Where tokenized documents lie, in memory or in a token file, and what became of each row that was read."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+
+from trainer.data.chat import Encoded
+from trainer.data.encoding import EncodedRow
+from trainer.schema import DataConfig
+
+NO_TARGET = "no target token"
+OVERLONG = "longer than seq_len"
+
+
+class Store(Protocol):
+    """Documents by number; a `TokenFile` is one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Encoded: ...
+    def name(self, index: int) -> str: ...
+    @property
+    def lengths(self) -> np.ndarray: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class Sink(Protocol):
+    """What takes documents one by one; a `TokenWriter` is one."""
+
+    def add(self, doc: Encoded) -> None: ...
+
+
+class ListStore:
+    """Documents in memory."""
+
+    def __init__(self, docs: Iterable[Encoded] = ()) -> None:
+        self._docs = list(docs)
+
+    def add(self, doc: Encoded) -> None:
+        self._docs.append(doc)
+
+    def __len__(self) -> int:
+        return len(self._docs)
+
+    def __getitem__(self, index: int) -> Encoded:
+        return self._docs[index]
+
+    def name(self, index: int) -> str:
+        return self._docs[index].id
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(doc.ids) for doc in self._docs], dtype=np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any id, token, target or their order."""
+        digest = hashlib.sha256()
+        for doc in self._docs:
+            digest.update(f"{doc.id}\0{len(doc.ids)}\0".encode())
+            digest.update(doc.ids.tobytes())
+            digest.update(doc.is_target.tobytes())
+        return digest.hexdigest()[:16]
+
+
+class Selection(Sequence[Encoded]):
+    """Some documents of a store, in an order of their own, read when asked for."""
+
+    def __init__(self, store: Store, indices: np.ndarray) -> None:
+        self._store = store
+        self.indices = indices
+        self.lengths: np.ndarray = store.lengths[indices]
+        """[documents] int64, tokens of each."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Encoded: ...
+    @overload
+    def __getitem__(self, index: slice) -> Selection: ...
+    def __getitem__(self, index: int | slice) -> Encoded | Selection:
+        if isinstance(index, slice):
+            return Selection(self._store, self.indices[index])
+        return self._store[int(self.indices[index])]
+
+    def name(self, index: int) -> str:
+        """The name of a document, without reading it."""
+        return self._store.name(int(self.indices[index]))
+
+    def fingerprint(self) -> str:
+        """Changes with any id, token, target or their order."""
+        digest = hashlib.sha256(self._store.fingerprint.encode())
+        digest.update(self.indices.tobytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """What became of each row, in the order of reading; all arrays are [rows]."""
+
+    source: np.ndarray
+    """uint16, its number among the sources."""
+    key: np.ndarray
+    """uint64, a hash of what it says."""
+    document: np.ndarray
+    """int64, its number in the store; -1 for a row that was dropped."""
+    targets: np.ndarray
+    """int64, tokens to predict in its document."""
+    truncated: np.ndarray
+    """bool, whether its end was cut off."""
+    dropped: dict[str, list[list[Any]]] = field(default_factory=dict)
+    """[row, id] of the dropped rows by reason."""
+
+    def save(self, path: Path) -> None:
+        """Write all but `dropped`, which is small, to a .npz file."""
+        np.savez(
+            path,
+            source=self.source,
+            key=self.key,
+            document=self.document,
+            targets=self.targets,
+            truncated=self.truncated,
+        )
+
+    @classmethod
+    def load(cls, path: Path, dropped: dict[str, list[list[Any]]]) -> RowTable:
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(**{name: arrays[name] for name in arrays.files}, dropped=dropped)
+
+
+def collect(rows: Iterable[EncodedRow], sink: Sink, data: DataConfig) -> RowTable:
+    """Puts every row that can be trained on into `sink`, cut to seq_len, and gives the account of all."""
+    table = _TableBuilder()
+    for row in rows:
+        doc, reason = fit(row.document, data)
+        if doc is not None:
+            sink.add(doc)
+        table.add(row, doc, reason)
+    return table.build()
+
+
+def fit(encoded: Encoded, data: DataConfig) -> tuple[Encoded | None, str]:
+    """The document that is trained on, or None and why it is not."""
+    too_long = len(encoded.ids) > data.seq_len
+    if too_long and data.overlong == "drop":
+        return None, OVERLONG
+    doc = encoded.cut(data.seq_len) if too_long else encoded
+    if doc.num_targets == 0:
+        return None, f"{NO_TARGET} in the first {data.seq_len} tokens" if encoded.num_targets else NO_TARGET
+    return doc, ""
+
+
+class _TableBuilder:
+    """Columns of numbers: a million rows take 27 MB."""
+
+    def __init__(self) -> None:
+        self._columns = [array(code) for code in "HQqqb"]
+        self._documents = 0
+        self._dropped: dict[str, list[list[Any]]] = {}
+
+    def add(self, row: EncodedRow, doc: Encoded | None, reason: str) -> None:
+        values = (row.source, row.key, -1, 0, False)
+        if doc is None:
+            self._dropped.setdefault(reason, []).append([len(self._columns[0]), row.document.id])
+        else:
+            truncated = len(doc.ids) < len(row.document.ids)
+            values = (row.source, row.key, self._documents, doc.num_targets, truncated)
+            self._documents += 1
+        for column, value in zip(self._columns, values, strict=True):
+            column.append(value)
+
+    def build(self) -> RowTable:
+        source, key, document, targets, truncated = (np.array(column) for column in self._columns)
+        return RowTable(source, key, document, targets, truncated.astype(bool), self._dropped)
