@@ -7,8 +7,6 @@ config's and are not in a checkpoint, so that they may change.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,9 @@ from trainer.checkpoint.agreeing import Group
 from trainer.checkpoint.errors import cannot_load, first_cause, reading
 from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
 from trainer.parallel.tensors import fsdp_modules
+
+# torch takes a run without a process group for one process: it is one. (A context would not do: it is for one thread.)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 State = dict[str, Any]
 """Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
@@ -60,8 +61,7 @@ def write_shards(state: State, folder: Path, group: Group) -> Manifest:
     """
     writer = ChecksummingWriter(folder)
     try:
-        with _no_group_warning():
-            dcp.save(state, storage_writer=writer, **_dcp_group(group))
+        dcp.save(state, storage_writer=writer, **_dcp_group(group))
     except dcp.api.CheckpointException as error:  # no Exception but a BaseException, which nobody else would catch
         raise OSError(first_cause(error)) from error
     return writer.manifest
@@ -108,8 +108,7 @@ def read_all_shards(path: Path) -> State:
 
 def _read(path: Path, state: State, group: Group) -> None:
     try:
-        with _no_group_warning():
-            dcp.load(state, checkpoint_id=path, **_dcp_group(group))
+        dcp.load(state, checkpoint_id=path, **_dcp_group(group))
     except dcp.api.CheckpointException as error:
         raise cannot_load(path, first_cause(error)) from error
 
@@ -122,11 +121,3 @@ def _options(model: nn.Module) -> StateDictOptions:
 def _dcp_group(group: Group) -> dict[str, Any]:
     """A CPU group: a slow disk must not run into NCCL's time-out. One process needs no group at all."""
     return {"no_dist": True} if group is None else {"process_group": group}
-
-
-@contextmanager
-def _no_group_warning() -> Iterator[None]:
-    """torch warns that it takes a run without a process group for one process: it is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

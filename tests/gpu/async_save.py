@@ -1,0 +1,140 @@
+"""One rank of a measurement: what an asynchronous save costs the training. Run under torchrun by test_async_save.py.
+
+`python -m torch.distributed.run --standalone --nproc-per-node=N -m tests.gpu.async_save FOLDER [tiny]`: rank 0 prints
+one JSON object. Without `tiny` the model has the shape of Qwen2.5-1.5B, in fp32 with AdamW: 18.5 GB of state.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from trainer.batch import Batch
+from trainer.building import build_decoder
+from trainer.checkpoint.agreeing import on_any
+from trainer.checkpoint.retention import Keep
+from trainer.checkpoint.shards import settled
+from trainer.checkpoint.writer import Writer
+from trainer.dist import Dist, start_dist, stop_dist
+from trainer.losses import sft_loss
+from trainer.models.decoder import DecoderShape
+from trainer.models.hf import init_random
+from trainer.optim import build_optimizer
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import local_tensor
+from trainer.schema import Config, ParallelConfig, TargetConfig
+from trainer.step import apply_update
+
+NORM = "model.norm.weight"
+SHAPES = {
+    "tiny": DecoderShape(
+        family="qwen2",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+    ),
+    "1.5B": DecoderShape(
+        family="qwen2",
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_layers=28,
+        num_heads=12,
+        num_kv_heads=2,
+        head_dim=128,
+    ),
+}
+
+
+def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
+    """Two saves with steps before, during and after them, and what the first one holds of a tensor changed after it."""
+    config = Config(
+        target=TargetConfig(gpu_ranks=list(range(dist.world_size))),
+        parallel=ParallelConfig(activation_checkpointing="full"),
+    )
+    backend = make_backend(config, dist)
+    module = backend.prepare(build_decoder(config, shape))
+    init_random(module, 0)
+    optimizer = build_optimizer(module, config.optim)
+    step = partial(one_step, backend, module, optimizer, batch_of(shape, dist))
+    writer = Writer(dist, asynchronous=True)
+    step()
+    reason = writer.prepare(module, optimizer)
+    result: dict[str, Any] = {"synchronous": reason, "before": [step() for _ in range(10)]}
+    norm = local_tensor(next(p for name, p in module.named_parameters() if name.endswith(NORM)))
+    for save in ("first", "second"):
+        settled(module)
+        expected = norm.detach().clone()
+        began = time.perf_counter()
+        writer.start(folder, 1 if save == "first" else 2, module, optimizer, {}, keep=Keep(last=1))
+        result[f"{save}_blocked_s"] = time.perf_counter() - began
+        with torch.no_grad():
+            norm.add_(1.0)  # at once, before the copy can have been written
+        during = []
+        while on_any(not writer.has_ended(), dist.control_group):
+            during.append(step())
+        result[f"{save}_during"] = during
+        written = writer.result()
+        assert written is not None
+        result[f"{save}_written_s"] = written.seconds
+        result[f"{save}_holds_the_old_value"] = holds(written.path, expected, dist)
+    result["after"] = [step() for _ in range(5)]
+    writer.close()
+    return result
+
+
+def one_step(backend: Any, module: Any, optimizer: Any, batch: Batch) -> float:
+    """Seconds of one optimizer step, the device's work included."""
+    began = time.perf_counter()
+    backend.sync(True)
+    sft_loss(module, batch, packed=False).total.backward()
+    backend.scale_grads(torch.tensor(1e-3, device=batch.input_ids.device))
+    apply_update(optimizer, 1e-6, torch.tensor(True, device=batch.input_ids.device))
+    if batch.input_ids.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def batch_of(shape: DecoderShape, dist: Dist) -> Batch:
+    length = min(1024, shape.hidden_size)
+    ids = torch.randint(shape.vocab_size, (1, length))
+    positions = torch.arange(length)[None]
+    return Batch(ids, ids.roll(-1, 1), positions, torch.zeros_like(ids)).to(dist.device)
+
+
+def holds(path: Path, expected: torch.Tensor, dist: Dist) -> bool:
+    """Whether this rank's part of the norm in the checkpoint is what it was when the save began."""
+    key = f"model.{NORM}"
+    size = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[key].size
+    whole = {key: torch.empty(size)}
+    dcp.load(whole, checkpoint_id=path, no_dist=True)
+    length = len(expected)
+    start = 0 if length == size[0] else dist.rank * -(-size[0] // dist.world_size)
+    return torch.equal(whole[key][start : start + length], expected.cpu())
+
+
+def main() -> None:
+    folder, size = Path(sys.argv[1]), "tiny" if "tiny" in sys.argv else "1.5B"
+    dist = start_dist("cuda" if torch.cuda.is_available() else "cpu")
+    result = measure(dist, folder, SHAPES[size])
+    if dist.is_main:
+        result["card"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        print(json.dumps(result))
+        shutil.rmtree(folder, ignore_errors=True)
+    stop_dist()
+
+
+if __name__ == "__main__":
+    main()
