@@ -22,7 +22,7 @@ from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.retention import Keep, prune, to_delete
 from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.resuming import resume_path
 from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig
 

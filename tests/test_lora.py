@@ -25,7 +25,7 @@ from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.decoder import Decoder
 from trainer.models.hf import base_weights
 from trainer.models.lora import choose_targets, linear_names
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.recipes import sft

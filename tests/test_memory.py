@@ -16,7 +16,7 @@ from trainer.losses import sft_loss
 from trainer.memory import estimate_memory, micro_batches, render_bytes, savings
 from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config

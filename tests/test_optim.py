@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim import build_optimizer, lr_multiplier, wsd_decay_steps
+from trainer.optim.build import build_optimizer
+from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig
 
 STEPS = 100

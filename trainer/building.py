@@ -20,7 +20,9 @@ from trainer.models.adapter_files import adapter_folder, init_adapter, load_adap
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.freezing import freeze, is_partly_frozen, store_as
 from trainer.models.lora import attach, linear_names
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
+from trainer.optim.groups import render_groups
+from trainer.optim.schedules import render_lr_scaling
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import DTYPES
 from trainer.resuming import changed_keys, check_resumable, resume_path
@@ -135,7 +137,8 @@ def tell_plan(train: Run) -> None:
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     size = f"{loader.global_batch_size} rows {row}"
     plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
-    for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), plan, *resumed]:
+    rates = [*render_groups(train.optimizer), *render_lr_scaling(config.optim, loader.global_batch_size)]
+    for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), *rates, plan, *resumed]:
         train.log.note(line)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
-from trainer.optim import lr_multiplier
+from trainer.optim.schedules import lr_multiplier, peak_learning_rate
 from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
 from trainer.saving import Saver
@@ -22,6 +22,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
     run.module.train()
     total = run.data.train.total_steps
     multiplier = lr_multiplier(run.config.optim, total)
+    peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
     evaluator, saver = Evaluator(run), Saver(run, at=at)
     with stop_requests(run.run_dir) as is_stop_requested:
         flags = FlagBoard(run.dist, width=1)
@@ -30,7 +31,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
         steps = Reader(run)
         step, stopping = run.start_step, False
         while step < total and not stopping:
-            values = train_step(run, step, lr=run.config.optim.learning_rate * multiplier(step))
+            values = train_step(run, step, lr=peak * multiplier(step))
             step += 1
             saver.after_step()
             try:

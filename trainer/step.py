@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.dist import Dist, sum_over_ranks
+from trainer.optim.groups import set_learning_rate
 from trainer.run import Run
 
 NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite")
@@ -73,9 +74,8 @@ def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
 
 def apply_update(optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor) -> None:
     """Step the optimizer unless `finite` (a bool scalar on the device) is false, and drop the gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.found_inf = (~finite).float()  # read by the fused kernel, so nobody waits for the value
+    set_learning_rate(optimizer, lr)
+    optimizer.found_inf = (~finite).float()  # read on the device, so nobody waits for the value
     optimizer.step()
     del optimizer.found_inf
     optimizer.zero_grad(set_to_none=True)

@@ -17,7 +17,8 @@ from tests.tiny import ALONE, tiny_shape
 from trainer.building import build_decoder
 from trainer.dist import Dist
 from trainer.models.hf import gather_full, init_random, named_weights, own_slices
-from trainer.optim import build_optimizer, lr_multiplier
+from trainer.optim.build import build_optimizer
+from trainer.optim.schedules import lr_multiplier
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor

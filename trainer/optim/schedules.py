@@ -1,40 +1,13 @@
-"""AdamW with its parameter groups, and learning-rate schedules as pure functions step -> multiplier."""
+"""Learning-rate schedules as pure functions step -> multiplier, and how the rate grows with the batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-
-import torch
-from torch import nn
+from collections.abc import Callable
 
 from trainer.schema import OptimConfig
 
 Multiplier = Callable[[int], float]
-
-
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's trainable parameters, also sharded ones; only matrices decay.
-
-    Fused: one kernel for all parameters, and the only variant that can skip a step on the device (`found_inf`).
-    """
-    return torch.optim.AdamW(
-        parameter_groups(model.named_parameters(), config.weight_decay),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
-
-
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
-    """Two groups, empty ones left out: tensors of two and more dimensions decay, norms and biases do not."""
-    trainable = [parameter for _, parameter in named if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
@@ -51,6 +24,29 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
         return _wsd(warmup, wsd_decay_steps(config, total_steps), total_steps, floor=floor)
     fall = {"cosine": _cosine, "linear": _linear}[config.schedule]
     return _with_warmup(lambda step: _above(floor, fall(_progress(step - warmup, total_steps - warmup))), warmup)
+
+
+def peak_learning_rate(config: OptimConfig, rows: int) -> float:
+    """`learning_rate` for steps of so many rows, scaled when `lr_scaling` asks for it."""
+    return config.learning_rate * _batch_factor(config, rows)
+
+
+def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
+    """The rule with its numbers, when there is one."""
+    if config.lr_scaling == "none":
+        return []
+    ratio = f"{rows} / {config.base_batch_size}"
+    factor = f"sqrt({ratio})" if config.lr_scaling == "sqrt" else f"({ratio})"
+    peak = f"learning rate {config.learning_rate:g} x {factor} = {peak_learning_rate(config, rows):g}"
+    return [f"{peak}: {config.lr_scaling} scaling, {rows} rows a step, tuned for {config.base_batch_size}"]
+
+
+def _batch_factor(config: OptimConfig, rows: int) -> float:
+    """Linear: arXiv 1706.02677, for SGD. Square root: arXiv 2205.10287, for Adam."""
+    if config.lr_scaling == "none" or config.base_batch_size is None:
+        return 1.0
+    ratio = rows / config.base_batch_size
+    return math.sqrt(ratio) if config.lr_scaling == "sqrt" else ratio
 
 
 def wsd_decay_steps(config: OptimConfig, total_steps: int) -> int:
