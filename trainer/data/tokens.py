@@ -198,9 +198,13 @@ class TokenFile:
         """Document `index`; its ids are int32, a view of the file where that holds uint32."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        begin, end = self._offsets[index], self._offsets[index + 1]
-        ids = self._ids[begin:end]
-        return Encoded(self.name(index), _as_int32(ids), self._is_target(begin, end))
+        return self.part(index, 0, int(self._offsets[index + 1] - self._offsets[index]))
+
+    def part(self, index: int, begin: int, end: int) -> Encoded:
+        """Tokens `begin` to `end` of document `index`; nothing else is read."""
+        first = int(self._offsets[index])
+        ids = self._ids[first + begin : first + end]
+        return Encoded(self.name(index), _as_int32(ids), self._is_target(first + begin, first + end))
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[index] for index in range(len(self)))
