@@ -37,28 +37,33 @@ def plan_rows(lengths: Sequence[int], order: Sequence[int], *, seq_len: int, pac
 
     Every document of `order` is in exactly one row. `lengths[i]` <= seq_len is the length of document i.
     """
-    if not packing:
+    if not packing or not len(order):
         return [[index] for index in order]
-    rows: Plan = []
-    for begin in range(0, len(order), BUFFER_DOCS):
-        rows += _best_fit(lengths, order[begin : begin + BUFFER_DOCS], seq_len)
+    indices = np.asarray(order, dtype=np.int64)
+    sizes = np.asarray(lengths, dtype=np.int64)[indices]
+    rows: Plan = [[index] for index in indices[sizes >= seq_len].tolist()]  # most of a corpus of long documents
+    indices, sizes = indices[sizes < seq_len], sizes[sizes < seq_len]
+    for begin in range(0, len(indices), BUFFER_DOCS):
+        part = slice(begin, begin + BUFFER_DOCS)
+        longest_first = np.argsort(-sizes[part], kind="stable")  # equal lengths keep their order
+        rows += _best_fit(sizes[part][longest_first].tolist(), indices[part][longest_first].tolist(), seq_len)
     return rows
 
 
-def _best_fit(lengths: Sequence[int], order: Sequence[int], seq_len: int) -> Plan:
+def _best_fit(sizes: Sequence[int], indices: Sequence[int], seq_len: int) -> Plan:
+    """Documents `indices` of `sizes` tokens, each into the fullest row that has room for it."""
     rows: Plan = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted; full rows are not in it
-    for index in sorted(order, key=lambda i: -lengths[i]):  # stable: equal lengths keep their order
-        length = lengths[index]
-        place = bisect_left(room, (length, -1))
+    room: list[int] = []  # free tokens * BUFFER_DOCS + row of each row that is not full, sorted
+    for size, index in zip(sizes, indices, strict=True):
+        place = bisect_left(room, size * BUFFER_DOCS)
         if place < len(room):
-            free, row = room.pop(place)
+            free, row = divmod(room.pop(place), BUFFER_DOCS)
             rows[row].append(index)
         else:
             free, row = seq_len, len(rows)
             rows.append([index])
-        if free > length:
-            insort(room, (free - length, row))
+        if free > size:
+            insort(room, (free - size) * BUFFER_DOCS + row)
     return rows
 
 
