@@ -137,8 +137,9 @@ def _plan_in_proportion(
     data = config.data
     if not data.packing:
         return [[index] for index in order]
+    sizes = np.asarray(lengths)  # once: a list would be converted for every part
     parts = [order[begin : begin + BUFFER_DOCS] for begin in range(0, len(order), BUFFER_DOCS)]
-    plans = [plan_rows(lengths, part, seq_len=data.seq_len, packing=True) for part in parts]
+    plans = [plan_rows(sizes, part, seq_len=data.seq_len, packing=True) for part in parts]
     return [row for plan in plans for row in (_shuffled(plan, random) if data.shuffle else plan)]
 
 

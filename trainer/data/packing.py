@@ -32,7 +32,7 @@ class PackedRow:
     doc_ids: np.ndarray
 
 
-def plan_rows(lengths: Sequence[int], order: Sequence[int], *, seq_len: int, packing: bool) -> Plan:
+def plan_rows(lengths: Sequence[int] | np.ndarray, order: Sequence[int], *, seq_len: int, packing: bool) -> Plan:
     """Which documents share a row: best fit, longest first, within each BUFFER_DOCS documents of `order`.
 
     Every document of `order` is in exactly one row. `lengths[i]` <= seq_len is the length of document i.
