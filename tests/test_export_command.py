@@ -43,7 +43,7 @@ def make_run(folder: Path, world_size: int, **sections: dict[str, Any]) -> Path:
         "optim": {"learning_rate": 1e-2, "warmup_steps": 0},
     }
     for name, section in sections.items():
-        values[name] = {**values[name], **section}
+        values[name] = {**values.get(name, {}), **section}
     run_ranks(train, world_size, str(folder / "run"), values)
     return folder / "run"
 
@@ -121,6 +121,20 @@ def test_full_state_has_whole_tensors_and_optimizer_for_plain_torch(sharded, tmp
     assert moment.shape == weights["model.embed_tokens.weight"].shape
     assert state["config"] == json.loads(json.dumps(config_to_dict(config_from_dict(state["config"]))))
     assert not (sharded / "export_all").exists()
+
+
+def test_lora_run_gives_the_adapter_that_it_exported_and_the_merged_model_when_asked(tmp_path):
+    run = make_run(tmp_path, 1, lora={"rank": 2})
+    folder = Path(exported(run, "--merge")["export"])
+    name = "adapter/adapter_model.safetensors"
+    ours, at_the_end = load_file(folder / name), load_file(run / "export" / name)
+    assert set(ours) == set(at_the_end)
+    assert all(torch.equal(ours[key], at_the_end[key]) for key in at_the_end)
+    assert set(load_file(folder / "model.safetensors")) == fresh_keys(folder)
+
+
+def test_merging_a_run_without_adapters_is_refused(sharded, tmp_path):
+    assert refusal(sharded, "--merge", "--out", tmp_path / "x").message.endswith("has no adapters to merge")
 
 
 def test_checkpoint_itself_names_its_run(sharded, tmp_path):

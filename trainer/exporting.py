@@ -18,12 +18,14 @@ from trainer.config import config_from_dict
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
-from trainer.finishing import greedy_prompt
+from trainer.finishing import export, render_export
 from trainer.memory import render_bytes
-from trainer.models import hf
+from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.models.freezing import is_partly_frozen
+from trainer.models.lora import lora_of
 from trainer.parallel.tensors import DTYPES
-from trainer.schema import CHECKPOINTS_DIR, Config
+from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 HEADROOM_BYTES = 64 * 2**20  # the tokenizer's files and the file system's own blocks
@@ -103,29 +105,40 @@ def _unusable(path: Path, error: CheckpointError) -> ModelError:
 def export_folder(source: Source, out: Path) -> Path:
     """The folder to write, absolute. Raises ModelError for one that would be replaced and is no export."""
     folder = out.expanduser().absolute()
-    if folder.exists() and not (folder / "config.json").is_file():
+    if folder.exists() and not any(
+        (folder / name).is_file() for name in ("config.json", f"{ADAPTER_DIR}/{CONFIG_FILE}")
+    ):
         raise ModelError(f"{folder} is there already and is no model", hint="name a new folder with --out")
     return folder
 
 
-def export_checkpoint(source: Source, folder: Path, *, dtype: str, tokenizer_name: str | None, tell: Tell) -> None:
-    """Write `folder` from the checkpoint; it appears only once transformers has read it back as the same model."""
+def export_checkpoint(
+    source: Source, folder: Path, *, dtype: str, merged: bool, tokenizer_name: str | None, tell: Tell
+) -> list[str]:
+    """Write `folder` from the checkpoint, as the end of its run would; a line for each folder that was written.
+
+    It appears only once transformers has read it back as the same model, or PEFT the same adapters.
+    """
     check_space(folder, source.shape.num_params * DTYPES[dtype].itemsize)
     quiet_transformers()
     tokenizer = load_tokenizer(_with_tokenizer(source.config, tokenizer_name))
     tell(f"reading {source.path}")
     decoder = load_decoder(source)
-    tell(f"writing {source.shape.num_params:,} parameters as {dtype} and comparing them with what transformers reads")
+    if merged and lora_of(decoder) is None:
+        raise ModelError(f"{source.path} has no adapters to merge", hint="leave out --merge")
+    tell(f"writing {source.shape.num_params:,} parameters and comparing them with what is read back")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hf.export_model(
+    written = export(
         folder,
         decoder,
         shape=source.shape,
         tokenizer=tokenizer,
-        prompt_ids=greedy_prompt(tokenizer),
+        base_name=source.config.model.name,
+        merged=merged or source.config.lora.merge_export,
         dist=ALONE,
         dtype=DTYPES[dtype],
     )
+    return render_export(folder.parent, written)
 
 
 def load_decoder(source: Source) -> Decoder:
@@ -134,7 +147,7 @@ def load_decoder(source: Source) -> Decoder:
     decoder = build_decoder(source.config, source.shape)
     decoder.to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
-    if not all(parameter.requires_grad for parameter in decoder.parameters()):
+    if is_partly_frozen(decoder):
         fill_weights(source.config, decoder, pretrained_folder(source.config, ALONE))
     try:
         load_model(source.path, decoder, ALONE)
@@ -183,13 +196,3 @@ def check_space(target: Path, size: int) -> None:
             f"no room for {target}: it needs {render_bytes(needed)} and {render_bytes(free)} are free",
             hint="free some space, or name another disk",
         )
-
-
-def render_written(written: Mapping[str, object]) -> str:
-    """What was written, for people."""
-    lines = []
-    if "full_state" in written:
-        lines.append(f"full state of step {written['step']}: {written['full_state']}")
-    if "export" in written:
-        lines.append(f"exported step {written['step']} to {written['export']}: reopened, same weights and logits")
-    return "\n".join(lines)

@@ -15,7 +15,7 @@ from trainer.models.adapter_export import export_adapter
 from trainer.models.decoder import DecoderShape
 from trainer.models.lora import lora_of, merge
 from trainer.run import Result, Run
-from trainer.schema import ADAPTER_DIR, EXPORT_DIR, OUTCOME_FILE, Config
+from trainer.schema import ADAPTER_DIR, EXPORT_DIR, OUTCOME_FILE
 
 GREEDY_QUESTION = "What does os.path.join do?"
 
@@ -33,7 +33,15 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
     }
     run.dist.progress.enter("exporting")
     if run.config.run.export and not result.stopped:
-        outcome |= export(run.run_dir, run.config, run.module, shape=shape, tokenizer=tokenizer, dist=run.dist)
+        outcome |= export(
+            run.run_dir / EXPORT_DIR,
+            run.module,
+            shape=shape,
+            tokenizer=tokenizer,
+            base_name=run.config.model.name,
+            merged=run.config.lora.merge_export,
+            dist=run.dist,
+        )
         for line in render_export(run.run_dir, outcome):
             run.log.note(line)
     on_rank0(run.dist, lambda: write_outcome(run.run_dir, outcome))
@@ -43,21 +51,31 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
 
 
 def export(
-    run_dir: Path, config: Config, module: torch.nn.Module, *, shape: DecoderShape, tokenizer: Any, dist: Dist
+    folder: Path,
+    module: torch.nn.Module,
+    *,
+    shape: DecoderShape,
+    tokenizer: Any,
+    base_name: str | None,
+    merged: bool,
+    dist: Dist,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Write the trained model, or its adapters, below `run_dir/export`, reopened and compared; every rank calls this.
+    """Write the trained model into `folder`, or its adapters below it, reopened and compared; every rank calls this.
 
-    Adapters go to export/adapter in PEFT's format; the model with them merged to export only when
-    `lora.merge_export` asks for it. Returns the outcome's entries `export`, `adapter` and `greedy`: what the trainer's
-    own model says to a fixed question, for anyone to compare with what another library makes of the export.
+    Adapters go to FOLDER/adapter in PEFT's format (fp32, of the model `base_name`); the model with them merged only
+    where `merged` asks for it. Returns the outcome's entries `export`, `adapter` and `greedy`: what the trainer's own
+    model says to a fixed question, for anyone to compare with what another library makes of the export.
     """
-    folder, prompt_ids, spec = run_dir / EXPORT_DIR, greedy_prompt(tokenizer), lora_of(module)
+    prompt_ids, spec = greedy_prompt(tokenizer), lora_of(module)
     tensors = hf.gather_full(module, dist)
     written: dict[str, Any] = {"export": None, "adapter": None}
-    if spec is None or config.lora.merge_export:
+    if spec is None or merged:
         whole = tensors if spec is None or tensors is None else merge(tensors, spec)
-        tokens = hf.export_tensors(folder, whole, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist)
-        written["export"] = EXPORT_DIR
+        tokens = hf.export_tensors(
+            folder, whole, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist, dtype=dtype
+        )
+        written["export"] = folder.name
     if spec is not None:
         tokens = on_rank0(
             dist,
@@ -66,17 +84,17 @@ def export(
                 tensors or {},
                 spec=spec,
                 shape=shape,
-                base_name=config.model.name,
+                base_name=base_name,
                 tokenizer=tokenizer,
                 prompt_ids=prompt_ids,
             ),
         )
-        written["adapter"] = f"{EXPORT_DIR}/{ADAPTER_DIR}"
+        written["adapter"] = f"{folder.name}/{ADAPTER_DIR}"
     return {**written, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
 
 
 def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
-    """A line for each folder that was written."""
+    """A line for each folder that was written below `run_dir`."""
     lines = []
     if written["export"]:
         lines.append(f"exported to {run_dir / written['export']}: reopened with transformers, same weights and logits")

@@ -9,9 +9,9 @@ import click
 
 HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, configs, tokenizer and template.
 
-RUN is a run folder, also one that was pulled home, or one of its checkpoints. It is read in this process, on the CPU,
-whatever number of ranks has saved it. The folder is reopened with transformers and its weights and logits are compared
-before it gets its name.
+Of a LoRA run the folder holds adapter/ in PEFT's format. RUN is a run folder, also one that was pulled home, or one of
+its checkpoints. It is read in this process, on the CPU, whatever number of ranks has saved it. The folder is reopened
+with transformers and its weights and logits are compared before it gets its name.
 
 \b
   python train.py export runs/big                               # the newest complete checkpoint
@@ -33,6 +33,7 @@ Exit codes: 0 exported, 2 nothing to export or it cannot be read, 1 a failure of
     metavar="FILE",
     help="Write {model, optimizer, step, config} with whole tensors for torch.load; no folder then, unless --out.",
 )
+@click.option("--merge", is_flag=True, help="Of a LoRA run also the model with the adapters added to its weights.")
 @click.option("--tokenizer", metavar="NAME", help="A tokenizer in place of the run's, whose folder may not be here.")
 @click.option("--json", "as_json", is_flag=True, help="Say what was written as one JSON object.")
 @click.option("--debug", is_flag=True, help="Show stack traces.")
@@ -42,6 +43,7 @@ def export(
     out: Path | None,
     dtype: str,
     full_state: Path | None,
+    merge: bool,
     tokenizer: str | None,
     as_json: bool,
     debug: bool,
@@ -53,10 +55,14 @@ def export(
 
     source = exporting.find_source(run, step)
     written: dict[str, object] = {"checkpoint": str(source.path), "step": source.step}
+    lines = []
     if full_state is not None:
         written |= {"full_state": str(exporting.write_full_state(source, full_state, tell=tell))}
+        lines.append(f"full state of step {source.step}: {written['full_state']}")
     if full_state is None or out is not None:
         folder = exporting.export_folder(source, out or source.run_dir / f"export_{source.path.name}")
         written |= {"export": str(folder), "dtype": dtype}
-        exporting.export_checkpoint(source, folder, dtype=dtype, tokenizer_name=tokenizer, tell=tell)
-    click.echo(json.dumps(written) if as_json else exporting.render_written(written))
+        lines += exporting.export_checkpoint(
+            source, folder, dtype=dtype, merged=merge, tokenizer_name=tokenizer, tell=tell
+        )
+    click.echo(json.dumps(written) if as_json else "\n".join(lines))
