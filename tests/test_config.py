@@ -719,8 +719,7 @@ def test_keys_without_effect_are_noted() -> None:
     assert config_notes(config, backend="pytorch", deployed=False) == [
         "model.num_layers: no effect, gpt brings its own shape",
         "data.eval_split: no effect, data.eval names no Hugging Face data set",
-        "parallel.reshard_after_forward: no effect with pytorch",
-        "parallel.reduce_dtype: no effect with pytorch",
+        "parallel.reshard_after_forward, parallel.reduce_dtype: no effect with pytorch",
         "target.ssh, target.root: no effect, train.py runs here and under this Python",
     ]
     assert len(config_notes(config, backend="ddp", deployed=True)) == 3

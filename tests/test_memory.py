@@ -18,10 +18,12 @@ from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
+from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
 
 ROWS, LENGTH = 3, 64
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -95,8 +97,7 @@ def saved_bytes(config: Config, **shape: Any) -> int:
     """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
     decoder = tiny_decoder(**shape)
     decoder.compute_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
-    for block in decoder.blocks:
-        block.recompute = config.parallel.activation_checkpointing == "full"
+    recompute_blocks(decoder, config.parallel.activation_checkpointing, config.parallel.checkpoint_every)
     weights = {tuple(p.shape) for p in decoder.parameters()}
     weights |= {tuple(reversed(size)) for size in weights}
     held: dict[int, torch.Tensor] = {p.data_ptr(): torch.empty(0) for p in decoder.parameters()}
@@ -123,8 +124,13 @@ def test_activations_are_what_autograd_saves_within_10_percent(family, packing, 
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
 
 
-def test_recomputed_activations_are_each_blocks_input_and_one_block():
-    config = config_of(parallel={"activation_checkpointing": "full"})
+@pytest.mark.parametrize(
+    "parallel",
+    [{"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "checkpoint_every": 3}],
+    ids=["full", "every-third"],
+)
+def test_recomputed_activations_are_what_is_kept_and_one_block(parallel):
+    config = config_of(parallel=parallel)
     shape = {"num_layers": 12, "hidden_size": 48}
     one, two = (
         estimate_memory(tiny_shape(num_layers=layers, hidden_size=48), config_of(), world_size=1).activations
@@ -132,6 +138,22 @@ def test_recomputed_activations_are_each_blocks_input_and_one_block():
     )
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape) + two - one, rel=0.1)
+
+
+def test_keeping_products_lies_between_keeping_all_and_inputs_alone():
+    full, selective, none = (
+        estimate_memory(
+            tiny_shape(num_layers=12), config_of(parallel={"activation_checkpointing": mode}), world_size=1
+        ).activations
+        for mode in ("full", "selective", "none")
+    )
+    assert full < selective < none
+
+
+def test_two_replicas_of_two_shards_hold_what_two_ranks_hold():
+    hybrid = config_of(target={"train_backend": "fsdp", "gpu_ranks": [0, 1, 2, 3]}, parallel=HYBRID)
+    estimate = estimate_memory(tiny_shape(), hybrid, world_size=4)
+    assert estimate.parameters == estimate_memory(tiny_shape(), config_of(), world_size=2).parameters
 
 
 # --- what would save some ---------------------------------------------------------------------------------------------

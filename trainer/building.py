@@ -39,7 +39,7 @@ def build_run(
     optimizer = build_optimizer(module, config.optim)
     path = resume_path(config, run_dir, dist)
     if path is None or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
-        fill_weights(config, module, folder)
+        fill_weights(config, module, folder, dist)
     if path is None:
         start_step, extra, changed = 0, {}, []
     else:
@@ -112,10 +112,13 @@ def check_length(config: Config, shape: DecoderShape) -> None:
         raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
 
 
-def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None) -> None:
-    """Give a new run its first weights: the pretrained ones, or random ones by seed; and so for adapters."""
+def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist | None = None) -> None:
+    """Give a new run its first weights: the pretrained ones, or random ones by seed; and so for adapters.
+
+    `dist`: who may send them with parallel.sync_module_states; None: every process reads for itself.
+    """
     if folder is not None and config.model.init != "random":
-        hf.load_pretrained(module, folder)
+        hf.load_pretrained(module, folder, sender=dist if config.parallel.sync_module_states else None)
     else:
         hf.init_random(module, config.train.seed)
     if config.lora.adapter is not None:

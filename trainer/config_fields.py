@@ -11,7 +11,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -108,10 +108,7 @@ def _section_tree(value: object, kind: Any, key: str, places: Places) -> Mapping
 def fit_scalar(value: object, kind: Any) -> Any:
     """The value as this scalar type, or Misfit. Of a union the most specific type that fits wins, text last."""
     if get_origin(kind) is Literal:
-        text = value.text if isinstance(value, Word) else value
-        if isinstance(text, str) and text in get_args(kind):
-            return text
-        raise Misfit
+        return _as_choice(value, get_args(kind))
     if kind in _SCALARS:
         return _SCALARS[kind](value)
     if _is_union(kind):
@@ -122,11 +119,24 @@ def fit_scalar(value: object, kind: Any) -> Any:
 def _fit_union(value: object, members: set[Any]) -> Any:
     if int in members and str in members and isinstance(value, str) and INT_WORD.fullmatch(value):
         return int(value)  # a GPU index in quotes is the same GPU
-    for member in (m for m in _SCALARS if m in members):
+    choices = [m for m in members if get_origin(m) is Literal]
+    for member in [*(m for m in _SCALARS if m in members and m is not str), *choices, *(members & {str})]:
         try:
-            return _SCALARS[member](value)
+            return fit_scalar(value, member)
         except Misfit:
             continue
+    raise Misfit
+
+
+def _as_choice(value: object, choices: Sequence[str]) -> str:
+    """The choice that a text is; FSDP's constants (FULL_SHARD) in any case of letters, without leading underscore."""
+    text = value.text if isinstance(value, Word) else value
+    if isinstance(text, str):
+        if text in choices:
+            return text
+        constants = {choice.strip("_"): choice for choice in choices if choice.isupper()}
+        if text.upper().strip("_") in constants:
+            return constants[text.upper().strip("_")]
     raise Misfit
 
 
@@ -204,7 +214,10 @@ def describe(kind: Any) -> str:
     if is_section(kind):
         return f"a mapping of {', '.join(field_kinds(kind))}"
     members = get_args(kind) or (kind,)
-    return " or ".join(_SCALAR_WORDS[m] for m in sorted(members, key=lambda m: m is type(None)))
+    return " or ".join(
+        describe(m) if get_origin(m) is Literal else _SCALAR_WORDS[m]
+        for m in sorted(members, key=lambda m: m is type(None))
+    )
 
 
 def show(value: object) -> str:
@@ -224,10 +237,11 @@ def show(value: object) -> str:
 
 def _misfit_hint(value: object, kind: Any) -> str:
     text = value.text if isinstance(value, Word) else value
-    if get_origin(kind) is Literal and isinstance(text, str):
+    choices = [c for m in (kind, *get_args(kind)) if get_origin(m) is Literal for c in get_args(m)]
+    if choices and isinstance(text, str):
         from difflib import get_close_matches
 
-        near = get_close_matches(text.lower(), get_args(kind), n=1)
+        near = get_close_matches(text.lower(), choices, n=1) or get_close_matches(text.upper(), choices, n=1)
         return f"did you mean {near[0]}?" if near else ""
     if get_origin(kind) is list and isinstance(text, (str, int)):
         return f"write it as a list: [{', '.join(re.split('[ ,]+', str(text)))}]"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer import config_parallel
 from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_effect
 from trainer.config_broken import Broken
 from trainer.config_fields import show
@@ -95,6 +96,12 @@ LIMITS = {
     "train.early_stop_min_delta": AT_LEAST_0,
     "train.hang_timeout_s": AT_LEAST_0,
     "train.stop_after_steps": AT_LEAST_1,
+    "parallel.reshard_after_forward": AT_LEAST_0,
+    "parallel.dp_replicate": AT_LEAST_1,
+    "parallel.min_num_params": AT_LEAST_1,
+    "parallel.forward_prefetch": AT_LEAST_0,
+    "parallel.backward_prefetch_depth": AT_LEAST_1,
+    "parallel.checkpoint_every": AT_LEAST_1,
     "target.max_restarts": AT_LEAST_0,
     "target.max_runtime_s": ABOVE_0,
     "target.stall_timeout_s": ABOVE_0,
@@ -135,6 +142,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         groups_rules,
         lora_rules,
         best_rules,
+        config_parallel.broken_rules,
     )
     for broken in (broken for rule in rules for broken in rule(config)):
         raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
@@ -399,15 +407,10 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         ):
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
     yield from micro_batch_without_effect(config)
-    if backend != "fsdp":
-        yield ["parallel.reshard_after_forward"], f" with {backend}"
-    if backend == "pytorch":
-        yield ["parallel.reduce_dtype"], " with pytorch"
+    yield from config_parallel.without_effect(config, backend)
     yield from _watching_without_effect(config)
     yield from optim_without_effect(config)
     yield from saving_without_effect(config)
-    if config.optim.schedule == "constant":
-        yield ["optim.min_learning_rate"], " with the constant schedule"
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"

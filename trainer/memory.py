@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import nn
 
+from trainer.config_parallel import backend_of, sharding
 from trainer.losses import CHUNK_TOKENS
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.schema import Config
@@ -71,7 +72,7 @@ def estimate_memory(
     shape: DecoderShape, config: Config, *, world_size: int, trainable_params: int | None = None
 ) -> MemoryEstimate:
     """What each of `world_size` ranks takes at its peak; `trainable_params` (None: all) have gradients and state."""
-    weights = _Weights.of(shape, share=world_size if _is_sharded(config, world_size) else 1)
+    weights = _Weights.of(shape, share=shard_ranks(config, world_size))
     part = 1.0 if trainable_params is None else trainable_params / weights.total
     activations = _activations(shape, config)
     logits = _logits(shape, config)
@@ -124,8 +125,20 @@ def _count(module: nn.Module) -> int:
 
 
 def _is_sharded(config: Config, world_size: int) -> bool:
-    backend = config.target.train_backend
-    return backend == "fsdp" or (backend == "auto" and world_size > 1)
+    return backend_of(config, world_size) == "fsdp"
+
+
+def shard_ranks(config: Config, world_size: int) -> int:
+    """Ranks that share one copy of the model."""
+    replicas = config.parallel.dp_replicate if sharding(config.parallel).hybrid else 1
+    return world_size // (replicas or 1) if _is_sharded(config, world_size) else 1
+
+
+def _recomputed_blocks(shape: DecoderShape, config: Config) -> int:
+    """Blocks under activation checkpointing."""
+    if config.parallel.activation_checkpointing == "none":
+        return 0
+    return -(-shape.num_layers // config.parallel.checkpoint_every)
 
 
 def micro_batches(config: Config, world_size: int) -> int:
@@ -141,7 +154,7 @@ def micro_batches(config: Config, world_size: int) -> int:
 def _gathered(weights: _Weights, config: Config, *, sharded: bool) -> int:
     compute, recompute = BYTES[config.train.precision], config.parallel.activation_checkpointing == "full"
     if sharded:
-        keep = not config.parallel.reshard_after_forward
+        keep = sharding(config.parallel).reshard is False
         blocks = weights.blocks if keep else min(IN_FLIGHT_BLOCKS * weights.block, weights.blocks)
         return compute * (weights.root + blocks)
     if compute == FP32:
@@ -160,8 +173,9 @@ def _activations(shape: DecoderShape, config: Config) -> int:
     """Saved for the backward pass of one micro-batch; with recomputation, one block is whole at a time."""
     n, c = _tokens(config), BYTES[config.train.precision]
     block, entry = _block_activations(shape, config), n * c * shape.hidden_size
-    recompute = config.parallel.activation_checkpointing == "full"
-    blocks = shape.num_layers * entry + block if recompute else shape.num_layers * block
+    recomputed = _recomputed_blocks(shape, config)
+    kept = entry + (_products(shape, n, c) if config.parallel.activation_checkpointing == "selective" else 0)
+    blocks = recomputed * kept + (shape.num_layers - recomputed) * block + (block if recomputed else 0)
     rotary = 2 * FP32 * n * shape.head_dim
     mask = n * config.data.seq_len if config.data.packing else 0
     batch = 4 * 8 * n
@@ -169,7 +183,7 @@ def _activations(shape: DecoderShape, config: Config) -> int:
 
 
 def _block_activations(shape: DecoderShape, config: Config) -> int:
-    """What `Block.layer` saves: two norms and what they give, queries to attention output, and the MLP's products."""
+    """What a block saves: two norms and what they give, queries to attention output, and the MLP's products."""
     n, c, heads = _tokens(config), BYTES[config.train.precision], shape.num_heads
     query, kv = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms = 2 * (_norm(n, c, 1, shape.hidden_size) + n * c * shape.hidden_size)
@@ -180,6 +194,13 @@ def _block_activations(shape: DecoderShape, config: Config) -> int:
     bias = n * c * config.data.seq_len if config.data.packing else 0
     attention = 2 * n * c * query + keys + FP32 * n * heads + bias
     return norms + attention + 4 * n * c * shape.intermediate_size
+
+
+def _products(shape: DecoderShape, n: int, c: int) -> int:
+    """What selective checkpointing keeps of a block: the outputs of its products and of attention."""
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = n * c * query + FP32 * n * shape.num_heads
+    return n * c * (query + 2 * kv + 2 * shape.hidden_size + 2 * shape.intermediate_size) + attention
 
 
 def _norm(n: int, c: int, groups: int, width: int) -> int:

@@ -307,12 +307,52 @@ class TrainConfig:
 class ParallelConfig:
     """How the model is spread and how memory is saved."""
 
-    reshard_after_forward: bool = True
-    """FSDP: free a block's gathered parameters after its forward (FULL_SHARD); False keeps them (SHARD_GRAD_OP)."""
+    sharding_strategy: (
+        Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None
+    ) = None
+    """FSDP, in any case of letters. FULL_SHARD: a group's gathered parameters are freed after its forward.
+    SHARD_GRAD_OP: they are kept until its backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2: the same two
+    within each of `dp_replicate` replicas. None: FULL_SHARD, or SHARD_GRAD_OP with `reshard_after_forward` false."""
+    reshard_after_forward: bool | int | None = None
+    """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over so many ranks, so
+    that the backward gathers within those only. None: as `sharding_strategy` says, which it may not contradict."""
+    dp_replicate: int | None = None
+    """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full`: every block's activations are computed again in the backward pass."""
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Only fp32: the one buffer, the rotary frequencies, would lose positions in less."""
+    wrap_policy: Literal["transformer", "size", "classes"] = "transformer"
+    """FSDP: what is gathered together. `transformer`: each block; `size`: modules of at least `min_num_params`;
+    `classes`: the modules of `wrap_classes`. What is in no group is in the root's."""
+    min_num_params: int = 100_000_000
+    """Parameters of a group with `wrap_policy` size."""
+    wrap_classes: list[str] = field(default_factory=list)
+    """Class names for `wrap_policy` classes: Block, Attention, MLP …, or Hugging Face's, such as Qwen3DecoderLayer."""
+    ignored_modules: list[str] = field(default_factory=list)
+    """FSDP: patterns of Hugging Face module names (model.embed_tokens, *.mlp) that every rank holds whole."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE"] | None = None
+    """FSDP1's word. BACKWARD_PRE is built in; the others are refused: see `backward_prefetch_depth`."""
+    forward_prefetch: bool | int = False
+    """FSDP: how many groups ahead of the running one are gathered in the forward; true: 1."""
+    backward_prefetch_depth: int = 1
+    """FSDP: the same in the backward; 1 is built in."""
+    limit_all_gathers: bool | None = None
+    """FSDP1's word. true is built in, false is refused."""
+    use_orig_params: bool | None = None
+    """FSDP1's word, without effect: FSDP2 has no flat parameter."""
+    sync_module_states: bool = False
+    """Rank 0 alone reads the pretrained weights and sends them; false: every rank reads its own share."""
+    cpu_offload: bool = False
+    """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps."""
+    state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"] = "SHARDED_STATE_DICT"
+    """Checkpoints are sharded always and load at any number of ranks. FULL_STATE_DICT: the export, which must then be
+    on, is the whole state. LOCAL_STATE_DICT is refused."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`full`: a block's activations are computed again in the backward pass; `selective`: all but the outputs of
+    matrix products and attention."""
+    checkpoint_every: int = 1
+    """Activation checkpointing of every n-th block."""
     compile: bool = False
     """torch.compile each block."""
 

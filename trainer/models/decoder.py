@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from trainer.models.lora import LoraSpec
@@ -190,25 +189,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. With `recompute` its activations are computed again in the backward pass instead of kept.
-
-    The recomputation is inside the block, hence inside what FSDP wraps: it sees the same gathered, cast parameters.
-    """
-
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.recompute = False
 
     def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layer, x_btd, cos, sin, mask, use_reentrant=False)
-        return self.layer(x_btd, cos, sin, mask)
-
-    def layer(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), cos, sin, mask)
         return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
 

@@ -95,22 +95,23 @@ def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def load_pretrained(module: nn.Module, folder: Path | str) -> None:
+def load_pretrained(module: nn.Module, folder: Path | str, *, sender: Dist | None = None) -> None:
     """Fill the model from a folder's safetensors; each rank reads its own share of each tensor, as fp32.
 
+    With `sender` rank 0 alone reads, and sends one whole tensor after the other: the folder may be missing elsewhere.
     Raises ModelError when the folder has no weights, its names or shapes are not exactly the model's, a value is not
     finite, or the head of a tied model is not the copy that it should be.
     """
     weights = base_weights(module)
+    if sender is not None and sender.world_size > 1:
+        _receive_pretrained(weights, Path(folder), sender)
+        return
     with ExitStack() as stack:
         files = _open_safetensors(Path(folder), stack)
         _check_names(set(weights), set(files), Path(folder))
         for name, parameter in weights.items():
             stored = files[name].get_slice(name)
-            if tuple(stored.get_shape()) != tuple(parameter.shape):
-                raise ModelError(
-                    f"{folder}: {name} has shape {list(stored.get_shape())}, the model needs {list(parameter.shape)}"
-                )
+            _check_shape(name, stored, parameter, Path(folder))
             local = local_tensor(parameter)
             if local.numel():
                 local.copy_(stored[own_slices(parameter)])
@@ -120,10 +121,48 @@ def load_pretrained(module: nn.Module, folder: Path | str) -> None:
             _check_tied(weights[EMBEDDING], files[HEAD].get_slice(HEAD), Path(folder))
 
 
+def _receive_pretrained(weights: Mapping[str, nn.Parameter], folder: Path, dist: Dist) -> None:
+    """Every rank ends with the same verdict: what rank 0 finds is told, and the others judge what they were sent."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+
+        def open_files() -> None:
+            files.update(_open_safetensors(folder, stack))
+            _check_names(set(weights), set(files), folder)
+            for name, parameter in weights.items():
+                _check_shape(name, files[name].get_slice(name), parameter, folder)
+            if HEAD in files and HEAD not in weights:
+                _check_same(files[HEAD].get_tensor(HEAD), files[EMBEDDING].get_tensor(EMBEDDING), folder)
+
+        on_rank0(dist, open_files)
+        for name, parameter in weights.items():
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device=dist.device)
+
+            def read(name: str = name, whole: Tensor = whole) -> None:
+                whole.copy_(files[name].get_tensor(name))
+
+            on_rank0(dist, read)
+            torch.distributed.broadcast(whole, src=0)
+            if not whole.isfinite().all():
+                raise ModelError(f"{folder}: {name} has values that are not finite")
+            local_tensor(parameter).copy_(whole[own_slices(parameter)])
+
+
+def _check_shape(name: str, stored: Any, parameter: Tensor, folder: Path) -> None:
+    if tuple(stored.get_shape()) != tuple(parameter.shape):
+        raise ModelError(
+            f"{folder}: {name} has shape {list(stored.get_shape())}, the model needs {list(parameter.shape)}"
+        )
+
+
 def _check_tied(embedding: nn.Parameter, stored_head: Any, folder: Path) -> None:
     """transformers gives up the tie when the stored head differs, and so trains another model than the config says."""
-    head, local = stored_head[own_slices(embedding)], local_tensor(embedding)
-    if not torch.equal(head.to(local), local):
+    local = local_tensor(embedding)
+    _check_same(stored_head[own_slices(embedding)].to(local), local, folder)
+
+
+def _check_same(head: Tensor, embedding: Tensor, folder: Path) -> None:
+    if not torch.equal(head, embedding):
         raise ModelError(
             f"{folder}: {HEAD} differs from {EMBEDDING}, though config.json ties them;"
             " set tie_word_embeddings to false there, or remove the stale tensor"

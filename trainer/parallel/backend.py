@@ -9,20 +9,20 @@ storage of this rank's share alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.dist import Dist
 from trainer.models.decoder import Decoder
-from trainer.parallel.tensors import DTYPES, dtype_name, local_tensor
+from trainer.parallel.recompute import recompute_blocks
+from trainer.parallel.tensors import DTYPES, local_tensor
+from trainer.parallel.wrapping import plan_wrapping
 
 if TYPE_CHECKING:
     from trainer.schema import Config
-
-MIB = 2**20
 
 
 class Backend:
@@ -31,6 +31,7 @@ class Backend:
     name = "pytorch"
 
     def __init__(self, config: Config, dist: Dist) -> None:
+        self.config = config
         self.dist = dist
         self.compute_dtype = DTYPES[config.train.precision]
         self.reduce_dtype = DTYPES[config.parallel.reduce_dtype]
@@ -41,10 +42,12 @@ class Backend:
         """The wrapped model on this rank's device, its parameters allocated and undefined; `decoder` is on meta.
 
         Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Decoder's arguments.
+        Raises ConfigError where `parallel` asks for what this model has not.
         """
-        for block in decoder.blocks:
-            block.recompute = self.options.activation_checkpointing == "full"
-            if self.options.compile:
+        self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
+        recompute_blocks(decoder, self.options.activation_checkpointing, self.options.checkpoint_every)
+        if self.options.compile:
+            for block in decoder.blocks:
                 # of the forward alone: FSDP's hooks stay outside the compiled region, and no name gets a prefix
                 block.forward = torch.compile(block.forward)
         self.module = self._spread(decoder)
@@ -57,7 +60,7 @@ class Backend:
         """Multiply every gradient by a scalar tensor on the device, without waiting for its value."""
         grads = [local_tensor(grad) for grad in self._grads()]
         if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+            torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
 
     def clip(self, max_norm: float) -> Tensor:
         """The global L2 norm of the gradients, a plain fp32 scalar equal on all ranks, from before they are clipped.
@@ -65,24 +68,20 @@ class Backend:
         Gradients are scaled so that the norm is at most `max_norm`; 0 leaves them. A non-finite gradient gives a
         non-finite norm and, when clipping, non-finite gradients.
         """
-        norm = torch.nn.utils.get_total_norm(self._grads())
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._sum_of_squares().sqrt().float()
         if max_norm > 0:
             self.scale_grads(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def describe(self) -> str:
-        """The plan in a few lines: what is wrapped, in which dtypes, and this rank's bytes."""
-        local = sum(local_tensor(parameter).numel() for parameter in self.module.parameters())
-        total = sum(parameter.numel() for parameter in self.module.parameters())
-        mib = 4 * local / MIB
-        return (
-            f"{self.name}, {self.dist.world_size} rank(s) on {self.dist.device.type}: {total:,} parameters;"
-            f" fp32 storage, products in {dtype_name(self.compute_dtype)}; {self._groups()}\n"
-            f"this rank: {local:,} parameters, {mib:.1f} MiB, gradients {mib:.1f} MiB, AdamW state {2 * mib:.1f} MiB;"
-            f" activation checkpointing {self.options.activation_checkpointing},"
-            f" compile {'on' if self.options.compile else 'off'}"
-        )
+        """The plan in a few lines: what is wrapped, in which dtypes, this rank's bytes and its traffic."""
+        every = f" of every {self.options.checkpoint_every}th block" if self.options.checkpoint_every > 1 else ""
+        lines = [
+            *self.plan.render(),
+            f"on {self.dist.device.type}; activation checkpointing {self.options.activation_checkpointing}{every},"
+            f" compile {'on' if self.options.compile else 'off'}",
+        ]
+        return "\n".join(lines)
 
     def _spread(self, decoder: Decoder) -> nn.Module:
         return self._allocate(decoder)
@@ -92,8 +91,14 @@ class Backend:
         decoder.reset_buffers(self.dist.device)
         return decoder
 
-    def _groups(self) -> str:
-        return "no reduction"
+    def _sum_of_squares(self) -> Tensor:
+        """Of all gradients, over all ranks, each entry once: a float64 scalar on this rank's device."""
+        return self._squares(self._grads())
+
+    def _squares(self, grads: Iterable[Tensor]) -> Tensor:
+        """Of this rank's entries alone."""
+        norm = torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads])
+        return norm.to(self.dist.device, torch.float64).square()
 
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.config_parallel import backend_of
 from trainer.dist import Dist, DistError
 from trainer.parallel.backend import Backend
 from trainer.parallel.ddp import DDPBackend
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def make_backend(config: Config, dist: Dist) -> Backend:
-    """The backend that `target.train_backend` names; `auto` is pytorch in a world of one, else fsdp."""
-    name = config.target.train_backend
-    if name == "auto":
-        name = "pytorch" if dist.world_size == 1 else "fsdp"
+    """The backend that `target.train_backend` names; `auto` is pytorch in a world of one, else fsdp.
+
+    fsdp with the sharding strategy NO_SHARD is ddp. Raises DistError for pytorch with several ranks.
+    """
+    name = backend_of(config, dist.world_size)
     if name == "pytorch" and dist.world_size > 1:
         raise DistError(
             f"target.train_backend=pytorch is for one process, and {dist.world_size} ranks are running;"

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
-from trainer.parallel.tensors import dtype_name
 
 
 class DDPBackend(Backend):
@@ -27,9 +26,6 @@ class DDPBackend(Backend):
 
     def sync(self, last: bool) -> None:
         self.module.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context to hold open
-
-    def _groups(self) -> str:
-        return f"gradients summed in {dtype_name(self.reduce_dtype)}, one all-reduce per bucket and step"
 
 
 def _sum_bucket(dtype: torch.dtype, bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:

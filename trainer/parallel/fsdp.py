@@ -1,20 +1,24 @@
-"""Parameters, gradients and optimizer state are sharded over the ranks by FSDP2."""
+"""Parameters, gradients and optimizer state are sharded over the ranks by FSDP2, in the groups of the wrap plan."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
-from trainer.parallel.tensors import dtype_name, fsdp_modules
+from trainer.parallel.plan import WrapPlan
+from trainer.parallel.tensors import fsdp_modules, local_tensor
+from trainer.parallel.wrapping import ignored_names
 
 
 class FSDPBackend(Backend):
-    """Parameters, gradients and optimizer state are sharded; each block is a group, the root group holds the rest.
+    """Each group of the plan is gathered when it runs; the root group holds what no other does.
 
     Embedding, final norm and head are in the root group together, so a tied matrix is gathered once for both its uses.
     """
@@ -23,31 +27,81 @@ class FSDPBackend(Backend):
 
     def _spread(self, decoder: Decoder) -> nn.Module:
         ensure_group(self.dist)
-        mesh = init_device_mesh(self.dist.device.type, (self.dist.world_size,), mesh_dim_names=("dp_shard",))
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
-            reduce_dtype=self.reduce_dtype,
-            cast_forward_inputs=False,  # the rotary tables stay fp32
-        )
-        for block in decoder.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.options.reshard_after_forward)
-        fully_shard(decoder, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._mesh = _mesh(self.dist.device.type, self.plan)
+        settings = self._settings(ignored=self._whole(decoder))
+        for group in self.plan.groups:
+            kept = group.kept  # FSDP2 says what happens to the gathered copy: freed, or kept
+            reshard = not kept if isinstance(kept, bool) else kept
+            fully_shard(decoder.get_submodule(group.name), reshard_after_forward=reshard, **settings)
         for module in fsdp_modules(decoder):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed
-        return self._allocate(decoder)
+        self._prefetch(decoder)
+        return self._give_storage(decoder)
+
+    def _settings(self, *, ignored: set[nn.Parameter]) -> dict[str, Any]:
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.compute_dtype,
+            reduce_dtype=self.reduce_dtype,
+            cast_forward_inputs=False,  # the rotary tables stay fp32
+        )
+        settings: dict[str, Any] = {"mesh": self._mesh, "mp_policy": policy, "ignored_params": ignored}
+        if self.options.cpu_offload:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.dist.device.type == "cuda")
+        return settings
+
+    def _prefetch(self, decoder: Decoder) -> None:
+        """Say explicitly what is gathered ahead, where it is more than what FSDP2 does by itself."""
+        running = _in_running_order(decoder)
+        ahead, behind = int(self.options.forward_prefetch), self.options.backward_prefetch_depth
+        for i, module in enumerate(running):
+            if ahead:
+                module.set_modules_to_forward_prefetch(running[i + 1 : i + 1 + ahead])
+            if behind > 1:
+                module.set_modules_to_backward_prefetch(running[max(0, i - behind) : i][::-1])
+
+    def _give_storage(self, decoder: Decoder) -> Decoder:
+        if not self.options.cpu_offload:
+            self._allocate(decoder)
+        else:
+            decoder.to_empty(device="cpu")
+            decoder.reset_buffers(self.dist.device)
+        for parameter in self._whole(decoder):
+            parameter.data = parameter.data.to(self.dist.device)
+            parameter.register_post_accumulate_grad_hook(self._sum_whole)
+        return decoder
+
+    def _whole(self, decoder: Decoder) -> set[nn.Parameter]:
+        """The parameters that are not sharded."""
+        names = ignored_names(decoder, self.options.ignored_modules)
+        return {p for name in names for p in decoder.get_submodule(name).parameters()}
 
     def sync(self, last: bool) -> None:
+        self._last = last
         self.module.set_requires_gradient_sync(last)
         self.module.set_is_last_backward(last)
 
-    def _groups(self) -> str:
-        blocks = list(self.module.blocks)
-        in_blocks = sum(parameter.numel() for block in blocks for parameter in block.parameters())
-        in_root = sum(parameter.numel() for parameter in self.module.parameters()) - in_blocks
-        freed = "freed" if self.options.reshard_after_forward else "kept"
-        return (
-            f"{len(blocks)} block groups of {in_blocks // len(blocks):,} ({freed} after forward)"
-            f" and a root group of {in_root:,},"
-            f" gathered in {dtype_name(self.compute_dtype)}, gradients summed in {dtype_name(self.reduce_dtype)}"
-        )
+    def _sum_whole(self, parameter: Tensor) -> None:
+        """The gradient of a parameter that is not sharded, summed over all ranks after the last micro-batch."""
+        if self._last and parameter.grad is not None:
+            summed = parameter.grad.to(self.reduce_dtype)
+            torch_dist.all_reduce(summed)
+            parameter.grad.copy_(summed)
+
+    def _sum_of_squares(self) -> Tensor:
+        """Sharded gradients are summed over one copy of the model, the others once: every rank holds them."""
+        sharded = self._squares(grad for grad in self._grads() if grad is not local_tensor(grad))
+        torch_dist.all_reduce(sharded, group=self._mesh.get_group("dp_shard"))
+        return sharded + self._squares(grad for grad in self._grads() if grad is local_tensor(grad))
+
+
+def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:
+    """[dp_shard], or [dp_replicate, dp_shard] for several copies."""
+    if plan.replicas == 1 and plan.strategy not in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+        return init_device_mesh(device_type, (plan.shards,), mesh_dim_names=("dp_shard",))
+    return init_device_mesh(device_type, (plan.replicas, plan.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _in_running_order(decoder: Decoder) -> list[FSDPModule]:
+    """The groups below the root in the order of the forward pass, which is that of their registration."""
+    return [module for module in fsdp_modules(decoder) if module is not decoder]

@@ -1,0 +1,128 @@
+"""FSDP1's words in a config: understood, noted or refused, and never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer.config import ConfigError, check_config, config_from_dict, config_notes
+from trainer.config_parallel import sharding
+from trainer.schema import Config, ParallelConfig, RunConfig, TargetConfig
+
+
+def config(n: int = 4, **parallel: Any) -> Config:
+    return Config(
+        target=TargetConfig(gpu_ranks=list(range(n)), train_backend="fsdp"), parallel=ParallelConfig(**parallel)
+    )
+
+
+@pytest.mark.parametrize("word", ["_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "hybrid_shard_zero2"])
+def test_a_strategy_is_understood_in_any_case_and_without_underscore(word):
+    read = config_from_dict(
+        {"target": {"gpu_ranks": [0, 1]}, "parallel": {"sharding_strategy": word, "dp_replicate": 2}}
+    )
+    assert read.parallel.sharding_strategy == "_HYBRID_SHARD_ZERO2"
+
+
+def test_a_misspelt_strategy_names_the_nearest():
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({"parallel": {"sharding_strategy": "FULL_SHARDS"}})
+    assert caught.value.message.startswith("parallel.sharding_strategy is 'FULL_SHARDS', expected one of FULL_SHARD,")
+    assert caught.value.message.endswith("or null")
+    assert caught.value.hint == "did you mean FULL_SHARD?"
+
+
+@pytest.mark.parametrize(
+    ("options", "reshard"),
+    [
+        ({}, True),
+        ({"reshard_after_forward": False}, False),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, False),
+        ({"sharding_strategy": "HYBRID_SHARD"}, True),
+        ({"sharding_strategy": "_HYBRID_SHARD_ZERO2"}, False),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}, 2),
+    ],
+)
+def test_strategy_and_reshard_mean_one_thing(options, reshard):
+    assert sharding(ParallelConfig(**options)).reshard is reshard
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward_prefetch": "BACKWARD_POST"}, "parallel.backward_prefetch is BACKWARD_POST: FSDP2 has none"),
+        ({"backward_prefetch": "NONE"}, "parallel.backward_prefetch is NONE: FSDP2 gathers one group ahead always"),
+        ({"backward_prefetch": "NO_PREFETCH"}, "parallel.backward_prefetch is NO_PREFETCH: FSDP2 gathers one group"),
+        ({"limit_all_gathers": False}, "parallel.limit_all_gathers is false: FSDP2 frees memory in a fixed order"),
+        ({"buffer_dtype": "bf16"}, "parallel.buffer_dtype is bf16: the rotary frequencies stay fp32"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "parallel.state_dict_type is LOCAL_STATE_DICT: it loads at one"),
+        (
+            {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+            "parallel.sharding_strategy is FULL_SHARD, but parallel.reshard_after_forward is false: FULL_SHARD frees",
+        ),
+        (
+            {"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True},
+            "parallel.sharding_strategy is SHARD_GRAD_OP, but parallel.reshard_after_forward is true: SHARD_GRAD",
+        ),
+        (
+            {"sharding_strategy": "NO_SHARD", "reshard_after_forward": True},
+            "parallel.sharding_strategy is NO_SHARD, but parallel.reshard_after_forward is true: nothing is sharded",
+        ),
+        ({"dp_replicate": 2}, "parallel.dp_replicate is 2, but parallel.sharding_strategy is not given"),
+        (
+            {"sharding_strategy": "HYBRID_SHARD"},
+            "parallel.sharding_strategy is HYBRID_SHARD, and parallel.dp_replicate does not say how many replicas 4",
+        ),
+        (
+            {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 3},
+            "parallel.dp_replicate is 3, which does not divide 4 ranks",
+        ),
+        (
+            {"reshard_after_forward": 3},
+            "parallel.reshard_after_forward is 3, not a part of the 4 rank(s) that share the parameters",
+        ),
+        ({"wrap_policy": "classes"}, "parallel.wrap_policy is classes, but parallel.wrap_classes is empty"),
+        ({"dp_replicate": 0}, "parallel.dp_replicate is 0, must be 1 or more"),
+        ({"checkpoint_every": 0}, "parallel.checkpoint_every is 0, must be 1 or more"),
+        ({"forward_prefetch": -1}, "parallel.forward_prefetch is -1, must be 0 or more"),
+    ],
+    ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_honoured_is_refused(options, message):
+    with pytest.raises(ConfigError) as caught:
+        check_config(config(**options))
+    assert caught.value.message.startswith(message)
+
+
+def test_a_full_state_needs_the_export():
+    check_config(config(state_dict_type="FULL_STATE_DICT"))
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT, the whole state in one piece, but"):
+        check_config(Config(parallel=ParallelConfig(state_dict_type="FULL_STATE_DICT"), run=RunConfig(export=False)))
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "note"),
+    [
+        ({"backward_prefetch": "BACKWARD_PRE"}, "fsdp", "parallel.backward_prefetch: no effect, it is built in"),
+        ({"limit_all_gathers": True}, "fsdp", "parallel.limit_all_gathers: no effect, it is built in"),
+        ({"use_orig_params": True}, "fsdp", "parallel.use_orig_params: no effect, FSDP2 has no flat parameter"),
+        ({"use_orig_params": False}, "fsdp", "parallel.use_orig_params: no effect, FSDP2 has no flat parameter"),
+        ({"state_dict_type": "FULL_STATE_DICT"}, "fsdp", "parallel.state_dict_type: no effect on checkpoints"),
+        ({"min_num_params": 1}, "fsdp", "parallel.min_num_params: no effect, parallel.wrap_policy is transformer"),
+        ({"wrap_classes": ["MLP"]}, "fsdp", "parallel.wrap_classes: no effect, parallel.wrap_policy is transformer"),
+        ({"checkpoint_every": 2}, "fsdp", "parallel.checkpoint_every: no effect, parallel.activation_checkpointing is"),
+        ({"sync_module_states": True}, "fsdp", "parallel.sync_module_states: no effect, random weights follow from"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "ddp", "parallel.sharding_strategy: no effect with ddp"),
+        ({"cpu_offload": True, "wrap_policy": "size"}, "ddp", "parallel.wrap_policy, parallel.cpu_offload: no effect"),
+        ({"ignored_modules": ["x"]}, "pytorch", "parallel.ignored_modules: no effect with pytorch"),
+    ],
+)
+def test_what_has_no_effect_is_said(options, backend, note):
+    notes = [line for line in config_notes(config(**options), backend=backend, deployed=True) if "parallel." in line]
+    assert len(notes) == 1
+    assert notes[0].startswith(note)
+
+
+def test_no_shard_in_force_is_nothing_to_note():
+    assert config_notes(config(sharding_strategy="NO_SHARD"), backend="ddp", deployed=True) == []

@@ -1,0 +1,514 @@
+"""Every key of `parallel` is observed at work: placements, collectives, what is kept, what is gathered, gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ranks import run_ranks
+from tests.test_models import save_hf
+from tests.test_parallel import (
+    ROWS,
+    assert_same_grads,
+    backward,
+    config,
+    full,
+    loss_and_grads,
+    micro_batches,
+    prepared,
+)
+from tests.tiny import ALONE, packed_batch, tiny_shape
+from trainer.building import build_decoder
+from trainer.checkpoint import loading, writing
+from trainer.dist import Dist
+from trainer.errors import ConfigError
+from trainer.losses import sft_loss
+from trainer.models.decoder import DecoderShape
+from trainer.models.hf import load_pretrained, named_weights
+from trainer.optim import build_optimizer
+from trainer.parallel.backend import Backend
+from trainer.parallel.choose import make_backend
+from trainer.parallel.tensors import local_tensor
+from trainer.parallel.wrapping import plan_wrapping
+from trainer.step import apply_update
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
+DEEP = {"num_layers": 4}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Tensor]:
+    """The gradients of one process without any option."""
+    return loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])[0][1]
+
+
+# --- no option changes a gradient -------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grad_op": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "no_shard": {"sharding_strategy": "NO_SHARD"},
+    "size": {"wrap_policy": "size", "min_num_params": 2000},
+    "classes": {"wrap_policy": "classes", "wrap_classes": ["Qwen3Attention", "MLP"]},
+    "linears": {"wrap_policy": "classes", "wrap_classes": ["Linear"], "activation_checkpointing": "full"},
+    "ignored": {"ignored_modules": ["model.embed_tokens", "*.input_layernorm", "model.layers.1.mlp"]},
+    "forward_prefetch": {"forward_prefetch": 2},
+    "backward_prefetch": {"backward_prefetch_depth": 2},
+    "offload": {"cpu_offload": True},
+    "selective": {"activation_checkpointing": "selective"},
+    "every_second": {"activation_checkpointing": "full", "checkpoint_every": 2},
+}
+
+
+def grads_of_many(dist: Dist, options: list[dict[str, Any]], shape: DecoderShape) -> list[dict[str, Tensor]]:
+    """The gradients with each of the options, over two micro-batches."""
+    return [loss_and_grads(dist, config("fsdp", **one), shape, [2])[0][1] for one in options]
+
+
+@pytest.fixture(scope="module")
+def grads_by_option() -> dict[str, dict[str, Tensor]]:
+    results = run_ranks(grads_of_many, 2, list(OPTIONS.values()), tiny_shape())
+    return dict(zip(OPTIONS, results[1], strict=True))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_no_option_of_fsdp_changes_a_gradient(option, grads_by_option, expected):
+    assert_same_grads(grads_by_option[option], expected, 2e-6)
+
+
+def grads_on_four(dist: Dist, shape: DecoderShape) -> list[dict[str, Tensor]]:
+    return grads_of_many(dist, [HYBRID, HYBRID | {"ignored_modules": ["*.mlp"]}, {"reshard_after_forward": 2}], shape)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_four_ranks_give_the_gradients_of_one_with_two_replicas_and_with_rows_fewer_than_ranks(tied):
+    shape = tiny_shape(tie_embeddings=tied, head_dim=2)  # q_norm and k_norm have two rows, and four ranks share them
+    ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
+    for got in run_ranks(grads_on_four, 4, shape)[3]:
+        assert_same_grads(got, grads, 2e-6)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+
+
+def placements_and_norm(dist: Dist, options: dict[str, Any]) -> tuple[str, tuple[int, ...], float]:
+    backend, module = prepared(dist, config("fsdp", **options), tiny_shape())
+    backward(backend, module, micro_batches(dist, 2))
+    weight = module.model.layers[0].mlp.up_proj.weight
+    return str(weight.placements), tuple(weight.device_mesh.shape), backend.clip(0.0).item()
+
+
+def test_hybrid_sharding_has_replicas_of_shards_and_the_norm_of_one_process(expected):
+    results = run_ranks(placements_and_norm, 4, HYBRID)
+    norm = torch.cat([grad.flatten() for grad in expected.values()]).norm().item()
+    assert [result[:2] for result in results] == [("(Replicate(), Shard(dim=0))", (2, 2))] * 4
+    assert [result[2] for result in results] == [pytest.approx(norm, rel=1e-6)] * 4
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of what runs in it, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for name in ("allgather", "reduce_scatter", "allreduce"):
+            self.seen[name] += str(func).startswith("c10d.") and name in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(dist: Dist, options: dict[str, Any], steps: int) -> dict[str, int]:
+    backend, module = prepared(dist, config("fsdp", **options), tiny_shape())
+    backward(backend, module, micro_batches(dist, 1))
+    with Collectives() as counted:
+        backward(backend, module, micro_batches(dist, steps))
+    return dict(counted.seen)
+
+
+def test_hybrid_sharding_reduces_once_a_step_however_many_micro_batches():
+    seen = run_ranks(collectives, 4, HYBRID, 4)[0]
+    assert (seen["reduce_scatter"], seen["allreduce"]) == (3, 3)  # two blocks and the root
+
+
+def gathers(dist: Dist) -> list[int]:
+    options: list[dict[str, Any]] = [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}]
+    return [collectives(dist, one, 1)["allgather"] for one in options]
+
+
+def test_grad_op_gathers_each_block_once_where_full_shard_does_so_twice():
+    assert run_ranks(gathers, 2)[0] == [5, 3, 3]
+
+
+def kept_rows(dist: Dist, reshard: int) -> tuple[int, int]:
+    module = prepared(dist, config("fsdp", reshard_after_forward=reshard), tiny_shape())[1]
+    weight = module.model.layers[0].mlp.up_proj.weight
+    before = local_tensor(weight).shape[0]
+    sft_loss(module, micro_batches(dist, 1)[0])
+    return before, local_tensor(module.model.layers[0].mlp.up_proj.weight).shape[0]
+
+
+def test_a_number_keeps_parameters_sharded_over_so_many_ranks_after_the_forward():
+    assert run_ranks(kept_rows, 4, 2) == [(12, 24)] * 4
+
+
+def backend_and_module(dist: Dist) -> tuple[str, str]:
+    backend, module = prepared(dist, config("fsdp", sharding_strategy="NO_SHARD"), tiny_shape())
+    return type(module).__name__, backend.describe()
+
+
+def test_no_shard_is_ddp_and_says_what_it_costs():
+    kind, text = run_ranks(backend_and_module, 2)[0]
+    assert kind == "DistributedDataParallel"
+    assert text.startswith("ddp (NO_SHARD), 2 rank(s): 18,784 parameters")
+    assert "nothing is sharded: FULL_SHARD needs less" in text
+
+
+# --- prefetch ---------------------------------------------------------------------------------------------------------
+
+
+def gathered_when_blocks_run(dist: Dist, options: dict[str, Any]) -> tuple[int, int]:
+    """Gathers issued when the first block runs forward, and of the backward's when the last block runs it."""
+    backend, module = prepared(dist, config("fsdp", **options), tiny_shape(**DEEP))
+    backward(backend, module, micro_batches(dist, 1))
+    at: dict[str, int] = {}
+    blocks = module.model.layers
+    with Collectives() as counted:
+
+        def note(key: str) -> None:
+            at.setdefault(key, counted.seen["allgather"])
+
+        blocks[0].input_layernorm.register_forward_pre_hook(lambda *_: note("forward"))
+        blocks[3].mlp.register_full_backward_pre_hook(lambda *_: note("backward"))
+        backend.sync(True)
+        loss = sft_loss(module, micro_batches(dist, 1)[0]).total
+        note("between")
+        loss.backward()
+    return at["forward"], at["backward"] - at["between"]
+
+
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, (2, 2)),  # the root and the first block; the last block and the one before it
+        ({"forward_prefetch": True}, (3, 2)),
+        ({"forward_prefetch": 2, "backward_prefetch_depth": 2}, (4, 3)),
+    ],
+    ids=["built-in", "true", "two"],
+)
+def test_prefetch_gathers_so_many_blocks_ahead(options, ahead):
+    assert run_ranks(gathered_when_blocks_run, 2, options)[0] == ahead
+
+
+# --- wrapping ---------------------------------------------------------------------------------------------------------
+
+
+def groups_of(options: dict[str, Any], **shape: Any) -> list[str]:
+    cfg = config("fsdp", **options)
+    plan = plan_wrapping(build_decoder(cfg, tiny_shape(**shape)), cfg, 2)
+    return [group.name for group in plan.groups]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["model.layers.0", "model.layers.1", ""]),
+        ({"wrap_policy": "size", "min_num_params": 7000}, ["model.layers.1", "model.layers.0", ""]),
+        ({"wrap_policy": "size", "min_num_params": 4000}, ["model.layers.1.mlp", "model.layers.0.mlp", ""]),
+        ({"wrap_policy": "classes", "wrap_classes": ["Qwen3DecoderLayer"]}, ["model.layers.0", "model.layers.1", ""]),
+        (
+            {"wrap_policy": "classes", "wrap_classes": ["MLP", "Block"]},
+            ["model.layers.0.mlp", "model.layers.1.mlp", "model.layers.0", "model.layers.1", ""],
+        ),
+    ],
+)
+def test_the_wrap_policy_chooses_the_groups(options, names):
+    assert groups_of(options) == names
+
+
+def test_an_untied_embedding_may_be_a_group_and_a_tied_one_or_a_head_never():
+    options = {"wrap_policy": "size", "min_num_params": 3000}
+    assert "model.embed_tokens" in groups_of(options, tie_embeddings=False)
+    assert "lm_head" not in groups_of(options, tie_embeddings=False)
+    assert "model.embed_tokens" not in groups_of(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (
+            {"wrap_policy": "classes", "wrap_classes": ["LlamaDecoderLayer"]},
+            "parallel.wrap_classes names LlamaDecoderLayer, no class of this model that can be a group",
+            "known: Attention, Block, Linear, MLP, Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm, RMSNorm",
+        ),
+        (
+            {"wrap_policy": "size", "min_num_params": 8000},
+            "parallel.min_num_params is 8,000, and the largest module that can be a group has 7,760",
+            "set it to at most 7760, or use parallel.wrap_policy=transformer",
+        ),
+        (
+            {"ignored_modules": ["model.embedding"]},
+            "parallel.ignored_modules names 'model.embedding', no module of this model",
+            "known: model, model.embed_tokens, model.layers, model.layers.0",
+        ),
+    ],
+    ids=["class", "size", "ignored"],
+)
+def test_what_the_model_has_not_cannot_be_wrapped(options, message, hint):
+    with pytest.raises(ConfigError) as caught:
+        groups_of(options)
+    assert caught.value.message == message
+    assert caught.value.hint.startswith(hint)
+
+
+def wrapped_and_shares(dist: Dist, options: dict[str, Any]) -> tuple[list[str], int, int]:
+    backend, module = prepared(dist, config("fsdp", **options), tiny_shape())
+    wrapped = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    return wrapped, sum(local_tensor(p).numel() for p in module.parameters()), backend.plan.local_params
+
+
+def test_the_plan_is_what_fsdp_does():
+    options = {"wrap_policy": "classes", "wrap_classes": ["MLP"], "ignored_modules": ["model.layers.0.self_attn"]}
+    (wrapped, held, planned), (_, others, _) = run_ranks(wrapped_and_shares, 2, options)
+    assert wrapped == ["", "model.layers.0.mlp", "model.layers.1.mlp"]
+    assert held == planned
+    assert held + others == 18_784 + 3_088  # an ignored module is whole on both
+
+
+def ignored_kinds(dist: Dist) -> tuple[list[str], float, float]:
+    cfg = config("fsdp", ignored_modules=["model.embed_tokens", "*.mlp"])
+    backend, module = prepared(dist, cfg, tiny_shape())
+    backward(backend, module, micro_batches(dist, 2))
+    plain = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    return plain, backend.clip(0.5).item(), backend.clip(0.0).item()
+
+
+def test_ignored_modules_are_whole_and_count_once_in_the_norm(expected):
+    for plain, norm, clipped in run_ranks(ignored_kinds, 2):
+        assert plain[0] == "model.embed_tokens.weight"
+        assert len(plain) == 1 + 2 * 3
+        assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=1e-6)
+        assert clipped == pytest.approx(0.5, rel=1e-5)
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def two_steps(dist: Dist, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    """The weights after an update and a skipped one, and whether FSDP keeps them on the CPU."""
+    cfg = config("fsdp" if options else "pytorch", **options)
+    backend, module = prepared(dist, cfg, tiny_shape())
+    optimizer = build_optimizer(module, cfg.optim)
+    for finite in (True, False):
+        backward(backend, module, micro_batches(dist, 2))
+        backend.clip(1.0)
+        apply_update(optimizer, 1e-2, torch.tensor(finite))
+    offloaded = [
+        parameter.offload_to_cpu
+        for child in module.modules()
+        if isinstance(child, FSDPModule)
+        for parameter in child._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
+    weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
+    return {n: w.detach().clone() for n, w in weights.items()}, bool(offloaded) and all(offloaded)
+
+
+def test_offloaded_parameters_step_on_the_cpu_and_a_skipped_step_changes_nothing():
+    want, _ = two_steps(ALONE, {})
+    got, offloaded = run_ranks(two_steps, 2, {"cpu_offload": True})[0]
+    assert offloaded
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight, atol=2e-5, rtol=0)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def sent_weights(dist: Dist, folders: list[str], options: dict[str, Any]) -> dict[str, Tensor]:
+    cfg = config("fsdp", **options)
+    module = make_backend(cfg, dist).prepare(build_decoder(cfg, tiny_shape()))
+    load_pretrained(module, folders[dist.rank], sender=dist)
+    weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
+    return {n: w.detach().clone() for n, w in weights.items()}
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["full", "hybrid"])
+def test_rank_0_alone_reads_the_weights_and_sends_them(options, tmp_path):
+    theirs = dict(save_hf(tiny_shape(), tmp_path).named_parameters())
+    folders = [str(tmp_path), *["/nowhere"] * 3]
+    for got in run_ranks(sent_weights, 4, folders, options, timeout_s=60):
+        assert all(torch.equal(got[name], tensor) for name, tensor in theirs.items())
+
+
+def failed_sending(dist: Dist, folder: str) -> str:
+    cfg = config("fsdp")
+    module = make_backend(cfg, dist).prepare(build_decoder(cfg, tiny_shape(num_layers=1)))
+    try:
+        load_pretrained(module, folder, sender=dist)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_failure_of_rank_0_to_read_is_told_by_every_rank(tmp_path):
+    save_hf(tiny_shape(), tmp_path)
+    assert all("Unexpected: model.layers.1" in text for text in run_ranks(failed_sending, 2, str(tmp_path)))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def step_and_save(dist: Dist, options: dict[str, Any], shape: DecoderShape, folder: Path) -> dict[str, Tensor]:
+    """Save after one step, and give the weights after another."""
+    cfg = config("fsdp", **options)
+    backend, module = prepared(dist, cfg, shape)
+    optimizer = build_optimizer(module, cfg.optim)
+    one_step(backend, module, optimizer, dist)
+    writing.save(folder, 1, module, optimizer, {}, dist)
+    return one_step(backend, module, optimizer, dist)
+
+
+def load_and_step(dist: Dist, options: dict[str, Any], shape: DecoderShape, folder: Path) -> dict[str, Tensor]:
+    cfg = config("fsdp", **options)
+    backend, module = prepared(dist, cfg, shape)
+    optimizer = build_optimizer(module, cfg.optim)
+    loading.load(folder / "step_000001", module, optimizer, dist)
+    return one_step(backend, module, optimizer, dist)
+
+
+def one_step(backend: Backend, module: nn.Module, optimizer: Optimizer, dist: Dist) -> dict[str, Tensor]:
+    backward(backend, module, micro_batches(dist, 1))
+    backend.clip(1.0)
+    apply_update(optimizer, 1e-2, torch.tensor(True))
+    return {name: full(parameter.detach()) for name, parameter in named_weights(module)}
+
+
+@pytest.mark.parametrize(
+    ("tied", "saved", "loaded"),
+    [
+        (True, HYBRID, {}),
+        (False, {"ignored_modules": ["*.mlp"]}, HYBRID | {"cpu_offload": True}),
+        (
+            True,
+            {"wrap_policy": "classes", "wrap_classes": ["MLP"], "cpu_offload": True},
+            {"ignored_modules": ["*.mlp"]},
+        ),
+    ],
+    ids=["hybrid", "ignored", "offloaded"],
+)
+def test_a_checkpoint_goes_on_under_any_other_sharding(tied, saved, loaded, tmp_path):
+    shape = tiny_shape(tie_embeddings=tied, head_dim=2)
+    want = run_ranks(step_and_save, 4, saved, shape, tmp_path)[0]
+    got = run_ranks(load_and_step, 4 if "dp_replicate" in loaded else 2, loaded, shape, tmp_path)[1]
+    assert got.keys() == want.keys()
+    assert ("lm_head.weight" in got) is not tied
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight, atol=2e-5, rtol=0)
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default):
+            self.dtypes.append(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def kept_and_computed(dist: Dist, options: dict[str, Any]) -> tuple[int, Counter[torch.dtype], int]:
+    """Bytes kept for the backward, the dtypes kept, and the matrix products of the backward."""
+    backend, module = prepared(dist, config("auto", precision="bf16", **options), tiny_shape(**DEEP))
+    kept: list[Tensor] = []
+    backend.sync(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss = sft_loss(module, micro_batches(dist, 1)[0]).total
+    with Products() as products:
+        loss.backward()
+    return sum(x.nbytes for x in kept), Counter(x.dtype for x in kept), len(products.dtypes)
+
+
+def test_selective_keeps_products_and_full_computes_them_again():
+    modes = ("none", "selective", "full")
+    (all_kept, _, once), (_, _, selective), (kept, _, twice) = (
+        kept_and_computed(ALONE, {"activation_checkpointing": mode}) for mode in modes
+    )
+    assert kept < 0.2 * all_kept
+    assert selective == once
+    assert twice == once + 4 * 6  # in each of four blocks, all but the last product, whose output nobody needs
+
+
+def test_every_second_block_keeps_about_half_of_what_full_saves():
+    modes: list[dict[str, Any]] = [{}, {"checkpoint_every": 2}, {"checkpoint_every": 1}]
+    none, half, full = (
+        kept_and_computed(ALONE, {"activation_checkpointing": "full" if mode else "none"} | mode)[0] for mode in modes
+    )
+    assert half == pytest.approx((none + full) / 2, rel=0.05)
+
+
+def recomputed_dtypes(dist: Dist, mode: str) -> Counter[torch.dtype]:
+    cfg = config("fsdp", precision="bf16", activation_checkpointing=mode)
+    backend, module = prepared(dist, cfg, tiny_shape(**DEEP))
+    backend.sync(True)
+    loss = sft_loss(module, micro_batches(dist, 1)[0]).total
+    seen: list[torch.dtype] = []
+    for block in module.model.layers:
+        block.mlp.up_proj.register_forward_hook(lambda _module, inputs, output: seen.append(output.dtype))
+    loss.backward()
+    return Counter(seen)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_block_is_computed_again_in_the_dtype_of_its_forward(world_size):
+    assert run_ranks(recomputed_dtypes, world_size, "full")[0] == Counter({torch.bfloat16: 4})
+
+
+# --- the matrix -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_recomputation_and_compile_give_the_same_gradients_on_one_and_two_ranks(mode, compiled, world_size, expected):
+    cfg = config("fsdp", activation_checkpointing=mode, compile=compiled)
+    ((_, got),) = run_ranks(loss_and_grads, world_size, cfg, tiny_shape(), [2], timeout_s=280)[0]
+    assert_same_grads(got, expected, 2e-6)
+
+
+def test_gradients_of_several_micro_batches_are_kept_whole_and_the_plan_says_how_large():
+    plan = plan_wrapping(build_decoder(config("fsdp"), tiny_shape()), config("fsdp"), 4)
+    assert plan.unsharded_grad_bytes == 4 * 18_784
+    assert plan.render()[-1].startswith("with several micro-batches a step, whole gradients wait between them")
+
+
+def whole_gradients(dist: Dist) -> int:
+    backend, module = prepared(dist, config("fsdp"), tiny_shape())
+    backend.sync(False)
+    sft_loss(module, packed_batch(ROWS, length=24)).total.backward()
+    return sum(
+        parameter.unsharded_accumulated_grad.nbytes
+        if parameter.unsharded_accumulated_grad is not None
+        else parameter._unsharded_param.grad.nbytes
+        for child in module.modules()
+        if isinstance(child, FSDPModule)
+        for parameter in child._get_fsdp_state()._fsdp_param_group.fsdp_params
+    )
+
+
+def test_what_waits_between_micro_batches_is_what_the_plan_says():
+    assert run_ranks(whole_gradients, 2) == [4 * 18_784] * 2

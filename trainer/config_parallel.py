@@ -1,0 +1,172 @@
+"""What the keys of `parallel` mean together: FSDP1's words for FSDP2, and which of them cannot be honoured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.config_broken import Broken
+from trainer.schema import Config, ParallelConfig, gpu_count
+
+STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+
+FSDP_KEYS = [
+    f"parallel.{name}"
+    for name in (
+        "reshard_after_forward",
+        "dp_replicate",
+        "wrap_policy",
+        "min_num_params",
+        "wrap_classes",
+        "ignored_modules",
+        "forward_prefetch",
+        "backward_prefetch_depth",
+        "cpu_offload",
+    )
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A sharding strategy as FSDP2 has it."""
+
+    word: str
+    replicated: bool
+    """NO_SHARD: DDP."""
+    hybrid: bool
+    reshard: bool | int
+    """After a group's forward: freed, kept, or kept sharded over so many ranks."""
+
+
+def sharding(options: ParallelConfig) -> Sharding:
+    """What `sharding_strategy` and `reshard_after_forward` say together; they are known not to contradict."""
+    reshard = options.reshard_after_forward
+    word = options.sharding_strategy or ("SHARD_GRAD_OP" if reshard is False else "FULL_SHARD")
+    default = word not in KEEPING
+    return Sharding(word, word == "NO_SHARD", word in HYBRID, default if reshard is None else reshard)
+
+
+def backend_of(config: Config, world_size: int) -> str:
+    """The backend for so many ranks; `pytorch` also where it is asked of several, which has an error of its own."""
+    name = config.target.train_backend
+    if name == "auto":
+        name = "pytorch" if world_size == 1 else "fsdp"
+    return "ddp" if name == "fsdp" and sharding(config.parallel).replicated else name
+
+
+def broken_rules(config: Config) -> Iterator[Broken]:
+    """The rules of the section that do not hold."""
+    yield from _refused(config.parallel)
+    yield from _contradictions(config.parallel)
+    if config.parallel.state_dict_type == "FULL_STATE_DICT" and not config.run.export:
+        yield Broken(
+            "parallel.state_dict_type",
+            "parallel.state_dict_type is FULL_STATE_DICT, the whole state in one piece, but run.export is false",
+            "set run.export=true, which writes it, or drop state_dict_type: sharded checkpoints load anywhere",
+            ("run.export",),
+        )
+    world_size = gpu_count(config.target.gpu_ranks) if config.target.gpu_ranks else 1
+    if backend_of(config, world_size) == "fsdp":
+        yield from _sizes(config.parallel, world_size)
+
+
+def _refused(options: ParallelConfig) -> Iterator[Broken]:
+    """What FSDP2 cannot do."""
+    depth = "to gather further ahead set parallel.backward_prefetch_depth=2"
+    if options.backward_prefetch == "BACKWARD_POST":
+        message = (
+            "parallel.backward_prefetch is BACKWARD_POST: FSDP2 has none, and FSDP1's was wrong for nested modules"
+        )
+        yield Broken("parallel.backward_prefetch", message, f"drop it: BACKWARD_PRE is built in; {depth}")
+    elif options.backward_prefetch in ("NONE", "NO_PREFETCH"):
+        message = f"parallel.backward_prefetch is {options.backward_prefetch}: FSDP2 gathers one group ahead always"
+        yield Broken("parallel.backward_prefetch", message, f"drop it; {depth}")
+    if options.limit_all_gathers is False:
+        message = "parallel.limit_all_gathers is false: FSDP2 frees memory in a fixed order and has no such choice"
+        hint = "drop it; to gather further ahead set parallel.forward_prefetch and backward_prefetch_depth"
+        yield Broken("parallel.limit_all_gathers", message, hint)
+    if options.buffer_dtype != "fp32":
+        message = (
+            f"parallel.buffer_dtype is {options.buffer_dtype}: the rotary frequencies stay fp32, less loses positions"
+        )
+        yield Broken("parallel.buffer_dtype", message, "drop it")
+    if options.state_dict_type == "LOCAL_STATE_DICT":
+        message = (
+            "parallel.state_dict_type is LOCAL_STATE_DICT: it loads at one number of ranks only, and FSDP2 has none"
+        )
+        yield Broken("parallel.state_dict_type", message, "use SHARDED_STATE_DICT")
+
+
+def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
+    word, reshard = options.sharding_strategy, options.reshard_after_forward
+    if word is not None and reshard is not None:
+        shown = str(reshard).lower()
+        both = f"{STRATEGY} is {word}, but {RESHARD} is {shown}"
+        if word == "NO_SHARD":
+            yield Broken(RESHARD, f"{both}: nothing is sharded", f"drop {RESHARD}", (STRATEGY,))
+        elif (word in KEEPING) != (reshard is False):
+            meant = (
+                "keeps gathered parameters until the backward" if word in KEEPING else "frees them after the forward"
+            )
+            yield Broken(RESHARD, f"{both}: {word} {meant}", "keep one of the two", (STRATEGY,))
+    if options.dp_replicate is not None and word not in HYBRID:
+        message = f"{REPLICAS} is {options.dp_replicate}, but {STRATEGY} is {word or 'not given'}"
+        yield Broken(REPLICAS, message, f"set {STRATEGY}=HYBRID_SHARD, or drop dp_replicate", (STRATEGY,))
+    if options.wrap_policy == "classes" and not options.wrap_classes:
+        message = "parallel.wrap_policy is classes, but parallel.wrap_classes is empty"
+        yield Broken(
+            "parallel.wrap_policy", message, "name them: parallel.wrap_classes=Block", ("parallel.wrap_classes",)
+        )
+
+
+def _sizes(options: ParallelConfig, world_size: int) -> Iterator[Broken]:
+    """How many ranks share what, against the ranks that there are."""
+    how, replicas = sharding(options), options.dp_replicate
+    if how.hybrid and replicas is None:
+        message = f"{STRATEGY} is {how.word}, and {REPLICAS} does not say how many replicas {world_size} rank(s) make"
+        yield Broken(REPLICAS, message, f"set {REPLICAS} to a divisor of {world_size}", (STRATEGY,))
+    elif how.hybrid and replicas is not None and world_size % replicas:
+        message = f"{REPLICAS} is {replicas}, which does not divide {world_size} ranks"
+        yield Broken(REPLICAS, message, f"use one of {_divisors(world_size)}", ("target.gpu_ranks",))
+    else:
+        shards = world_size // (replicas or 1)
+        yield from _smaller_group(how, shards)
+
+
+def _smaller_group(how: Sharding, shards: int) -> Iterator[Broken]:
+    if isinstance(how.reshard, bool):
+        return
+    possible = [size for size in _divisors(shards) if 1 < size < shards]
+    if how.reshard not in possible:
+        message = f"{RESHARD} is {how.reshard}, not a part of the {shards} rank(s) that share the parameters"
+        hint = f"use true, false or one of {possible}" if possible else "use true or false"
+        yield Broken(RESHARD, message, hint, ("target.gpu_ranks",))
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], str]]:
+    """Keys of the section that do nothing here, whatever they say, and why. `backend`: the one in use."""
+    options = config.parallel
+    if backend == "pytorch":
+        yield [STRATEGY, *FSDP_KEYS, "parallel.reduce_dtype", "parallel.sync_module_states"], " with pytorch"
+    elif backend == "ddp":
+        no_shard = options.sharding_strategy == "NO_SHARD"
+        yield [*([] if no_shard else [STRATEGY]), *FSDP_KEYS], " with ddp"
+    else:
+        if options.wrap_policy != "size":
+            yield ["parallel.min_num_params"], f", parallel.wrap_policy is {options.wrap_policy}"
+        if options.wrap_policy != "classes":
+            yield ["parallel.wrap_classes"], f", parallel.wrap_policy is {options.wrap_policy}"
+    if options.activation_checkpointing == "none":
+        yield ["parallel.checkpoint_every"], ", parallel.activation_checkpointing is none"
+    if config.model.init == "random" or config.model.name is None:
+        yield ["parallel.sync_module_states"], ", random weights follow from the seed on every rank"
+    yield ["parallel.backward_prefetch"], ", it is built in: the backward gathers one group ahead always"
+    yield ["parallel.limit_all_gathers"], ", it is built in: FSDP2 frees memory in a fixed order"
+    yield ["parallel.use_orig_params"], ", FSDP2 has no flat parameter and the mathematics is the same"
+    yield ["parallel.state_dict_type"], " on checkpoints, which are sharded always; the export is the whole state"

@@ -1,0 +1,177 @@
+"""A wrap plan as a value: what each group of parameters costs in bytes and traffic, and the plan in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIB = 2**20
+ROOT = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered in one collective and reduced in another."""
+
+    name: str
+    """Hugging Face's name of the module; empty: the root, which has what no other group has."""
+    params: int
+    trainable: int
+    local_params: int
+    """The largest share of one rank: the shards of a tensor are whole rows, and the first rank has most."""
+    local_trainable: int
+    local_bytes: int
+    gathered_bytes: int
+    """The gathered copy in the compute dtype; 0 where the stored parameters are used as they are."""
+    kept: bool | int
+    """After the forward: gathered until the backward (True), freed (False), or kept sharded over so many ranks."""
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """How a model is spread over the ranks, in numbers; sizes are of the rank that has most."""
+
+    backend: str
+    strategy: str
+    shards: int
+    """Ranks that share one copy of the parameters."""
+    replicas: int
+    """Copies."""
+    groups: tuple[Group, ...]
+    ignored: Group | None
+    """What `ignored_modules` leaves whole on every rank."""
+    compute_dtype: str
+    reduce_dtype: str
+    reduce_bytes: int
+    """Of one gradient entry in the reduction."""
+    forward_ahead: int
+    backward_ahead: int
+    offloaded: bool
+
+    @property
+    def all_groups(self) -> tuple[Group, ...]:
+        return self.groups if self.ignored is None else (*self.groups, self.ignored)
+
+    @property
+    def params(self) -> int:
+        return sum(group.params for group in self.all_groups)
+
+    @property
+    def local_params(self) -> int:
+        return sum(group.local_params for group in self.all_groups)
+
+    @property
+    def local_trainable(self) -> int:
+        return sum(group.local_trainable for group in self.all_groups)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the parameters that this rank stores."""
+        return sum(group.local_bytes for group in self.all_groups)
+
+    @property
+    def peak_gathered_bytes(self) -> int:
+        """Gathered copies alive at once: all that are kept, and of the freed ones those that are used or come next."""
+        freed = sorted((group.gathered_bytes for group in self.groups if group.kept is not True), reverse=True)
+        kept = sum(group.gathered_bytes // int(group.kept) for group in self.groups if group.kept)
+        return kept + sum(freed[: 1 + max(1, self.forward_ahead, self.backward_ahead)])
+
+    @property
+    def unsharded_grad_bytes(self) -> int:
+        """Whole gradients that wait between the micro-batches of a step, so that each is reduced once; 0 unsharded."""
+        if self.backend != "fsdp":
+            return 0
+        return self.reduce_bytes * sum(group.trainable for group in self.groups)
+
+    @property
+    def gather_bytes_per_micro_batch(self) -> float:
+        """Bytes that a rank receives to gather parameters, forward and backward."""
+        return sum(group.gathered_bytes * _passes(group.kept, self.shards) for group in self.groups)
+
+    @property
+    def reduce_bytes_per_step(self) -> float:
+        """Bytes that a rank sends to reduce gradients once: scatter within a copy, sum over copies (rings)."""
+        ranks = self.shards * self.replicas
+        scattered = sum(group.trainable for group in self.groups) * _others(self.shards)
+        summed = 2 * sum(group.local_trainable for group in self.groups) * _others(self.replicas)
+        whole = 2 * (self.ignored.trainable if self.ignored else 0) * _others(ranks)
+        return self.reduce_bytes * (scattered + summed + whole)
+
+    def render(self) -> list[str]:
+        """The plan in a few lines."""
+        lines = [self._what(), *self._group_lines(), self._bytes()]
+        if self.shards * self.replicas > 1:
+            lines.append(self._traffic())
+        if self.unsharded_grad_bytes:
+            size = self.unsharded_grad_bytes / MIB
+            lines.append(f"with several micro-batches a step, whole gradients wait between them: {size:.1f} MiB")
+        return lines
+
+    def _what(self) -> str:
+        ranks = self.shards * self.replicas
+        how = f"{self.backend} {self.strategy}".strip()
+        mesh = (
+            f" as {self.replicas} replicas x {self.shards} shards"
+            if self.backend == "fsdp" and self.replicas > 1
+            else ""
+        )
+        reduced = f", gradients summed in {self.reduce_dtype}" if ranks > 1 or self.backend != "pytorch" else ""
+        ahead = ""
+        if self.backend == "fsdp" and (self.forward_ahead, self.backward_ahead) != (0, 1):
+            ahead = f", gathered ahead: {self.forward_ahead} forward, {self.backward_ahead} backward"
+        dtypes = f"products in {self.compute_dtype}{reduced}"
+        return f"{how}, {ranks} rank(s){mesh}: {self.params:,} parameters, {dtypes}{ahead}"
+
+    def _group_lines(self) -> Iterator[str]:
+        if self.backend == "fsdp":
+            for names, group in _alike(self.groups):
+                yield f"  {names} of {group.params:,} parameters, {_after(group.kept)}"
+        if self.ignored is not None:
+            yield f"  {self.ignored.name}: {self.ignored.params:,} parameters, whole on every rank"
+
+    def _bytes(self) -> str:
+        stored, grads = self.local_bytes / MIB, 4 * self.local_trainable / MIB
+        where = "on the CPU" if self.offloaded else "this rank"
+        gathered = f", gathered at once {self.peak_gathered_bytes / MIB:.1f} MiB" if self.peak_gathered_bytes else ""
+        note = "; nothing is sharded: FULL_SHARD needs less" if self.strategy == "(NO_SHARD)" else ""
+        return (
+            f"{where}: {self.local_params:,} parameters, {stored:.1f} MiB, gradients {grads:.1f} MiB,"
+            f" AdamW state {2 * grads:.1f} MiB{gathered}{note}"
+        )
+
+    def _traffic(self) -> str:
+        gathers, reduces = self.gather_bytes_per_micro_batch / MIB, self.reduce_bytes_per_step / MIB
+        gathered = f"{gathers:.1f} MiB gathered a micro-batch, " if gathers else ""
+        return f"traffic of a rank: {gathered}{reduces:.1f} MiB reduced a step"
+
+
+def _others(ranks: int) -> float:
+    """The part of a tensor that the other ranks of a ring hold."""
+    return (ranks - 1) / ranks
+
+
+def _passes(kept: bool | int, shards: int) -> float:
+    """How often a micro-batch brings the other ranks' part of a group: forward, and backward unless it was kept."""
+    forward = _others(shards)
+    if kept is True:
+        return forward
+    return 2 * forward if kept is False else forward + _others(kept)
+
+
+def _after(kept: bool | int) -> str:
+    if kept is True:
+        return "kept after forward"
+    return "freed after forward" if kept is False else f"kept over {kept} ranks after forward"
+
+
+def _alike(groups: tuple[Group, ...]) -> Iterator[tuple[str, Group]]:
+    """Groups of the same kind, size and fate together: `model.layers.*: 28 groups`; the root last."""
+    kinds: dict[tuple[str, int, bool | int], list[Group]] = {}
+    for group in groups:
+        kinds.setdefault((re.sub(r"\d+", "*", group.name), group.params, group.kept), []).append(group)
+    for (name, *_), alike in kinds.items():
+        if name == ROOT:
+            yield "root: a group", alike[0]
+        else:
+            yield (f"{name}: {len(alike)} groups" if len(alike) > 1 else f"{alike[0].name}: a group"), alike[0]

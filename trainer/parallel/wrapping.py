@@ -1,0 +1,164 @@
+"""Which parameters are stored, gathered and reduced together. Pure.
+
+The plan is made from a model on the meta device, so that `--inspect` can show it for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from math import ceil
+
+import torch
+from torch import nn
+
+from trainer.config_parallel import Sharding, backend_of, sharding
+from trainer.errors import ConfigError
+from trainer.models.decoder import Decoder
+from trainer.parallel.plan import ROOT, Group, WrapPlan
+from trainer.parallel.tensors import DTYPES
+from trainer.schema import Config, ParallelConfig
+
+HF_FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+HF_CLASSES = {"DecoderLayer": "Block", "Attention": "Attention", "MLP": "MLP", "RMSNorm": "RMSNorm"}
+
+
+def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan:
+    """The plan for a model, as configured, on so many ranks.
+
+    Raises ConfigError where `parallel` names classes or modules that the model has not, or asks for groups so large
+    that there is none.
+    """
+    options, backend = config.parallel, backend_of(config, world_size)
+    how = sharding(options)
+    replicas = {"pytorch": 1, "ddp": world_size}.get(backend, (options.dp_replicate or 1) if how.hybrid else 1)
+    planner = _Planner(decoder, options, shards=world_size // replicas, dtype=DTYPES[config.train.precision])
+    fsdp = backend == "fsdp"
+    return WrapPlan(
+        backend=backend,
+        strategy=how.word if fsdp else "(NO_SHARD)" if how.replicated and backend == "ddp" else "",
+        shards=planner.shards,
+        replicas=replicas,
+        groups=planner.groups(how) if fsdp else (planner.whole(),),
+        ignored=planner.ignored_group() if fsdp else None,
+        compute_dtype=config.train.precision,
+        reduce_dtype=options.reduce_dtype,
+        reduce_bytes=DTYPES[options.reduce_dtype].itemsize,
+        forward_ahead=int(options.forward_prefetch) if fsdp else 0,
+        backward_ahead=options.backward_prefetch_depth if fsdp else 0,
+        offloaded=options.cpu_offload and fsdp,
+    )
+
+
+def ignored_names(decoder: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """The modules that the patterns name. Raises ConfigError for a pattern that names none."""
+    names = [name for name, _ in decoder.named_modules() if name]
+    found = []
+    for pattern in patterns:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            known = ", ".join(name for name in names if ".layers.1" not in name)[:300]
+            raise ConfigError(
+                f"parallel.ignored_modules names {pattern!r}, no module of this model", hint=f"known: {known}"
+            )
+        found += matching
+    return list(dict.fromkeys(found))
+
+
+class _Planner:
+    """Chooses the groups of one model and measures them."""
+
+    def __init__(self, decoder: Decoder, options: ParallelConfig, *, shards: int, dtype: torch.dtype) -> None:
+        self.decoder, self.options, self.shards, self.dtype = decoder, options, shards, dtype
+        fixed = {decoder.model, decoder.blocks, getattr(decoder, "lm_head", None)}
+        if decoder.shape.tie_embeddings:
+            fixed.add(decoder.model.embed_tokens)  # the head uses it after the embedding's group would be freed
+        self.wrappable = {name: m for name, m in decoder.named_modules() if name and m not in fixed}
+
+    def groups(self, how: Sharding) -> tuple[Group, ...]:
+        """The chosen modules bottom-up, then the root; without groups that have no parameter."""
+        taken = {id(p) for p in self._ignored()}
+        kept = how.reshard if not isinstance(how.reshard, bool) else not how.reshard
+        found = []
+        for name in [*sorted(self._chosen(), key=lambda name: -name.count(".")), ROOT]:
+            own = [p for p in self.decoder.get_submodule(name).parameters() if id(p) not in taken]
+            taken |= {id(p) for p in own}
+            if own or name == ROOT:
+                found.append(self._measure(name, own, kept=True if name == ROOT else kept))
+        return tuple(found)
+
+    def whole(self) -> Group:
+        """The model in one piece, used as it is stored."""
+        return self._measure(ROOT, list(self.decoder.parameters()), shards=1, gathered=False)
+
+    def ignored_group(self) -> Group | None:
+        own = self._ignored()
+        return self._measure(", ".join(self.options.ignored_modules), own, shards=1, gathered=False) if own else None
+
+    def _ignored(self) -> list[nn.Parameter]:
+        names = ignored_names(self.decoder, self.options.ignored_modules)
+        return list(dict.fromkeys(p for name in names for p in self.decoder.get_submodule(name).parameters()))
+
+    def _chosen(self) -> list[str]:
+        policy = self.options.wrap_policy
+        if policy == "size":
+            return self._by_size()
+        classes = {"Block"} if policy == "transformer" else self._classes()
+        return [name for name, module in self.wrappable.items() if type(module).__name__ in classes]
+
+    def _classes(self) -> set[str]:
+        present = {type(module).__name__ for module in self.wrappable.values()}
+        family = HF_FAMILIES[self.decoder.shape.family]
+        known = {name: name for name in present}
+        known |= {f"{family}{theirs}": ours for theirs, ours in HF_CLASSES.items() if ours in present}
+        unknown = [name for name in self.options.wrap_classes if name not in known]
+        if unknown:
+            message = f"parallel.wrap_classes names {', '.join(unknown)}, no class of this model that can be a group"
+            raise ConfigError(message, hint=f"known: {', '.join(sorted(known))}")
+        return {known[name] for name in self.options.wrap_classes}
+
+    def _by_size(self) -> list[str]:
+        """FSDP1's rule: a module whose parameters in no group below it are at least `min_num_params` is a group."""
+        least, chosen, rest = self.options.min_num_params, [], {}
+        for name, module in reversed(list(self.decoder.named_modules())):  # children before what they belong to
+            own = sum(p.numel() for p in module.parameters(recurse=False))
+            below = sum(rest[f"{name}.{child}" if name else child] for child, _ in module.named_children())
+            rest[name] = own + below
+            if name in self.wrappable and rest[name] >= least:
+                chosen.append(name)
+                rest[name] = 0
+        if not chosen:
+            largest = max(sum(p.numel() for p in module.parameters()) for module in self.wrappable.values())
+            message = (
+                f"parallel.min_num_params is {least:,}, and the largest module that can be a group has {largest:,}"
+            )
+            raise ConfigError(message, hint=f"set it to at most {largest}, or use parallel.wrap_policy=transformer")
+        return chosen
+
+    def _measure(
+        self,
+        name: str,
+        own: list[nn.Parameter],
+        *,
+        kept: bool | int = True,
+        shards: int | None = None,
+        gathered: bool = True,
+    ) -> Group:
+        ranks = self.shards if shards is None else shards
+        local = [_largest_share(p, ranks) for p in own]
+        trainable = [p.requires_grad for p in own]
+        return Group(
+            name=name,
+            params=sum(p.numel() for p in own),
+            trainable=sum(p.numel() for p in own if p.requires_grad),
+            local_params=sum(local),
+            local_trainable=sum(size for size, trains in zip(local, trainable, strict=True) if trains),
+            local_bytes=sum(size * p.element_size() for size, p in zip(local, own, strict=True)),
+            gathered_bytes=sum(p.numel() for p in own) * self.dtype.itemsize if gathered else 0,
+            kept=kept,
+        )
+
+
+def _largest_share(parameter: nn.Parameter, ranks: int) -> int:
+    rows = parameter.shape[0]
+    return ceil(rows / ranks) * (parameter.numel() // rows) if rows else 0
