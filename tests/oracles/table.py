@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.oracles import chat, curve, decoder, flops, loop, losses, optim, resume
+from tests.oracles import chat, curve, decoder, flops, loop, lora, losses, optim, resume
 from tests.oracles.measure import Oracle
 
 ORACLES: list[Oracle] = [
@@ -11,6 +11,7 @@ ORACLES: list[Oracle] = [
     *chat.ORACLES,
     *loop.ORACLES,
     *curve.ORACLES,
+    *lora.ORACLES,
     *optim.ORACLES,
     *resume.ORACLES,
     *flops.ORACLES,
