@@ -32,11 +32,13 @@ _PRELOAD = [
 ]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, grace_s: float = 5
+) -> list[Any]:
     """What `fn(dist, *args)` returned on each rank, in rank order.
 
     `fn` must be a function of a module's top level; arguments and results go through torch.save. The first failure of
-    any rank ends them all and is raised here with that rank's traceback.
+    any rank ends them all, `grace_s` later, and is raised here with that rank's traceback.
     """
     os.environ.update({name: value for name, value in _ENV.items() if name not in os.environ})
     context = multiprocessing.get_context("forkserver")
@@ -57,7 +59,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         try:
             return _collect(readers, timeout_s)
         finally:
-            _end(processes)
+            _end(processes, grace_s)
 
 
 def _rank_main(
@@ -99,9 +101,9 @@ def _receive(reader: Connection, rank: int) -> Any:
     return _unpack(value)
 
 
-def _end(processes: list[BaseProcess]) -> None:
+def _end(processes: list[BaseProcess], grace_s: float) -> None:
     """Give the ranks a moment to leave their process group, then kill what remains."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + grace_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
