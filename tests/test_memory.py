@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny import packed_batch, tiny_decoder, tiny_shape
+from tests.tiny import packed_batch, tiny_shape
+from trainer.building import build_decoder, fill_weights
 from trainer.config import config_from_dict
 from trainer.dist import Dist
 from trainer.losses import sft_loss
@@ -79,15 +80,27 @@ def test_forwards_of_a_step_follow_from_the_global_batch(total, world_size, forw
     assert micro_batches(config_of(train={"global_batch_size": total}), world_size) == forwards
 
 
-def test_part_that_trains_has_gradients_and_state_and_the_rest_has_not():
-    shape = tiny_shape()
-    whole = estimate_memory(shape, config_of(), world_size=1)
-    half = estimate_memory(shape, config_of(), world_size=1, trainable_params=shape.num_params // 2)
-    assert (half.parameters, half.gradients, half.optimizer) == (
-        whole.parameters,
-        whole.gradients // 2,
-        whole.optimizer // 2,
+def test_adapters_alone_have_gradients_and_state_and_the_base_is_stored_in_bf16():
+    estimate = estimate_memory(tiny_shape(), config_of(lora={"rank": 2}, train={"precision": "bf16"}), world_size=1)
+    # per block 2 rows and columns for q (32 + 32), k and v (32 + 16), o (32 + 32), gate, up and down (32 + 48)
+    adapters = 2 * 2 * (64 + 2 * 48 + 64 + 3 * 80)
+    assert (estimate.gradients, estimate.optimizer) == (4 * adapters, 8 * adapters)
+    assert estimate.parameters == 2 * tiny_shape().num_params + 4 * adapters
+
+
+def test_offloaded_run_holds_no_parameters_and_no_state_on_the_device():
+    config = config_of(target={"train_backend": "fsdp"}, parallel={"cpu_offload": True})
+    estimate = estimate_memory(tiny_shape(), config, world_size=1)
+    assert (estimate.static, estimate.offloaded) == (0, 16 * tiny_shape().num_params)
+
+
+def test_8_bit_state_of_large_matrices_takes_a_quarter():
+    shape = tiny_shape(hidden_size=128, intermediate_size=128, vocab_size=1024, head_dim=32)
+    whole, low = (
+        estimate_memory(shape, config_of(optim={"optimizer": name}), world_size=1).optimizer
+        for name in ("adamw", "adamw8bit")
     )
+    assert 0.25 < low / whole < 0.27
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -95,9 +108,11 @@ def test_part_that_trains_has_gradients_and_state_and_the_rest_has_not():
 
 def saved_bytes(config: Config, **shape: Any) -> int:
     """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
-    decoder = tiny_decoder(**shape)
-    decoder.compute_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+    decoder = build_decoder(config, tiny_shape(**shape))
     recompute_blocks(decoder, config.parallel.activation_checkpointing, config.parallel.checkpoint_every)
+    decoder.to_empty(device="cpu")
+    decoder.reset_buffers(torch.device("cpu"))
+    fill_weights(config, decoder, None)
     weights = {tuple(p.shape) for p in decoder.parameters()}
     weights |= {tuple(reversed(size)) for size in weights}
     held: dict[int, torch.Tensor] = {p.data_ptr(): torch.empty(0) for p in decoder.parameters()}
@@ -120,6 +135,22 @@ def saved_bytes(config: Config, **shape: Any) -> int:
 def test_activations_are_what_autograd_saves_within_10_percent(family, packing, precision):
     config = config_of(data={"packing": packing}, train={"precision": precision})
     shape = {"family": family, "num_layers": 4, "hidden_size": 48, "head_dim": 12, "intermediate_size": 80}
+    estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
+    assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"lora": {"rank": 4}},
+        {"lora": {"rank": 4, "dropout": 0.1}},
+        {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}},
+        {"model": {"freeze": ["model.embed_tokens.*", "model.layers.[01].*"]}},
+    ],
+    ids=["lora", "dropout", "q and v", "lower blocks frozen"],
+)
+def test_activations_of_what_trains_in_part_are_within_10_percent(part):
+    config, shape = config_of(**part), {"num_layers": 4, "hidden_size": 48}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
 
