@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.reference import save_hf
 from tests.ranks import run_ranks
@@ -106,18 +105,6 @@ def assert_same_grads(got: dict[str, Tensor], want: dict[str, Tensor], tolerance
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_gradients_are_the_sum_on_any_number_of_ranks_and_micro_batches(backend, tied):
-    shape = tiny_shape(tie_embeddings=tied)
-    ((loss, grads),) = loss_and_grads(ALONE, config("pytorch"), shape, [1])
-    for world_size in (1, 2):
-        for results in run_ranks(loss_and_grads, world_size, config(backend), shape, [1, 2, 4]):
-            for got_loss, got_grads in results:
-                assert got_loss == pytest.approx(loss, rel=1e-6)
-                assert_same_grads(got_grads, grads, 1e-6)
-
-
 @pytest.mark.parametrize(
     ("backend", "world_size", "options"),
     [
@@ -183,41 +170,6 @@ def test_bf16_gradients_are_off_by_the_same_error_on_every_backend(backend, worl
     for name, grad in got.items():
         error, reference = (grad - exact[name]).norm(), (single[name] - exact[name]).norm()
         assert 0 < error <= 2 * reference, name
-
-
-def with_an_empty_rank(dist: Dist, cfg: Config) -> tuple[float, dict]:
-    """Rank 0 has all rows, the others a batch without targets."""
-    backend, module = prepared(dist, cfg, tiny_shape())
-    batch = packed_batch(ROWS if dist.is_main else [[1], [1, 1]], length=24)
-    return backward(backend, module, [batch]), full_grads(module)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_a_rank_without_targets_adds_zero_and_does_not_hang(backend):
-    ((_, grads),) = loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])
-    (_, got), (empty_loss, _) = run_ranks(with_an_empty_rank, 2, config(backend))
-    assert empty_loss == 0.0
-    assert_same_grads(got, grads, 1e-6)
-
-
-class CountReductions(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "reduce" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def count_reductions(dist: Dist, cfg: Config) -> int:
-    backend, module = prepared(dist, cfg, tiny_shape())
-    backward(backend, module, micro_batches(dist, 1))
-    with CountReductions() as reductions:
-        backward(backend, module, micro_batches(dist, 4))
-    return reductions.count
-
-
-def test_fsdp_reduces_each_group_once_a_step_however_many_micro_batches():
-    assert run_ranks(count_reductions, 2, config("fsdp")) == [3, 3]  # two blocks and the root
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
