@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
+from tests.test_checkpoint import save
 from tests.test_models import save_hf
 from tests.test_parallel import (
     ROWS,
@@ -28,13 +29,13 @@ from tests.test_parallel import (
 )
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.building import build_decoder
-from trainer.checkpoint import loading, writing
+from trainer.checkpoint import loading
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.losses import sft_loss
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import load_pretrained, named_weights
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
@@ -372,7 +373,7 @@ def step_and_save(dist: Dist, options: dict[str, Any], shape: DecoderShape, fold
     backend, module = prepared(dist, cfg, shape)
     optimizer = build_optimizer(module, cfg.optim)
     one_step(backend, module, optimizer, dist)
-    writing.save(folder, 1, module, optimizer, {}, dist)
+    save(folder, 1, module, optimizer, {}, dist)
     return one_step(backend, module, optimizer, dist)
 
 
