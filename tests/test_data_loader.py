@@ -14,6 +14,7 @@ from tests.test_models import from_folder, save_hf
 from tests.tiny import tiny_shape
 from trainer.batch import Batch
 from trainer.data.documents import read_rows
+from trainer.data.encoding import RowEncoder
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import DataError
@@ -259,10 +260,15 @@ def test_template_that_trains_no_end_token_is_noted(rows_file, tmp_path):
     assert load(make_config(rows_file)).report.notes == []
 
 
-def test_processes_tokenize_to_the_same_rows(tmp_path):
-    config = Config(data=DataConfig(max_train_rows=300, max_eval_rows=4))
-    parallel = replace(config, data=replace(config.data, workers=2))
-    assert load(parallel).train.fingerprint() == load(config).train.fingerprint()
+def test_processes_tokenize_to_the_same_rows_however_often_they_are_asked():
+    config = Config(data=DataConfig(max_train_rows=300, eval_fraction=0.0))
+    tokenizer, rows = load_tokenizer(config), list(read_rows(config))
+    alone = RowEncoder(tokenizer, config.data)
+    several = RowEncoder(tokenizer, replace(config.data, workers=2))
+    expected = [(row.key, row.document.id, row.document.ids.tolist()) for row in alone.encode(rows)]
+    for _ in range(2):
+        assert [(row.key, row.document.id, row.document.ids.tolist()) for row in several.encode(rows)] == expected
+    several.close()
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

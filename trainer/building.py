@@ -139,10 +139,14 @@ def tell_plan(train: Run) -> None:
     resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     size = f"{loader.global_batch_size} rows {row}"
-    plan = f"{loader.total_steps} steps of {size}, {loader.steps_per_epoch:.1f} steps an epoch"
+    plan = f"{loader.total_steps} steps of {size}, {_epoch_text(loader.steps_per_epoch)}"
     rates = [*render_groups(train.optimizer), *render_lr_scaling(config.optim, loader.global_batch_size)]
     for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), *rates, plan, *resumed]:
         train.log.note(line)
+
+
+def _epoch_text(steps: float | None) -> str:
+    return "the length of an epoch is not known" if steps is None else f"{steps:.1f} steps an epoch"
 
 
 def flops_per_token(shape: DecoderShape, config: Config) -> float:

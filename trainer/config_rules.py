@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainer import config_parallel
 from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_effect
 from trainer.config_broken import Broken
+from trainer.config_data import data_rules, data_without_effect
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
 from trainer.config_optim import groups_rules, lora_rules, optim_without_effect
 from trainer.config_saving import best_rules, saving_without_effect
 from trainer.errors import ConfigError
-from trainer.schema import AUTO_GPUS, Config, ModelConfig, SourceConfig, as_sources, gpu_count
+from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
@@ -65,6 +66,7 @@ LIMITS = {
     "data.max_train_rows": AT_LEAST_1,
     "data.max_eval_rows": AT_LEAST_1,
     "data.workers": AT_LEAST_0,
+    "data.stream_window": AT_LEAST_1,
     "optim.learning_rate": ABOVE_0,
     "optim.min_learning_rate": AT_LEAST_0,
     "optim.warmup_steps": AT_LEAST_0,
@@ -133,7 +135,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _environment,
         _script,
         _model,
-        _data,
+        data_rules,
         _length,
         _batch,
         micro_batch_tokens_rules,
@@ -282,35 +284,6 @@ def _model(config: Config) -> Iterator[Broken]:
         )
 
 
-def _data(config: Config) -> Iterator[Broken]:
-    if not config.data.train:
-        yield Broken("data.train", "data.train is empty", "name a JSONL or Parquet file or a dataset")
-    yield from _sources("data.train", config.data.train)
-    yield from _sources("data.eval", config.data.eval)
-
-
-def _sources(key: str, entries: Sequence[str | SourceConfig]) -> Iterator[Broken]:
-    sources = as_sources(entries)
-    weights = [source.weight for source in sources]
-    for index, source in enumerate(sources):
-        for name, limit in (("weight", ABOVE_0), ("repeat", ABOVE_0), ("limit", AT_LEAST_1)):
-            value = getattr(source, name)
-            if value is not None and not limit.holds(value):
-                yield Broken(f"{key}[{index}].{name}", f"{key}[{index}].{name} is {value}, must be {limit.words}")
-        if source.weight is not None and source.repeat != 1.0:
-            message = f"{key}[{index}] has weight {source.weight:g} and repeat {source.repeat:g}"
-            yield Broken(f"{key}[{index}].repeat", message, "weights decide how often a row comes; keep one of them")
-    if any(weights) and key == "data.eval":
-        yield Broken(
-            key, f"{key} has weights, and an evaluation has no mixture", "use limit to look at less of a source"
-        )
-    elif any(weights) and None in weights:
-        index = weights.index(None)
-        yield Broken(
-            f"{key}[{index}]", f"{key}[{index}] has no weight and others have", "give all sources a weight or none"
-        )
-
-
 def _length(config: Config) -> Iterator[Broken]:
     t = config.train
     if t.steps is not None and t.epochs is not None:
@@ -411,6 +384,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     yield from _watching_without_effect(config)
     yield from optim_without_effect(config)
     yield from saving_without_effect(config)
+    yield from data_without_effect(config)
     if not deployed:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"

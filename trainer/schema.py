@@ -188,6 +188,10 @@ class DataConfig:
     """A new order of the rows in every epoch, by train.seed; false: as read."""
     workers: int = 0
     """Processes that tokenize the data at the start; 0: the training process does it."""
+    streaming: bool = False
+    """Begin after the first window instead of reading everything first; each rank reads, needs `train.steps`."""
+    stream_window: int = 4096
+    """Conversations that are shuffled and packed together when streaming; two windows are held in memory."""
 
 
 @dataclass(frozen=True)

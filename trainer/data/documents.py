@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.data.chat import Encoded, special_ids
-from trainer.data.encoding import SourceRow
+from trainer.data.encoding import SourceRow, content_key, encode_rows
+from trainer.data.messages import Row
 from trainer.data.order import Mixture, epoch_documents
 from trainer.data.report import SourceShare, SplitReport, some
 from trainer.data.sources import HELD_OUT, STDLIB_DOCS, TRAIN, read_conversations
-from trainer.data.store import ListStore, RowTable, Selection, Store
+from trainer.data.store import ListStore, RowTable, Selection, Store, collect
 from trainer.errors import DataError
 from trainer.schema import Config, SourceConfig, as_sources
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SAMPLE_DOCS = 100
+KEYS = 2**64
+"""Content hashes are below it."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,33 @@ def _read_all(sources: Iterator[tuple[int, Source]], config: Config) -> Iterator
             held_out_share=data.eval_fraction,
         )
         yield from ((index, row) for row in rows)
+
+
+def read_stream_eval(config: Config, tokenizer: PreTrainedTokenizerFast) -> Documents:
+    """The documents of evaluation beside a stream: those of data.eval, or the first held-out ones of each source."""
+    store = ListStore()
+    rows = islice(_stream_eval_rows(config), config.data.max_eval_rows)
+    table = collect(encode_rows(rows, tokenizer, config.data), store, config.data)
+    return _documents("eval", store, table, np.arange(len(table.key)), config)
+
+
+def _stream_eval_rows(config: Config) -> Iterator[SourceRow]:
+    sources, limit = list(enumerate(list_sources(config))), config.data.max_eval_rows or 0
+    own = [(index, source) for index, source in sources if not source.held_out and held_out_share(config, source) > 0]
+    for number, pair in enumerate(own):
+        rows = ((index, row) for index, row in _read_all(iter([pair]), config) if is_held_out(row, config))
+        yield from islice(rows, (number + 1) * limit // len(own) - number * limit // len(own))
+    yield from _read_all((pair for pair in sources if pair[1].held_out), config)
+
+
+def held_out_share(config: Config, source: Source) -> float:
+    """The share of a training source that is held out by content; the built-in text holds out by itself."""
+    return 0.0 if config.data.eval or source.path.startswith("builtin:") else config.data.eval_fraction
+
+
+def is_held_out(row: Row, config: Config) -> bool:
+    """Whether a row of a stream belongs to the evaluation, when its source is held out by content."""
+    return content_key(row) < config.data.eval_fraction * KEYS
 
 
 # --- which rows are trained on and which are held out ----------------------------------------------------------------

@@ -35,17 +35,44 @@ class EncodedRow:
 SourceRow = tuple[int, Row]
 
 
+class RowEncoder:
+    """Encodes rows in order; by `data.workers` processes when there are any, which start with the first real work."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> None:
+        self._one = partial(_encode_row, tokenizer=tokenizer, loss_on=data.loss_on, system_prompt=data.system_prompt)
+        self._workers = data.workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def encode(self, rows: Iterable[SourceRow]) -> Iterator[EncodedRow]:
+        """Each row encoded, read as far ahead as the processes have work for."""
+        rows = iter(rows)
+        first = list(islice(rows, CHUNK_ROWS + 1)) if self._workers else []
+        rows = chain(first, rows)
+        if len(first) <= CHUNK_ROWS:
+            return map(self._one, rows)
+        if self._pool is None:
+            # spawned, not forked: the training process may have threads and a CUDA context
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                self._workers, mp_context=context, initializer=_start_worker, initargs=(self._one,)
+            )
+        return _encode_in_processes(rows, self._pool, ahead=2 * self._workers)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 def encode_rows(
     rows: Iterable[SourceRow], tokenizer: PreTrainedTokenizerFast, data: DataConfig
 ) -> Iterator[EncodedRow]:
-    """Each row encoded, in order; by `data.workers` processes when there are any and more than a chunk to do."""
-    one = partial(_encode_row, tokenizer=tokenizer, loss_on=data.loss_on, system_prompt=data.system_prompt)
-    rows = iter(rows)
-    first = list(islice(rows, CHUNK_ROWS + 1)) if data.workers else []
-    rows = chain(first, rows)
-    if len(first) <= CHUNK_ROWS:
-        return map(one, rows)
-    return _encode_in_processes(rows, one, data.workers)
+    """Each row encoded, in order."""
+    encoder = RowEncoder(tokenizer, data)
+    try:
+        yield from encoder.encode(rows)
+    finally:
+        encoder.close()
 
 
 def content_key(row: Row) -> int:
@@ -62,19 +89,13 @@ def _encode_row(
     return EncodedRow(source, content_key(row), document)
 
 
-def _encode_in_processes(rows: Iterator[SourceRow], one: partial[EncodedRow], workers: int) -> Iterator[EncodedRow]:
-    # spawned, not forked: the training process may have threads and a CUDA context
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(one,)) as pool:
-        waiting: deque[Future[list[EncodedRow]]] = deque()
-        try:
-            while (chunk := list(islice(rows, CHUNK_ROWS))) or waiting:
-                if chunk:
-                    waiting.append(pool.submit(_encode_in_worker, chunk))
-                if len(waiting) > 2 * workers or not chunk:
-                    yield from waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def _encode_in_processes(rows: Iterator[SourceRow], pool: ProcessPoolExecutor, *, ahead: int) -> Iterator[EncodedRow]:
+    waiting: deque[Future[list[EncodedRow]]] = deque()
+    while (chunk := list(islice(rows, CHUNK_ROWS))) or waiting:
+        if chunk:
+            waiting.append(pool.submit(_encode_in_worker, chunk))
+        if len(waiting) > ahead or not chunk:
+            yield from waiting.popleft().result()
 
 
 _worker: list[partial[EncodedRow]] = []  # set once in each tokenizing process

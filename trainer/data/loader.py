@@ -20,10 +20,20 @@ from trainer.batch import Batch
 from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
-from trainer.data.documents import Documents, check_documents, divide, overlap_note, trains_end_token
+from trainer.data.documents import (
+    Documents,
+    check_documents,
+    divide,
+    list_sources,
+    overlap_note,
+    read_stream_eval,
+    trains_end_token,
+)
 from trainer.data.order import epoch_documents, plan_epoch
 from trainer.data.packing import Plan, plan_rows
 from trainer.data.report import DataReport
+from trainer.data.steps import Loader, global_batch_size
+from trainer.data.streaming import StreamLoader
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.schema import Config
@@ -42,7 +52,7 @@ NO_END_TOKEN = (
 class Data:
     """All that a run trains and is judged on."""
 
-    train: TrainLoader
+    train: Loader
     eval: EvalSet
     report: DataReport
 
@@ -56,6 +66,8 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, 
     """
     started = time.perf_counter()
     check_template(tokenizer)
+    if config.data.streaming:
+        return _build_stream(config, dist, tokenizer, started)
     if run_dir is None:
         store, table = tokenize_in_memory(config, tokenizer)
     else:
@@ -74,6 +86,22 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, 
     return Data(train, evaluation, report)
 
 
+def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, started: float) -> Data:
+    """The first window and the held-out rows; every rank reads the stream for itself."""
+    held_out = read_stream_eval(config, tokenizer)
+    if config.data.eval or held_out.report.rows_read:
+        check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
+    pad_id = tokenizer.pad_token_id or 0
+    sources = [source for source in list_sources(config) if not source.held_out]
+    train = StreamLoader(sources, tokenizer, config=config, ranks=dist, pad_id=pad_id)
+    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
+    first = Documents.of(train.sample)
+    notes = [] if trains_end_token(first, tokenizer) else [NO_END_TOKEN]
+    held_out_report = held_out.report if len(held_out) else None
+    report = DataReport(train.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
+    return Data(train, evaluation, report)
+
+
 class TrainLoader:
     """`step_batches(step)`: this rank's micro-batches of an optimizer step, a pure function of the step.
 
@@ -88,7 +116,8 @@ class TrainLoader:
         self._rules = BatchRules.of(config)
         self._ranks = ranks
         self._pad_id = pad_id
-        self._epochs: list[Plan] = []
+        self._sizes: list[int] = []  # rows of each epoch
+        self._plans: dict[int, Plan] = {}  # the last two that were asked for
         self._planning = Lock()  # the caller and the thread both ask for epochs
         self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
@@ -100,7 +129,7 @@ class TrainLoader:
 
     @property
     def steps_per_epoch(self) -> float:
-        return len(self._epoch(0)) / self.global_batch_size
+        return self._size(0) / self.global_batch_size
 
     @property
     def total_steps(self) -> int:
@@ -112,7 +141,7 @@ class TrainLoader:
     def epoch_at(self, step: int) -> float:
         """Passes over the data that `step` steps make."""
         epoch, row = self._place(self._row_of(step))
-        return epoch + row / len(self._epoch(epoch))
+        return epoch + row / self._size(epoch)
 
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
@@ -190,26 +219,34 @@ class TrainLoader:
         """Rows of the whole run, one at least, when it is given in epochs; a part of one is rounded to whole rows."""
         epochs = self._config.train.epochs or 0.0
         whole = int(epochs)
-        rows = sum(len(self._epoch(epoch)) for epoch in range(whole))
-        return max(1, rows + round((epochs - whole) * len(self._epoch(whole)))) if epochs > whole else rows
+        rows = sum(self._size(epoch) for epoch in range(whole))
+        return max(1, rows + round((epochs - whole) * self._size(whole))) if epochs > whole else rows
 
     def _place(self, row: int) -> tuple[int, int]:
         """The epoch of a row of the endless sequence, and its place in that epoch."""
         epoch = 0
-        while row >= len(self._epoch(epoch)):
-            row -= len(self._epoch(epoch))
+        while row >= (size := self._size(epoch)):
+            row -= size
             epoch += 1
         return epoch, row
 
+    def _size(self, epoch: int) -> int:
+        """Rows of an epoch."""
+        while len(self._sizes) <= epoch:
+            self._epoch(len(self._sizes))
+        return self._sizes[epoch]
+
     def _epoch(self, epoch: int) -> Plan:
         with self._planning:
-            while len(self._epochs) <= epoch:
-                self._epochs.append(
-                    plan_epoch(
-                        self._lengths, epoch=len(self._epochs), config=self._config, mixture=self._documents.mixture
-                    )
-                )
-            return self._epochs[epoch]
+            if epoch not in self._plans:
+                if len(self._plans) == 2:
+                    del self._plans[min(self._plans)]
+                mixture = self._documents.mixture
+                plan = plan_epoch(self._lengths, epoch=epoch, config=self._config, mixture=mixture)
+                self._plans[epoch] = plan
+                if epoch == len(self._sizes):
+                    self._sizes.append(len(plan))
+            return self._plans[epoch]
 
 
 class EvalSet:
@@ -235,9 +272,3 @@ class EvalSet:
 
     def batches(self) -> list[Batch]:
         return self._batches
-
-
-def global_batch_size(config: Config, world_size: int) -> int:
-    """Rows per optimizer step over all ranks."""
-    train = config.train
-    return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size

@@ -126,8 +126,13 @@ def plan_epoch(lengths: Sequence[int], *, epoch: int, config: Config, mixture: M
     order = epoch_documents(mixture, epoch=epoch, seed=seed, shuffle=data.shuffle, random=random).tolist()
     if mixture.weighted:
         return _plan_in_proportion(lengths, order, random, config)
-    rows = plan_rows(lengths, order, seq_len=data.seq_len, packing=data.packing)
-    return _shuffled(rows, random) if data.shuffle else sorted(rows, key=min)
+    return lay_out(lengths, order, random, config)
+
+
+def lay_out(lengths: Sequence[int], order: list[int], random: np.random.RandomState, config: Config) -> Plan:
+    """The documents of `order` in rows, which `random` shuffles when the config wants it."""
+    rows = plan_rows(lengths, order, seq_len=config.data.seq_len, packing=config.data.packing)
+    return _shuffled(rows, random) if config.data.shuffle else sorted(rows, key=min)
 
 
 def _plan_in_proportion(

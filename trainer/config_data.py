@@ -1,0 +1,60 @@
+"""Rules of the keys that say what is read, how much of each source, and whether as a stream. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainer.config_broken import Broken
+from trainer.schema import Config, SourceConfig, as_sources
+
+
+def data_rules(config: Config) -> Iterator[Broken]:
+    """What holds of data.train and data.eval, and of a stream."""
+    if not config.data.train:
+        yield Broken("data.train", "data.train is empty", "name a JSONL or Parquet file or a dataset")
+    yield from _sources("data.train", config.data.train)
+    yield from _sources("data.eval", config.data.eval)
+    if config.data.streaming:
+        yield from _streaming(config)
+
+
+def _sources(key: str, entries: Sequence[str | SourceConfig]) -> Iterator[Broken]:
+    sources = as_sources(entries)
+    weights = [source.weight for source in sources]
+    for index, source in enumerate(sources):
+        place = f"{key}[{index}]"
+        for name, value in (("weight", source.weight), ("repeat", source.repeat)):
+            if value is not None and not value > 0:
+                yield Broken(f"{place}.{name}", f"{place}.{name} is {value}, must be more than 0")
+        if source.limit is not None and source.limit < 1:
+            yield Broken(f"{place}.limit", f"{place}.limit is {source.limit}, must be 1 or more")
+        if source.weight is not None and source.repeat != 1.0:
+            message = f"{place} has weight {source.weight:g} and repeat {source.repeat:g}"
+            yield Broken(f"{place}.repeat", message, "weights decide how often a row comes; keep one of them")
+    if any(weights) and key == "data.eval":
+        message = f"{key} has weights, and an evaluation has no mixture"
+        yield Broken(key, message, "use limit to look at less of a source")
+    elif any(weights) and None in weights:
+        place = f"{key}[{weights.index(None)}]"
+        yield Broken(place, f"{place} has no weight and others have", "give all sources a weight or none")
+
+
+def _streaming(config: Config) -> Iterator[Broken]:
+    data, key = config.data, "data.streaming"
+    if config.recipe != "sft":
+        yield Broken(key, f"{key} is true, and the recipe {config.recipe} reads no conversations")
+    if config.train.steps is None:
+        message = f"{key} is true, and nobody has counted an epoch's steps"
+        yield Broken(key, message, "set train.steps instead of train.epochs", ("train.epochs",))
+    if data.max_train_rows is not None:
+        message = f"data.max_train_rows is {data.max_train_rows}, which a stream ({key}) does not count"
+        yield Broken("data.max_train_rows", message, "give the sources a limit: {path, limit}", (key,))
+    if data.max_eval_rows is None and not data.eval and data.eval_fraction > 0:
+        message = f"data.max_eval_rows is null: with {key} all held-out rows would be looked for first"
+        yield Broken("data.max_eval_rows", message, "set it, or name data.eval", (key,))
+
+
+def data_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
+    """Keys that do nothing beside the others, whatever they say, and why."""
+    if not config.data.streaming:
+        yield ["data.stream_window"], ", data.streaming is false"

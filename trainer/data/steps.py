@@ -1,0 +1,47 @@
+"""What the loop asks of training data, whether it is all at hand or comes as a stream."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from trainer.batch import Batch
+from trainer.schema import Config
+
+
+class Loader(Protocol):
+    """Micro-batches by optimizer step, counted from 0; the same rows whatever ranks there are."""
+
+    global_batch_size: int
+    """Rows per step over all ranks."""
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Of the first epoch; None where nobody has counted it."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the data that `step` steps make."""
+
+    def step_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of `step`, equally many on every rank."""
+
+    def step_documents(self, step: int) -> list[list[str]]:
+        """The ids of the conversations in each row of a step, all ranks together."""
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The position after `step` steps, the same on every rank."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on at the position; DataError when it is one of other data."""
+
+    def fingerprint(self) -> str:
+        """Changes with the order or the content of the rows."""
+
+
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Rows per optimizer step over all ranks."""
+    train = config.train
+    return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size

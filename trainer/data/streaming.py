@@ -1,0 +1,182 @@
+"""Training on sources that are too large to be tokenized before the first step: a window of documents at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from trainer.batch import Batch
+from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share
+from trainer.data.chat import Encoded
+from trainer.data.documents import Source
+from trainer.data.report import SplitReport
+from trainer.data.steps import global_batch_size
+from trainer.data.tokenizer import tokenizer_hash
+from trainer.data.windows import Window, WindowMaker, WindowStart, first_window
+from trainer.errors import DataError
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class StreamLoader:
+    """As `TrainLoader`, but steps can be asked for in order only, and an epoch's length is not known.
+
+    Two windows are held in memory, the one that is trained on and the next, which a thread prepares.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        config: Config,
+        ranks: Ranks,
+        pad_id: int,
+        start: WindowStart | None = None,
+    ) -> None:
+        self._config, self._ranks, self._pad_id = config, ranks, pad_id
+        self._rules = BatchRules.of(config)
+        self._tokenizer_hash = tokenizer_hash(tokenizer)
+        self._maker = WindowMaker(config, sources, tokenizer)
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="windows")
+        self._laying = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._lock = Lock()  # the caller and the thread that lays out the next step both ask for rows
+        self._first_step, self._first_row = 0, 0
+        self._begin(start or first_window(sources))
+        self.global_batch_size = global_batch_size(config, ranks.world_size)
+        self.report = self._report()
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        return None
+
+    @property
+    def total_steps(self) -> int:
+        assert self._config.train.steps is not None, "a rule of the config"
+        return self._config.train.steps
+
+    def epoch_at(self, step: int) -> float:
+        """Whole passes over the data before the row that follows `step` steps, as far as is known; 0.0 with weights."""
+        place = bisect_right(self._borders, (self._row_of(step), math.inf))
+        return float(self._borders[max(0, place - 1)][1])
+
+    def step_batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of optimizer step `step`; the next step is laid out in a thread meanwhile."""
+        if self._ahead is not None and self._ahead[0] == step:
+            batches = self._ahead[1].result()
+        else:
+            batches = self._laying.submit(self._build_step, step).result()
+        if step + 1 < self.total_steps:
+            self._ahead = step + 1, self._laying.submit(self._build_step, step + 1)
+        return batches
+
+    def step_documents(self, step: int) -> list[list[str]]:
+        """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
+        return [[doc.id for doc in row] for row in self._rows_of(step)]
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """The position after `step` steps: the window it lies in, and the row."""
+        row = self._row_of(step)
+        window = self._start_of(row).to_dict()
+        return {"step": step, "row": row, "window": window, "fingerprint": self.fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on at the position, also with other ranks or another global batch; its window is tokenized again.
+
+        Raises DataError when sources, seed or lay-out differ from those of the position.
+        """
+        if state["fingerprint"] != self.fingerprint():
+            raise DataError(
+                "the checkpoint was made with another stream: files, tokenizer, template, a key of data or train.seed "
+                f"have changed (order {state['fingerprint']}, now {self.fingerprint()})",
+                hint="restore them, or start anew with train.resume=never",
+            )
+        self._first_step, self._first_row = int(state["step"]), int(state["row"])
+        self._begin(WindowStart.from_dict(state["window"]))
+
+    def fingerprint(self) -> str:
+        """Changes with the order of the rows, or with size or time of a file."""
+        data = self._config.data
+        keys = ("schema", "system_prompt", "loss_on", "seq_len", "overlong", "eval_fraction", "packing", "shuffle")
+        what = [self._maker.identities, self._tokenizer_hash, self._config.train.seed, data.stream_window, data.train]
+        text = json.dumps([what, {key: getattr(data, key) for key in keys}, bool(data.eval)], default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    # --- windows ---
+
+    def _begin(self, start: WindowStart) -> None:
+        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._windows: deque[Window] = deque()
+        self._borders: list[tuple[int, float]] = [(start.row, start.position.epoch)]  # first row, epoch
+        self._coming = self._reading.submit(self._maker.make, start)
+
+    def _build_step(self, step: int) -> list[Batch]:
+        return build_batches(self._rows_of(step), ranks=self._ranks, rules=self._rules, pad_id=self._pad_id)
+
+    def _row_of(self, step: int) -> int:
+        return self._first_row + (step - self._first_step) * self.global_batch_size
+
+    def _rows_of(self, step: int) -> list[list[Encoded]]:
+        begin = self._row_of(step)
+        with self._lock:
+            # the step before may still be asked for its position
+            while self._windows and self._windows[0].end_row <= begin - self.global_batch_size:
+                self._windows.popleft()
+            return [self._row(row) for row in range(begin, begin + self.global_batch_size)]
+
+    def _row(self, row: int) -> list[Encoded]:
+        window = self._window_of(row)
+        return [window.docs[index] for index in window.rows[row - window.start.row]]
+
+    def _window_of(self, row: int) -> Window:
+        while not self._windows or self._windows[-1].end_row <= row:
+            self._take_next()
+        found = next((window for window in self._windows if window.start.row <= row < window.end_row), None)
+        if found is None:
+            raise ValueError(f"row {row} lies before row {self._windows[0].start.row}, the first one still held")
+        return found
+
+    def _take_next(self) -> None:
+        window = self._coming.result()
+        self._coming = self._reading.submit(self._maker.make, window.next)
+        self._windows.append(window)
+        self._borders.append((window.end_row, window.next.position.epoch))
+        if self._ranks.rank == 0 and window.start.row > 0:  # the first one is in the report
+            for line in window.describe_losses():
+                print(f"train: window {window.start.number + 1} of epoch {window.start.position.epoch}: {line}")
+
+    def _start_of(self, row: int) -> WindowStart:
+        with self._lock:
+            return self._window_of(row).start
+
+    def _report(self) -> SplitReport:
+        with self._lock:
+            window = self._window_of(self._first_row)
+        lengths = [sum(len(window.docs[index].ids) for index in row) for row in window.rows]
+        padding = padding_share(
+            lengths, step_rows=self.global_batch_size, world_size=self._ranks.world_size, rules=self._rules
+        )
+        return SplitReport(
+            "train, first window of a stream",
+            rows_read=window.rows_read,
+            rows_kept=len(window.docs),
+            dropped=window.dropped,
+            tokens=window.tokens,
+            target_tokens=sum(doc.num_targets for doc in window.docs),
+            packed_rows=len(window.rows),
+            padding_share=padding,
+        )
+
+    @property
+    def sample(self) -> list[Encoded]:
+        """Documents of the first window."""
+        with self._lock:
+            return self._window_of(self._first_row).docs

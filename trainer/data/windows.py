@@ -1,0 +1,159 @@
+"""A stream of rows becomes windows of documents, each tokenized, shuffled and packed by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.chat import Encoded
+from trainer.data.documents import Source
+from trainer.data.encoding import RowEncoder
+from trainer.data.order import generator, lay_out
+from trainer.data.packing import Plan
+from trainer.data.report import some
+from trainer.data.sources import identify
+from trainer.data.store import fit
+from trainer.data.stream import Position, StreamRow, stream_rows
+from trainer.errors import DataError
+from trainer.schema import Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+EMPTY_WINDOWS = 20
+"""Windows' worth of rows without one that can be used are no data."""
+
+
+@dataclass(frozen=True)
+class WindowStart:
+    """Where a window begins: `number` within its epoch, `row` in the endless sequence of the run's rows."""
+
+    number: int
+    row: int
+    position: Position
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> WindowStart:
+        position = state["position"]
+        records, taken = tuple(position["records"]), tuple(position["taken"])
+        return cls(state["number"], state["row"], Position(position["epoch"], position["turn"], records, taken))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Documents in the order of the stream, their rows, and what was left out on the way."""
+
+    start: WindowStart
+    docs: list[Encoded]
+    rows: Plan
+    next: WindowStart
+    rows_read: int
+    truncated: int
+    dropped: dict[str, list[str]]
+
+    @property
+    def end_row(self) -> int:
+        return self.next.row
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(doc.ids) for doc in self.docs)
+
+    def describe_losses(self) -> list[str]:
+        """A line for each reason for which rows were dropped."""
+        return [f"{len(ids):,} dropped, {reason}: {some(ids)}" for reason, ids in self.dropped.items()]
+
+
+class WindowMaker:
+    """Makes windows one after another; for another start than the end of the last one it reads anew.
+
+    Raises DataError when a file is not the one any more that the run began with.
+    """
+
+    def __init__(self, config: Config, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast) -> None:
+        self._config = config
+        self._sources = sources
+        self._encoder = RowEncoder(tokenizer, config.data)
+        self._identities = [identify(source.path, source.split) for source in sources]
+        self._patience = EMPTY_WINDOWS * config.data.stream_window
+        self._stream: Iterator[StreamRow] = iter(())
+        self._at: Position | None = None
+
+    @property
+    def identities(self) -> list[Any]:
+        """What changes when a source holds something else."""
+        return self._identities
+
+    def make(self, start: WindowStart) -> Window:
+        """The documents from `start` on: data.stream_window of them, or fewer at the end of an epoch."""
+        self._check_sources()
+        if self._at != start.position:
+            self._stream = stream_rows(self._config, self._sources, start.position)
+        window = self._fill(start)
+        self._at = window.next.position
+        if not window.docs and (window.next.number == start.number == 0 or window.rows_read >= self._patience):
+            reasons = "; ".join(window.describe_losses()) or "nothing was read"
+            raise DataError(
+                f"none of the {window.rows_read} conversations read can be used: {reasons}",
+                where="data.train",
+                hint="raise data.seq_len, or set data.loss_on=all",
+            )
+        return window
+
+    def _fill(self, start: WindowStart) -> Window:
+        docs: list[Encoded] = []
+        dropped: dict[str, list[str]] = {}
+        read = truncated = 0
+        last, over = start.position, False
+        size = self._config.data.stream_window
+        while len(docs) < size and not over and (docs or read < self._patience):
+            items = []
+            for item in islice(self._stream, size - len(docs)):
+                last, over = item.after, item.row is None
+                if over:
+                    break
+                items.append(item)
+            read += len(items)
+            pairs = ((item.source, item.row) for item in items if item.row is not None)
+            for encoded in self._encoder.encode(pairs):
+                doc, reason = fit(encoded.document, self._config.data)
+                if doc is None:
+                    dropped.setdefault(reason, []).append(encoded.document.id)
+                else:
+                    docs.append(doc)
+                    truncated += len(doc.ids) < len(encoded.document.ids)
+        rows = self._lay_out(docs, start)
+        following = WindowStart(0 if over else start.number + 1, start.row + len(rows), last)
+        return Window(start, docs, rows, following, read, truncated, dropped)
+
+    def _lay_out(self, docs: list[Encoded], start: WindowStart) -> Plan:
+        # the first window of an epoch in the order of data that is all at hand
+        which = (start.position.epoch, start.number) if start.number else (start.position.epoch,)
+        random = generator(self._config.train.seed, *which)
+        order = list(range(len(docs)))
+        if self._config.data.shuffle:
+            order = random.permutation(len(docs)).tolist()
+        return lay_out([len(doc.ids) for doc in docs], order, random, self._config)
+
+    def _check_sources(self) -> None:
+        for source, before in zip(self._sources, self._identities, strict=True):
+            now = identify(source.path, source.split)
+            if now != before:
+                changed = [f"{old} -> {new}" for old, new in zip(before, now, strict=False) if old != new]
+                what = "; ".join(changed) or "files were added or removed"
+                raise DataError(
+                    f"{source.path} has changed while it was trained on: {what}",
+                    where="data.train",
+                    hint="restore it and resume; without data.streaming the run keeps its own copy of the tokens",
+                )
+
+
+def first_window(sources: Sequence[Source]) -> WindowStart:
+    """The beginning of the stream."""
+    return WindowStart(0, 0, Position.start(len(sources)))
