@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,7 +164,19 @@ def grads_of_frozen(dist: Dist, backend: str) -> tuple[dict[str, Tensor], int]:
     return grads, len(optimizer.state)
 
 
+def ignored_and_frozen(dist: Dist) -> None:
+    """A frozen module that is not sharded either: a step goes through."""
+    cfg = freezing("model.norm.*", backend="fsdp")
+    cfg = replace(cfg, parallel=replace(cfg.parallel, ignored_modules=["model.norm"]))
+    spread = make_backend(cfg, dist)
+    module = spread.prepare(build_decoder(cfg, SHAPE))
+    init_random(module, 0)
+    backward(spread, module, micro_batches(dist, 1))
+    assert module.model.norm.weight.grad is None
+
+
 def on_backends(dist: Dist) -> list[tuple[dict[str, Tensor], int]]:
+    ignored_and_frozen(dist)
     return [grads_of_frozen(dist, backend) for backend in ("ddp", "fsdp")]
 
 

@@ -18,6 +18,7 @@ from trainer.errors import ConfigError
 from trainer.models import hf
 from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec
 from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.fingerprint import trained_part
 from trainer.models.freezing import freeze, is_partly_frozen, store_as
 from trainer.models.lora import attach, linear_names
 from trainer.optim.build import build_optimizer
@@ -25,7 +26,7 @@ from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import DTYPES
-from trainer.resuming import changed_keys, check_resumable, resume_path
+from trainer.resuming import changed_keys, check_resumable, check_same_part, resume_path
 from trainer.run import LossFn, Run
 from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config
 
@@ -40,10 +41,13 @@ def build_run(
     path = resume_path(config, run_dir, dist)
     if path is None or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
         fill_weights(config, module, folder, dist)
+    part = trained_part(config, module, folder, dist)
     if path is None:
         start_step, extra, changed = 0, {}, []
     else:
-        check_resumable(path, read_info(path), shape, data)
+        info = read_info(path)
+        check_resumable(path, info, shape, data)
+        check_same_part(path, info.extra.get("part", {}), part)
         resumed = load(path, module, optimizer, dist)
         start_step, extra = resumed.step, resumed.extra
         changed = changed_keys(extra.get("config", {}), config_to_dict(config))
@@ -64,7 +68,7 @@ def build_run(
         log=log,
         flops_per_token=flops_per_token(shape, config),
         peak_flops=peak_flops(config, dist),
-        extra={**extra, "config": config_to_dict(config), "shape": asdict(shape)},
+        extra={**extra, "config": config_to_dict(config), "shape": asdict(shape), "part": part},
         start_step=start_step,
     )
 

@@ -54,6 +54,20 @@ def check_resumable(path: Path, saved: Resumed, shape: DecoderShape, data: Data)
         )
 
 
+def check_same_part(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
+    """Raise ModelError when the run trains another part of the model, or over another base, than the checkpoint's."""
+    changed = [
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if changed:
+        raise ModelError(
+            f"{path} was made by a run that trains something else: {', '.join(changed)}",
+            hint="restore lora, model.freeze and model.name as they were, or start anew with train.resume=never",
+        )
+
+
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it."""
     keys = [("optim", key) for key in now["optim"]]

@@ -74,7 +74,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
             with _compiled_on(parameter.device):
                 step()
             if self.found_inf is not None:
-                skipped = self.found_inf.bool()
+                skipped = self.found_inf.bool().to(parameter.device)
                 for value, old in zip(values, before, strict=True):
                     value.copy_(torch.where(skipped, old, value))
 

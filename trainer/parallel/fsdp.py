@@ -68,7 +68,8 @@ class FSDPBackend(Backend):
             decoder.reset_buffers(self.dist.device)
         for parameter in self._whole(decoder):
             parameter.data = parameter.data.to(self.dist.device)
-            parameter.register_post_accumulate_grad_hook(self._sum_whole)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._sum_whole)
         return decoder
 
     def _whole(self, decoder: Decoder) -> set[nn.Parameter]:
