@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,8 @@ from trainer.optim.build import build_optimizer
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.choose import make_backend
+from trainer.parallel.wrapping import plan_wrapping
+from trainer.recipes import sft
 from trainer.schema import Config, GroupConfig, ModelConfig, OptimConfig, TargetConfig, TrainConfig
 from trainer.step import apply_update
 
@@ -306,3 +312,64 @@ def test_8_bit_state_is_sharded_and_trains_as_on_one_process():
     assert [sum(pair) for pair in zip(*totals, strict=True)] == pytest.approx(expected, rel=1e-3)
     assert counts == (15, 15)
     assert expected[3] < 0.7 * expected[0]
+
+
+# --- a run that is interrupted ----------------------------------------------------------------------------------------
+
+
+def eight_bit_run(dist: Dist, run_dir: str, rows: str, stops: list[int | None]) -> list[dict]:
+    """The records after starts that end at these steps; quantised state, and groups with rates of their own."""
+    Path(run_dir).mkdir(exist_ok=True)
+    for stop in stops:
+        config = config_from_dict(
+            {
+                "target": {"device": "cpu", "train_backend": "pytorch" if dist.world_size == 1 else "fsdp"},
+                "model": {"hidden_size": 128, "intermediate_size": 256, "num_layers": 1, "num_heads": 2},
+                "data": {"train": [rows], "eval_fraction": 0, "seq_len": 64},
+                "optim": {
+                    "optimizer": "adamw8bit",
+                    "warmup_steps": 1,
+                    "groups": [{"pattern": "*.mlp.*", "lr_scale": 3.0, "weight_decay": 0.1}],
+                },
+                "train": {
+                    "steps": 6,
+                    "global_batch_size": 4,
+                    "micro_batch_size": 2,
+                    "precision": "fp32",
+                    "stop_after_steps": stop,
+                },
+                "run": {"export": False},
+            }
+        )
+        sft.run(config, Path(run_dir), dist)
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(records: list[dict]) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def on_two_ranks(dist: Dist, folder: str, rows: str) -> dict[str, list[float]]:
+    """The losses of an unbroken run, of a resumed one, and of one that began in one process."""
+    starts = {"unbroken": [None], "resumed": [3, None], "alone": [None]}
+    return {name: losses(eight_bit_run(dist, f"{folder}/{name}", rows, stops)) for name, stops in starts.items()}
+
+
+def test_8_bit_run_resumes_bit_for_bit_and_at_another_number_of_ranks(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (n % 9) + str(n)} for n in range(40)]
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    expected = losses(eight_bit_run(ALONE, str(tmp_path / "expected"), str(rows), [None]))
+    eight_bit_run(ALONE, str(tmp_path / "alone"), str(rows), [3])
+    shutil.copytree(tmp_path / "alone", tmp_path / "resumed_alone")
+    assert losses(eight_bit_run(ALONE, str(tmp_path / "resumed_alone"), str(rows), [None])) == expected
+    two = run_ranks(on_two_ranks, 2, str(tmp_path), str(rows))[0]
+    assert two["resumed"] == two["unbroken"] == pytest.approx(expected, rel=1e-4)
+    assert two["alone"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_plan_counts_8_bit_state():
+    configs = [Config(optim=OptimConfig(optimizer=word)) for word in ("adamw", "adamw8bit")]
+    plans = [plan_wrapping(build_decoder(config, WIDE), config, 1) for config in configs]
+    states = [float(re.search(r"AdamW state ([\d.]+) MiB", "".join(plan.render()))[1]) for plan in plans]
+    assert states[1] / states[0] == pytest.approx(2.0625 / 8, abs=0.05)

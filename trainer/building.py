@@ -12,6 +12,7 @@ import torch
 from trainer import metrics
 from trainer.checkpoint.loading import load, read_info
 from trainer.config import config_notes, config_to_dict
+from trainer.config_optim import base_dtype
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.errors import ConfigError
@@ -86,11 +87,6 @@ def build_decoder(config: Config, shape: DecoderShape) -> Decoder:
             attach(decoder, spec)
     freeze(decoder, config.model.freeze)
     return decoder
-
-
-def base_dtype(config: Config) -> str:
-    """Storage of a model that LoRA freezes."""
-    return config.train.precision if config.lora.base_dtype == "auto" else config.lora.base_dtype
 
 
 def seed_everything(config: Config, dist: Dist) -> None:

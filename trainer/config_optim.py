@@ -9,10 +9,20 @@ from trainer.config_fields import show
 from trainer.config_keys import field_kinds
 from trainer.schema import Config, LoraConfig
 
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 128}
+"""Of the optimizer's state for a trained parameter; 8-bit: two codes, and two fp32 scales for 128 values."""
+
 
 def has_lora(config: Config) -> bool:
     """Whether adapters are trained in place of the model."""
     return config.lora.rank is not None or config.lora.adapter is not None
+
+
+def base_dtype(config: Config) -> str:
+    """Storage of the model's parameters: fp32 where they are trained, `lora.base_dtype` where LoRA freezes them."""
+    if not has_lora(config):
+        return "fp32"
+    return config.train.precision if config.lora.base_dtype == "auto" else config.lora.base_dtype
 
 
 def groups_rules(config: Config) -> Iterator[Broken]:

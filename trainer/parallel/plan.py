@@ -45,6 +45,8 @@ class WrapPlan:
     reduce_dtype: str
     reduce_bytes: int
     """Of one gradient entry in the reduction."""
+    state_bytes: float
+    """Of the optimizer's state for one trained parameter."""
     forward_ahead: int
     backward_ahead: int
     offloaded: bool
@@ -132,12 +134,13 @@ class WrapPlan:
 
     def _bytes(self) -> str:
         stored, grads = self.local_bytes / MIB, 4 * self.local_trainable / MIB
+        state = self.state_bytes * self.local_trainable / MIB
         where = "on the CPU" if self.offloaded else "this rank"
         gathered = f", gathered at once {self.peak_gathered_bytes / MIB:.1f} MiB" if self.peak_gathered_bytes else ""
         note = "; nothing is sharded: FULL_SHARD needs less" if self.strategy == "(NO_SHARD)" else ""
         return (
             f"{where}: {self.local_params:,} parameters, {stored:.1f} MiB, gradients {grads:.1f} MiB,"
-            f" AdamW state {2 * grads:.1f} MiB{gathered}{note}"
+            f" AdamW state {state:.1f} MiB{gathered}{note}"
         )
 
     def _traffic(self) -> str:

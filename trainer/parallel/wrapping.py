@@ -12,6 +12,7 @@ from math import ceil
 import torch
 from torch import nn
 
+from trainer.config_optim import STATE_BYTES
 from trainer.config_parallel import Sharding, backend_of, sharding
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
@@ -44,6 +45,7 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
         compute_dtype=config.train.precision,
         reduce_dtype=options.reduce_dtype,
         reduce_bytes=DTYPES[options.reduce_dtype].itemsize,
+        state_bytes=STATE_BYTES[config.optim.optimizer],
         forward_ahead=int(options.forward_prefetch) if fsdp else 0,
         backward_ahead=options.backward_prefetch_depth if fsdp else 0,
         offloaded=options.cpu_offload and fsdp,
