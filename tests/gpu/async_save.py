@@ -27,7 +27,7 @@ from trainer.dist import Dist, start_dist, stop_dist
 from trainer.losses import sft_loss
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import init_random
-from trainer.optim import build_optimizer
+from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config, ParallelConfig, TargetConfig
