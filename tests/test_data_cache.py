@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
-from trainer.data.cache import tokenize_in_memory, tokenize_in_run
+from trainer.data.cache import telling, tokenize_in_memory, tokenize_in_run
+from trainer.data.documents import read_rows
+from trainer.data.encoding import encode_rows
 from trainer.data.loader import build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist, DistError
@@ -127,3 +130,26 @@ def test_every_rank_raises_what_the_reading_rank_has_met(config, tmp_path):
     answers = run_ranks(ranks_data, 2, config, tmp_path / "run")
     assert [answer[1] for answer in answers] == ["DataError", "DataError"]
     assert answers[0][2] == answers[1][2]
+
+
+def ranks_of_two_nodes(dist: Dist, config: Config, folders: list[Path]) -> tuple[int, str, list[str]]:
+    """Each rank is the first one of a node of its own."""
+    return ranks_data(replace(dist, local_rank=0), config, folders[dist.rank])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_node_makes_its_own_file_also_in_one_shared_folder(config, tmp_path, shared):
+    folders = [tmp_path / "a", tmp_path / ("a" if shared else "b")]
+    first, second = run_ranks(ranks_of_two_nodes, 2, config, folders)
+    assert first[1:] == second[1:]
+    for folder in folders:
+        assert sorted(path.name for path in (folder / "tokens").iterdir()) == ["rows.npz", "rows.tokens"]
+
+
+def test_progress_is_told_in_rows_and_tokens(config, capsys):
+    rows = encode_rows(islice(read_rows(config), 3), load_tokenizer(config), config.data)
+    documents = [row.document for row in telling(rows, every_s=0)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" tokens")[0] for line in lines] == [
+        f"tokenizing: {n} rows, {sum(len(doc.ids) for doc in documents[:n])}" for n in (1, 2, 3)
+    ]

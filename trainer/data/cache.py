@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -84,7 +85,7 @@ def _make(config: Config, tokenizer: PreTrainedTokenizerFast, folder: Path, *, t
         meta=meta,
     ) as writer:
         rows = encode_rows(read_rows(config), tokenizer, config.data)
-        table = collect(_telling(rows) if tell else rows, writer, config.data)
+        table = collect(telling(rows) if tell else rows, writer, config.data)
         if identity(config, tokenizer) != mark:
             raise DataError(
                 "a data file was changed while it was read", where="data.train", hint="start again when it is at rest"
@@ -94,7 +95,7 @@ def _make(config: Config, tokenizer: PreTrainedTokenizerFast, folder: Path, *, t
 
 
 def _save_rows(table: RowTable, path: Path) -> None:
-    aside = path.with_suffix(f".tmp{time.time_ns()}.npz")
+    aside = path.with_suffix(f".tmp{os.getpid()}_{time.time_ns()}.npz")
     try:
         table.save(aside)
         aside.replace(path)
@@ -119,17 +120,17 @@ def _open(folder: Path) -> tuple[Store, RowTable]:
     return tokens, RowTable.load(folder / ROWS_FILE, tokens.header.meta["dropped"])
 
 
-def _telling(rows: Iterable[EncodedRow]) -> Iterator[EncodedRow]:
-    """The same rows, with a line on stderr every few seconds."""
+def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Iterator[EncodedRow]:
+    """The same rows, with a line on stderr every so often."""
     began = told = time.monotonic()
     tokens = 0
     for number, row in enumerate(rows, start=1):
         yield row
         tokens += len(row.document.ids)
         now = time.monotonic()
-        if now - told >= TELL_EVERY_S:
+        if now - told >= every_s:
             told = now
-            rate = number / (now - began)
+            rate = number / max(now - began, 1e-9)
             print(f"tokenizing: {number:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s", file=sys.stderr, flush=True)
 
 

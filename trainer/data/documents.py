@@ -195,15 +195,15 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
         tokens=int(docs.lengths[order].sum()),
         target_tokens=int(table.targets[kept][order].sum()),
         duplicates=len(rows) - len(np.unique(table.key[rows])),
-        sources=_shares(docs, mixture, order),
+        sources=_shares(docs, mixture, order, asked=name == "train"),
     )
     return Documents(docs, report, mixture, table.key[rows])
 
 
-def _shares(docs: Selection, mixture: Mixture, order: np.ndarray) -> list[SourceShare]:
+def _shares(docs: Selection, mixture: Mixture, order: np.ndarray, *, asked: bool) -> list[SourceShare]:
     """What each source gives, when there are several or the one has settings."""
     used = [index for index, members in enumerate(mixture.members) if len(members)]
-    asked = mixture.asked()
+    wanted = mixture.asked()
     if len(used) < 2 and all(source.repeat == 1.0 for source in mixture.settings):
         return []
     of_source, lengths = mixture.of_source[order], docs.lengths[order]
@@ -214,7 +214,7 @@ def _shares(docs: Selection, mixture: Mixture, order: np.ndarray) -> list[Source
             rows=len(mixture.members[index]),
             documents=int((of_source == index).sum()),
             tokens=(tokens := int(lengths[of_source == index].sum())),
-            asked=asked[index],
+            asked=wanted[index] if asked else None,
             got=float((of_source == index).mean()) if len(order) else 0.0,
             token_share=tokens / total,
         )

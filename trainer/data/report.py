@@ -16,17 +16,18 @@ class SourceShare:
     rows: int
     documents: int
     tokens: int
-    asked: float
-    """The share of the epoch's documents that the config asks for."""
+    asked: float | None
+    """The share of the epoch's documents that the config asks for; None for held-out rows, of which nobody asks one."""
     got: float
     """The share of the epoch's documents that it has."""
     token_share: float
 
     def render(self) -> str:
-        got = f"{self.got:.1%} of the documents, {self.token_share:.1%} of the tokens (asked: {self.asked:.1%})"
-        return (
-            f"{self.path}: {self.rows:,} conversations; an epoch has {self.documents:,}, {self.tokens:,} tokens: {got}"
-        )
+        got = f"{self.tokens:,} tokens: {self.got:.1%} of the documents, {self.token_share:.1%} of the tokens"
+        if self.asked is None:
+            return f"{self.path}: {self.documents:,} conversations, {got}"
+        asked = f"(asked: {self.asked:.1%} of the documents)"
+        return f"{self.path}: {self.rows:,} conversations; an epoch has {self.documents:,}, {got} {asked}"
 
 
 @dataclass
