@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.test_loop import losses
 from tests.test_parallel import assert_same_grads, backward, full, micro_batches
 from tests.tiny import ALONE, tiny_shape
-from trainer.building import build_decoder, fill_weights
+from trainer.building import build_decoder, fill_weights, flops_per_token
 from trainer.config import config_from_dict, config_notes, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
@@ -31,14 +31,17 @@ from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.recipes import sft
-from trainer.schema import Config, LoraConfig, ModelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, LoraConfig, ModelConfig, ParallelConfig, TargetConfig, TrainConfig
 
 SHAPE = tiny_shape()
 NAMES = linear_names(Decoder(SHAPE))
 
 
-def config(backend: str = "pytorch", *, precision: str = "fp32", **lora) -> Config:
+def config(
+    backend: str = "pytorch", *, precision: str = "fp32", parallel: ParallelConfig | None = None, **lora
+) -> Config:
     return Config(
+        parallel=parallel or ParallelConfig(),
         target=TargetConfig(train_backend=backend, device="cpu"),
         train=TrainConfig(precision=precision),
         lora=LoraConfig(**{"rank": 4, "alpha": 8, **lora}),
@@ -94,19 +97,29 @@ def adapter_grads(dist: Dist, backend: str, precision: str, **lora) -> tuple[dic
     return grads, {grad.dtype for grad in grads.values()}, bases, states
 
 
+PARALLEL = {
+    "recomputed": ParallelConfig(activation_checkpointing="full"),
+    "offloaded": ParallelConfig(cpu_offload=True),
+    "by size": ParallelConfig(wrap_policy="size", min_num_params=1000),
+}
+
+
 def all_backends(dist: Dist) -> dict:
     cases = [(backend, precision) for backend in ("ddp", "fsdp") for precision in ("fp32", "bf16")]
     results = {case: adapter_grads(dist, *case) for case in cases}
+    for name, parallel in PARALLEL.items():
+        results["fsdp", name] = adapter_grads(dist, "fsdp", "fp32", parallel=parallel)
     return results | {("fsdp", "over bf16"): adapter_grads(dist, "fsdp", "fp32", base_dtype="bf16")}
 
 
 def test_adapter_gradients_are_the_same_on_any_backend_and_number_of_ranks():
     expected = {precision: adapter_grads(ALONE, "pytorch", precision) for precision in ("fp32", "bf16")}
+    expected |= dict.fromkeys(PARALLEL, expected["fp32"])
     expected["over bf16"] = adapter_grads(ALONE, "pytorch", "fp32", base_dtype="bf16")
     for world_size in (1, 2):
         for results in run_ranks(all_backends, world_size):
             for (_, precision), (grads, *dtypes) in results.items():
-                base = torch.float32 if precision == "fp32" else torch.bfloat16
+                base = torch.bfloat16 if "bf16" in precision else torch.float32
                 assert dtypes == [{torch.float32}, {base}, {torch.float32}]
                 # in bf16 the order of the sums shows in the products' last bits
                 assert_same_grads(grads, expected[precision][0], 3e-2 if precision == "bf16" else 1e-6)
@@ -117,6 +130,13 @@ def test_base_dtype_is_the_storage_of_the_frozen_model(precision, base_dtype):
     decoder = build_decoder(config(precision=precision, base_dtype=base_dtype), SHAPE)
     stored = {parameter.dtype for parameter in base_weights(decoder).values()}
     assert stored == {{"fp32": torch.float32, "bf16": torch.bfloat16}[base_dtype]}
+
+
+def test_frozen_parameters_count_two_products_of_three():
+    cfg = config(rank=1, targets=["q_proj"])
+    frozen, adapters = SHAPE.num_params, 2 * (32 + 32)
+    attention = 12 * 2 * 4 * 8 * 512  # layers, heads, head_dim, positions
+    assert flops_per_token(build_decoder(cfg, SHAPE), SHAPE, cfg) == 4 * frozen + 6 * adapters + attention
 
 
 def test_dropout_acts_in_training_only():
@@ -149,7 +169,7 @@ def test_first_adapters_are_those_of_the_seed_on_any_number_of_ranks():
 
 def peft_adapter(folder: Path, **fields) -> Path:
     """A folder as PEFT itself writes it, over a random model of our shape."""
-    from tests.test_models import hf_model
+    from tests.oracles.reference import hf_model
 
     settings = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **fields})
     peft.get_peft_model(hf_model(SHAPE), settings).save_pretrained(folder)
@@ -206,7 +226,7 @@ def test_folder_that_is_no_adapter_is_refused(tmp_path):
 
 def test_adapter_of_a_deeper_model_is_refused(tmp_path):
     folder = peft_adapter(tmp_path / "a")
-    with pytest.raises(ModelError, match=r"modules that this model lacks: model.layers.1.self_attn.q_proj"):
+    with pytest.raises(ModelError, match=r"has adapters for model.layers.1.self_attn.q_proj, .*; this model"):
         lora_spec(LoraConfig(adapter=str(folder)), [name for name in NAMES if ".1." not in name])
 
 
@@ -229,7 +249,7 @@ def test_freeze_beside_lora_is_refused():
 
 
 def write_base(folder: Path) -> str:
-    from tests.test_models import hf_model
+    from tests.oracles.reference import hf_model
     from trainer.data.tokenizer import build_bytes_tokenizer
 
     hf_model(tiny_shape(vocab_size=260)).save_pretrained(folder)
@@ -300,6 +320,14 @@ def test_next_run_goes_on_from_an_exported_adapter(whole_run, base, rows, tmp_pa
     records = lora_run(ALONE, base, str(tmp_path / "run"), rows, {"lora": lora, "train": {"eval_every": 0}})
     before = json.loads((whole_run / "outcome.json").read_text())["eval_loss_last"]
     assert next(r["eval_loss"] for r in records if "eval_loss" in r) == pytest.approx(before, abs=1e-6)
+
+
+def test_learning_rate_of_a_run_is_scaled_by_its_batch(whole_run, base, rows, tmp_path):
+    optim = {"lr_scaling": "linear", "base_batch_size": 2}
+    records = lora_run(ALONE, base, str(tmp_path / "run"), rows, {"optim": optim})
+    expected = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
+    rates, before = ([r["lr"] for r in each if "lr" in r] for each in (records, expected))
+    assert len(rates) == 4 and rates == pytest.approx([2 * rate for rate in before])
 
 
 def test_two_ranks_take_the_same_steps(whole_run, base, rows, tmp_path):

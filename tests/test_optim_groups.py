@@ -201,6 +201,11 @@ def test_pattern_that_freezes_nothing_is_refused_with_the_near_names():
         build_decoder(freezing("model.embed_token.weight"), SHAPE)
 
 
+def test_head_that_is_the_embedding_is_named_as_such():
+    with pytest.raises(ConfigError, match=r"did you mean model.embed_tokens.weight \(a tied head is the embedding\)"):
+        build_decoder(freezing("lm_head.*"), SHAPE)
+
+
 def test_freezing_everything_is_refused():
     with pytest.raises(ConfigError, match=r"model.freeze is \['\*'\], all 24 tensors of the model"):
         build_decoder(freezing("*"), SHAPE)

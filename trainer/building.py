@@ -67,7 +67,7 @@ def build_run(
         data=data,
         loss_fn=loss_fn,
         log=log,
-        flops_per_token=flops_per_token(shape, config),
+        flops_per_token=flops_per_token(module, shape, config),
         peak_flops=peak_flops(config, dist),
         extra={**extra, "config": config_to_dict(config), "shape": asdict(shape), "part": part},
         start_step=start_step,
@@ -149,16 +149,17 @@ def _epoch_text(steps: float | None) -> str:
     return "the length of an epoch is not known" if steps is None else f"{steps:.1f} steps an epoch"
 
 
-def flops_per_token(shape: DecoderShape, config: Config) -> float:
-    """Of a trained token. An untied embedding is looked up, not multiplied with, and counts for nothing."""
-    looked_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.hidden_size
-    return metrics.flops_per_token(
-        shape.num_params - looked_up,
+def flops_per_token(module: torch.nn.Module, shape: DecoderShape, config: Config) -> float:
+    """Of forward and backward. A frozen parameter takes part in two products instead of three: it has no gradient."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    flops = metrics.flops_per_token(
+        sum(size for size, _ in sizes),
         layers=shape.num_layers,
         heads=shape.num_heads,
         head_dim=shape.head_dim,
         seq_len=config.data.seq_len,
     )
+    return flops - 2.0 * sum(size for size, trained in sizes if not trained)
 
 
 def peak_flops(config: Config, dist: Dist) -> float | None:

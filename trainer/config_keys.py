@@ -43,6 +43,13 @@ ALIASES = {
     "num_key_value_heads": "model.num_kv_heads",
     "gradient_checkpointing": "parallel.activation_checkpointing",
     "output_dir": "run.dir",
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora",
+    "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
 }
 
 

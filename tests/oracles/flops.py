@@ -12,7 +12,7 @@ from tests.oracles.measure import Oracle
 from tests.oracles.reference import hf_model
 from tests.tiny import tiny_shape
 from trainer.building import flops_per_token
-from trainer.models.decoder import DecoderShape
+from trainer.models.decoder import Decoder, DecoderShape
 from trainer.schema import Config, DataConfig
 
 ROWS, SEQ_LEN = 2, 64
@@ -25,7 +25,9 @@ def flops_difference(folder: Path, *, shape: DecoderShape) -> float:
     ids = torch.randint(shape.vocab_size, (ROWS, SEQ_LEN))
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
-    ours = flops_per_token(shape, Config(data=DataConfig(seq_len=SEQ_LEN))) * ROWS * SEQ_LEN
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    ours = flops_per_token(decoder, shape, Config(data=DataConfig(seq_len=SEQ_LEN))) * ROWS * SEQ_LEN
     return abs(ours / counter.get_total_flops() - 1)
 
 

@@ -79,7 +79,8 @@ def read_spec(folder: Path, names: list[str]) -> LoraSpec:
         found = {_module_of(key, folder) for key in file.keys()}  # noqa: SIM118
     unknown = sorted(found - set(names))
     if unknown:
-        raise ModelError(f"{folder} has adapters for modules that this model lacks: {', '.join(unknown[:5])}")
+        told = ", ".join(unknown[:5])
+        raise ModelError(f"{folder} has adapters for {told}; this model can have them for linear modules in its layers")
     targets = tuple(name for name in names if name in found)
     return LoraSpec(
         int(config["r"]),

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 from trainer.errors import ConfigError
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
 
 def matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
     """The names that a pattern (`*`, `?`, `[0-3]`) means; ConfigError naming `key` when it means none."""
@@ -23,5 +25,7 @@ def no_match(pattern: str, names: Iterable[str], key: str) -> ConfigError:
     """The error for a pattern that means nothing, with the names that come nearest."""
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     near = get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), kinds, n=3, cutoff=0.5)
+    if fnmatchcase(HEAD, pattern) and HEAD not in kinds:
+        near = [EMBEDDING + " (a tied head is the embedding)"]
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(kinds)}"
     return ConfigError(f"{key} has {pattern!r}, which matches nothing in this model", hint=hint)
