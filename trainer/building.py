@@ -150,8 +150,13 @@ def _epoch_text(steps: float | None) -> str:
 
 
 def flops_per_token(module: torch.nn.Module, shape: DecoderShape, config: Config) -> float:
-    """Of forward and backward. A frozen parameter takes part in two products instead of three: it has no gradient."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
+    """Of a trained token, forward and backward. An untied embedding is looked up, not multiplied with, and counts for
+    nothing. A frozen parameter takes part in two products instead of three: it has no gradient."""
+    sizes = [
+        (parameter.numel(), parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+        if shape.tie_embeddings or not name.endswith("embed_tokens.weight")
+    ]
     flops = metrics.flops_per_token(
         sum(size for size, _ in sizes),
         layers=shape.num_layers,
