@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainer import config_parallel
 from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_effect
 from trainer.config_broken import Broken
+from trainer.config_corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
 from trainer.config_data import data_rules, data_without_effect
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
@@ -18,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.schema import AUTO_GPUS, Config, ModelConfig, as_sources, gpu_count
 
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja")
+LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja", TOKEN_SUFFIX, *TEXT_SUFFIXES)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")
 
@@ -139,6 +140,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _length,
         _batch,
         micro_batch_tokens_rules,
+        corpus_rules,
         _schedule,
         _watching,
         groups_rules,
@@ -380,6 +382,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         ):
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
     yield from micro_batch_without_effect(config)
+    yield from corpus_without_effect(config)
     yield from config_parallel.without_effect(config, backend)
     yield from _watching_without_effect(config)
     yield from optim_without_effect(config)

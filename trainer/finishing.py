@@ -107,7 +107,9 @@ def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
 
 
 def greedy_prompt(tokenizer: Any) -> list[int]:
-    """The token ids of one fixed question, up to where the assistant begins."""
+    """The token ids of one fixed question: up to where the assistant begins, or plain without a chat template."""
+    if not tokenizer.chat_template:
+        return list(tokenizer(GREEDY_QUESTION)["input_ids"])
     turns = [{"role": "user", "content": GREEDY_QUESTION}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 

@@ -153,7 +153,8 @@ class DataConfig:
 
     train: list[str | SourceConfig] = field(default_factory=lambda: ["builtin:stdlib-docs"])
     """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping
-    {path, weight, repeat, limit} in place of a text says how much of it."""
+    {path, weight, repeat, limit} in place of a text says how much of it. With recipe=pretrain: .tokens files as
+    `train.py tokenize` makes them, .txt or .md files or folders of them, or rows with a column `text`."""
     eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = 0.05
@@ -381,8 +382,8 @@ class RunConfig:
 class Config:
     """A whole job. `configs/NAME.py` defines `config = Config(...)`; YAML files say the same."""
 
-    recipe: Literal["sft"] = "sft"
-    """What is trained; sft: a causal language model on conversations."""
+    recipe: Literal["sft", "pretrain"] = "sft"
+    """What is trained; `sft`: a causal language model on conversations; `pretrain`: one on plain text."""
     target: TargetConfig = field(default_factory=TargetConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

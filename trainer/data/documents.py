@@ -195,12 +195,12 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
         tokens=int(docs.lengths[order].sum()),
         target_tokens=int(table.targets[kept][order].sum()),
         duplicates=len(rows) - len(np.unique(table.key[rows])),
-        sources=_shares(docs, mixture, order, asked=name == "train"),
+        sources=source_shares(docs, mixture, order, asked=name == "train"),
     )
     return Documents(docs, report, mixture, table.key[rows])
 
 
-def _shares(docs: Selection, mixture: Mixture, order: np.ndarray, *, asked: bool) -> list[SourceShare]:
+def source_shares(docs: Selection, mixture: Mixture, order: np.ndarray, *, asked: bool) -> list[SourceShare]:
     """What each source gives, when there are several or the one has settings."""
     used = [index for index, members in enumerate(mixture.members) if len(members)]
     wanted = mixture.asked()

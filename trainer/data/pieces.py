@@ -73,6 +73,11 @@ class PieceStore:
         return file.name(document) if whole else f"{file.name(document)}[{begin}:{begin + length}]"
 
     @property
+    def all_targets(self) -> bool:
+        """Whether every token but a piece's first is a target."""
+        return not any(file.header.has_targets for file in self._files)
+
+    @property
     def fingerprint(self) -> str:
         """Changes with any id, target, name or their order, and with seq_len."""
         parts = [str(self._seq_len), *(file.fingerprint for file in self._files)]

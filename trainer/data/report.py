@@ -22,12 +22,12 @@ class SourceShare:
     """The share of the epoch's documents that it has."""
     token_share: float
 
-    def render(self) -> str:
+    def render(self, noun: str) -> str:
         got = f"{self.tokens:,} tokens: {self.got:.1%} of the documents, {self.token_share:.1%} of the tokens"
         if self.asked is None:
-            return f"{self.path}: {self.documents:,} conversations, {got}"
+            return f"{self.path}: {self.documents:,} {noun}, {got}"
         asked = f"(asked: {self.asked:.1%} of the documents)"
-        return f"{self.path}: {self.rows:,} conversations; an epoch has {self.documents:,}, {got} {asked}"
+        return f"{self.path}: {self.rows:,} {noun}; an epoch has {self.documents:,}, {got} {asked}"
 
 
 @dataclass
@@ -48,21 +48,24 @@ class SplitReport:
     """Rows that say the same as an earlier one."""
     sources: list[SourceShare] = field(default_factory=list)
     """Of a mixture of several."""
+    noun: str = "conversations"
+    part: str = "conversations"
+    """What is read, and what is laid into rows."""
 
     def render(self) -> list[str]:
         """A few lines for people."""
         lines = [
-            f"{self.name}: {self.rows_kept:,} of {self.rows_read:,} conversations, {self.tokens:,} tokens "
+            f"{self.name}: {self.rows_kept:,} of {self.rows_read:,} {self.noun}, {self.tokens:,} tokens "
             f"({self.target_tokens:,} targets) in {self.packed_rows:,} rows, "
             f"{self.padding_share:.1%} padding"
         ]
-        lines += [f"{self.name}: {source.render()}" for source in self.sources]
+        lines += [f"{self.name}: {source.render(self.part)}" for source in self.sources]
         for reason, ids in self.dropped.items():
             lines.append(f"{self.name}: {len(ids):,} dropped, {reason}: {some(ids)}")
         if self.truncated:
             lines.append(f"{self.name}: {len(self.truncated):,} cut to seq_len: {some(self.truncated)}")
         if self.duplicates:
-            lines.append(f"{self.name}: {self.duplicates:,} conversations repeat an earlier one word for word")
+            lines.append(f"{self.name}: {self.duplicates:,} {self.noun} repeat an earlier one word for word")
         return lines
 
 

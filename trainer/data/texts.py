@@ -8,11 +8,11 @@ from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
+from trainer.config_corpus import TEXT_SUFFIXES
 from trainer.data.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.stdlib_docs import read_stdlib_pairs
 from trainer.errors import DataError
 
-TEXT_SUFFIXES = (".txt", ".md")
 TEXT_KEY = "text"
 
 

@@ -22,10 +22,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from trainer.config_corpus import TOKEN_SUFFIX
 from trainer.data.chat import Encoded
 from trainer.errors import DataError
 
-SUFFIX = ".tokens"
+SUFFIX = TOKEN_SUFFIX
 MAGIC = b"TFTOKENS"
 VERSION = 1
 ALIGN = 64

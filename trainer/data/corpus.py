@@ -1,0 +1,245 @@
+"""The documents of pretraining: token files as they are, and texts that become token files of the run folder first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.config_corpus import is_token_file
+from trainer.data.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
+from trainer.data.documents import Documents, Source, overlap_note, source_shares
+from trainer.data.loader import Data, EvalSet, TrainLoader
+from trainer.data.order import Mixture, epoch_documents
+from trainer.data.pieces import PieceStore
+from trainer.data.report import DataReport, SplitReport
+from trainer.data.sources import identify
+from trainer.data.store import NO_TARGET, Selection
+from trainer.data.texts import read_texts
+from trainer.data.tokenizer import vocabulary_hash
+from trainer.data.tokens import SUFFIX, TokenFile
+from trainer.dist import Dist
+from trainer.errors import DataError
+from trainer.schema import Config, SourceConfig, as_sources
+from trainer.tokenizing import Tell, write_token_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def build_corpus(
+    config: Config, dist: Dist, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path, vocab_size: int
+) -> Data:
+    """Maps the token files, tokenizes the texts where that is still to do, and lays out all; every rank calls it.
+
+    `vocab_size`: rows of the model's embedding. Raises DataError when something cannot be read, when a token file was
+    made for another tokenizer or model, or when nothing is left to train on.
+    """
+    started = time.perf_counter()
+    sources = list_corpus(config)
+    files = open_corpus(config, sources, tokenizer, dist, run_dir / TOKENS_DIR)
+    for file in files:
+        file.check(vocab_size=vocab_size, tokenizer=vocabulary_hash(tokenizer))
+    store = PieceStore(files, seq_len=config.data.seq_len)
+    table = read_table(files, sources)
+    chosen, held_out_docs = divide_corpus(table, config)
+    documents = select_pieces("train", store, table, chosen, config)
+    held_out = select_pieces("eval", store, table, held_out_docs, config)
+    _check_not_empty(documents, "data.train")
+    if config.data.eval:
+        _check_not_empty(held_out, "data.eval")
+    pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
+    train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
+    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
+    held_out_report = held_out.report if len(held_out) else None
+    notes = overlap_note(documents, held_out)
+    report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
+    return Data(train, evaluation, report)
+
+
+def list_corpus(config: Config) -> list[Source]:
+    """All that is read, in order: the training sources, then those for evaluation alone."""
+    data = config.data
+    return [
+        *(Source(entry, data.train_split, False) for entry in as_sources(data.train)),
+        *(Source(entry, data.eval_split, True) for entry in as_sources(data.eval)),
+    ]
+
+
+# --- token files -----------------------------------------------------------------------------------------------------
+
+
+def open_corpus(
+    config: Config, sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, dist: Dist, folder: Path
+) -> list[TokenFile]:
+    """A token file for each source; those of texts are in `folder`, made by each node's first rank or found there."""
+    paths = [_token_path(number, source, folder) for number, source in enumerate(sources)]
+    tell = _progress if dist.is_main and sys.stderr.isatty() else _silent
+
+    def make() -> None:
+        for source, path in zip(sources, paths, strict=True):
+            if not is_token_file(source.path):
+                _tokenize(source, path, tokenizer, workers=config.data.workers, tell=tell(source.path))
+
+    on_each_node(dist, make)
+    return [TokenFile.open(path) for path in paths]
+
+
+def _token_path(number: int, source: Source, folder: Path) -> Path:
+    return Path(source.path).expanduser() if is_token_file(source.path) else folder / f"text-{number}{SUFFIX}"
+
+
+def _tokenize(source: Source, path: Path, tokenizer: PreTrainedTokenizerFast, *, workers: int, tell: Tell) -> None:
+    mark = _identity(source, tokenizer)
+    if _is_made(path, mark):
+        return
+    texts = read_texts(source.path, split=source.split, limit=source.settings.limit)
+    meta = {"sources": [source.path], "identity": mark}
+    write_token_file(path, texts, tokenizer, workers=workers, meta=meta, tell=tell)
+    if _identity(source, tokenizer) != mark:
+        path.unlink()
+        raise DataError(f"{source.path} was changed while it was read", hint="start again when it is at rest")
+
+
+def _identity(source: Source, tokenizer: PreTrainedTokenizerFast) -> str:
+    """16 hex digits that change with anything that changes the tokens."""
+    made_by = [vocabulary_hash(tokenizer), tokenizer.eos_token]
+    parts = [identify(source.path, source.split), source.settings.limit, made_by]
+    return hashlib.blake2b(json.dumps(parts, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _is_made(path: Path, mark: str) -> bool:
+    try:
+        return path.is_file() and TokenFile.open(path).header.meta.get("identity") == mark
+    except DataError:  # of another version, or damaged: made anew
+        return False
+
+
+def _silent(path: str) -> Tell:
+    return lambda documents, tokens: None
+
+
+def _progress(path: str) -> Tell:
+    """A line on stderr every few seconds."""
+    told = time.monotonic()
+
+    def tell(documents: int, tokens: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            print(f"tokenizing {path}: {documents:,} documents, {tokens:,} tokens", file=sys.stderr, flush=True)
+
+    return tell
+
+
+# --- which documents are trained on and which are held out -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DocumentTable:
+    """Every document of all files, in order; all arrays are [docs]."""
+
+    sources: Sequence[Source]
+    source: np.ndarray
+    """uint16, its number among the sources."""
+    place: np.ndarray
+    """int64, its number in its source."""
+    key: np.ndarray
+    """uint64, a hash of what it says."""
+    length: np.ndarray
+    """int64, tokens."""
+    name: Callable[[int], str]
+
+
+def read_table(files: Sequence[TokenFile], sources: Sequence[Source]) -> DocumentTable:
+    counts = [len(file) for file in files]
+    source = np.repeat(np.arange(len(files), dtype=np.uint16), counts)
+    place = np.concatenate([np.arange(count) for count in counts])
+    return DocumentTable(
+        sources,
+        source,
+        place,
+        np.concatenate([file.keys for file in files]),
+        np.concatenate([file.lengths for file in files]),
+        lambda index: files[source[index]].name(int(place[index])),
+    )
+
+
+def divide_corpus(table: DocumentTable, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of training and of evaluation, as indices into the table."""
+    data = config.data
+    room = [np.iinfo(np.int64).max if (limit := s.settings.limit) is None else limit for s in table.sources]
+    allowed = table.place < np.array(room, dtype=np.int64)[table.source]
+    for_eval = np.array([source.held_out for source in table.sources])[table.source]
+    train = np.flatnonzero(allowed & ~for_eval)[: data.max_train_rows]
+    if data.eval:
+        return train, np.flatnonzero(allowed & for_eval)[: data.max_eval_rows]
+    held_out = pick_held_out(table.key[train], data.eval_fraction, data.max_eval_rows)
+    return train[~held_out], train[held_out]
+
+
+def pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
+    """[docs] bool, true for `share` of them (one at least, if two are there), chosen by what they say.
+
+    Documents that say the same stay together: a copy in the training data would make the evaluation worthless. So
+    there may be more of them than `share` or `limit`.
+    """
+    different, counts = np.unique(keys, return_counts=True)
+    if share <= 0 or len(different) < 2:
+        return np.zeros(len(keys), dtype=bool)
+    wanted = max(1, round(len(keys) * share))
+    if limit is not None:
+        wanted = min(wanted, limit)
+    enough = int(np.searchsorted(np.cumsum(counts), wanted)) + 1
+    return np.isin(keys, different[: min(enough, len(different) - 1)])
+
+
+def select_pieces(name: str, store: PieceStore, table: DocumentTable, docs: np.ndarray, config: Config) -> Documents:
+    """The pieces of the documents `docs`, and an account of them."""
+    chosen = np.zeros(len(table.length), dtype=bool)
+    chosen[docs] = True
+    indices = np.flatnonzero(chosen[store.pieces.document])
+    of_piece = store.pieces.document[indices]
+    mixture = Mixture(_settings(name, table.sources), table.source[of_piece], table.key[of_piece])
+    selection = Selection(store, indices)
+    order = epoch_documents(mixture, epoch=0, seed=config.train.seed, shuffle=config.data.shuffle)
+    too_short = docs[table.length[docs] < 2]
+    report = SplitReport(
+        name,
+        noun="documents",
+        part="pieces",
+        rows_read=len(docs),
+        rows_kept=len(docs) - len(too_short),
+        dropped={NO_TARGET: [table.name(int(index)) for index in too_short]} if len(too_short) else {},
+        tokens=int(selection.lengths[order].sum()),
+        target_tokens=_count_targets(store, indices[order]),
+        duplicates=len(docs) - len(np.unique(table.key[docs])),
+        sources=source_shares(selection, mixture, order, asked=name == "train"),
+    )
+    return Documents(selection, report, mixture, table.key[docs])
+
+
+def _settings(name: str, sources: Sequence[Source]) -> list[SourceConfig]:
+    """Held-out documents are looked at as they are, whatever the training makes of their source."""
+    if name == "eval":
+        return [SourceConfig(s.path, repeat=s.settings.repeat if s.held_out else 1.0) for s in sources]
+    return [SourceConfig(s.path) if s.held_out else s.settings for s in sources]
+
+
+def _count_targets(store: PieceStore, indices: np.ndarray) -> int:
+    if store.all_targets:
+        return int((store.lengths[indices] - 1).sum())
+    return sum(store[int(index)].num_targets for index in indices)
+
+
+def _check_not_empty(documents: Documents, key: str) -> None:
+    if not documents.report.target_tokens:
+        read = documents.report.rows_read
+        raise DataError(f"none of the {read:,} documents has a token to predict", where=key, hint="name other sources")
