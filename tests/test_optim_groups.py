@@ -93,10 +93,10 @@ def test_pattern_that_gets_nothing_is_refused():
 
 def test_groups_are_shown_in_the_plan():
     optimizer = build_optimizer(tiny_decoder(), OptimConfig(groups=[GroupConfig("*embed*", lr_scale=0.1)]))
-    assert render_groups(optimizer)[0] == (
+    assert render_groups(optimizer.param_groups)[0] == (
         "optimizer group *embed*: 1 tensor, 3,232 parameters, learning rate x 0.1, weight decay 0.01"
     )
-    assert render_groups(build_optimizer(tiny_decoder(), OptimConfig())) == []
+    assert render_groups(build_optimizer(tiny_decoder(), OptimConfig()).param_groups) == []
 
 
 def test_groups_are_read_from_the_command_line(tmp_path):

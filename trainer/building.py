@@ -140,7 +140,7 @@ def tell_plan(train: Run) -> None:
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     size = f"{loader.global_batch_size} rows {row}"
     plan = f"{loader.total_steps} steps of {size}, {_epoch_text(loader.steps_per_epoch)}"
-    rates = [*render_groups(train.optimizer), *render_lr_scaling(config.optim, loader.global_batch_size)]
+    rates = [*render_groups(train.optimizer.param_groups), *render_lr_scaling(config.optim, loader.global_batch_size)]
     for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), *rates, plan, *resumed]:
         train.log.note(line)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ Every value can be overridden: KEY is the dotted name, as in train.steps=50.
   python train.py configs/01_debug_sft.py target.device=cpu
   python train.py configs/02_debug_sft_fsdp.py target.gpu_ranks=0,1 train.steps=50
   python train.py my.yaml --run-dir runs/big      # again: resumes from its newest checkpoint
+  python train.py my.yaml --inspect               # samples by label, plan, memory, schedule; trains nothing
 
 With several entries in target.gpu_ranks it starts itself again under torchrun, one process for each; under torchrun it
 trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go into the run folder,
@@ -88,14 +90,44 @@ def render_commands() -> str:
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
+@click.option("--inspect", is_flag=True, help="Show what would be trained on and how, and stop: no GPU, no run folder.")
+@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that --inspect shows [3].")
+@click.option("--json", "as_json", is_flag=True, help="--inspect as one JSON object.")
 @click.option("--debug", is_flag=True, help="Show stack traces.")
-def train_command(config_path: str, overrides: tuple[str, ...], run_dir: Path | None, debug: bool) -> None:
+def train_command(
+    config_path: str,
+    overrides: tuple[str, ...],
+    run_dir: Path | None,
+    inspect: bool,
+    samples: int | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    if (samples is not None or as_json) and not inspect:
+        raise click.UsageError("--samples and --json belong to --inspect")
     check_torch()
     config = load_config(config_path, overrides)
+    if inspect:
+        show_inspection(config, samples=3 if samples is None else samples, as_json=as_json)
+        return
     if launch.is_under_torchrun(os.environ):
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
     start(config, run_dir or _run_dir_of_env(), debug=debug)
+
+
+def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
+    """Print what a run would do. Raises ConfigError, DataError and ModelError as the run itself would."""
+    if config.script is not None:
+        raise ConfigError(f"script is {config.script!r}: --inspect looks at the trainer only")
+    from trainer.inspect_view import inspection_to_dict, print_inspection
+    from trainer.inspecting import inspect_run  # imports torch
+
+    inspection = inspect_run(config, samples=samples)
+    if as_json:
+        click.echo(json.dumps(inspection_to_dict(inspection)))
+    else:
+        print_inspection(inspection, sys.stdout)
 
 
 def check_torch() -> None:

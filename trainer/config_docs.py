@@ -32,7 +32,8 @@ Made from `trainer/schema.py` by `make docs`: change it there.
 A config is a `.py` file that defines `config = Config(...)` with these classes, or YAML with the same sections and
 keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
 `target.env.NAME=value`, `optim.decay_steps=null`. An unknown key is an error that names the nearest one; a key that can
-have no effect beside the others is either an error or one line before the run.
+have no effect beside the others is either an error or one line before the run. `python train.py CONFIG --inspect` shows
+what a config comes to.
 
 "Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
 """

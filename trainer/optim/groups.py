@@ -65,9 +65,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = value
 
 
-def render_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """A line for each group of parameters, where `optim.groups` asked for any."""
-    groups = optimizer.param_groups
+def render_groups(groups: list[dict[str, Any]]) -> list[str]:
+    """A line for each of an optimizer's groups of parameters, where `optim.groups` asked for any."""
     if {group.get("pattern", "*") for group in groups} == {"*"}:
         return []
     return [_render(group) for group in groups]

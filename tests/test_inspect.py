@@ -1,0 +1,153 @@
+"""`train.py CONFIG --inspect`: what a run would do, on a machine that could not run it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from tests.tiny import tiny_shape
+from trainer import cli
+from trainer.config import config_from_dict
+from trainer.data.tokenizer import build_bytes_tokenizer
+from trainer.inspect_view import print_inspection, render_sample
+from trainer.inspecting import inspect_run
+from trainer.models.shapes import shape_to_hf_config
+from trainer.samples import Label, Piece, Sample
+
+ROWS = [
+    {"question": "a?", "answer": "b"},
+    {"question": "long " * 30, "answer": "never seen"},
+    {"question": "c?", "answer": "dd"},
+]
+
+
+def sections(folder: Path, rows: list[dict[str, str]], **changes: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values: dict[str, Any] = {
+        "target": {"device": "cuda", "gpu_ranks": [0, 1, 2, 3]},
+        "data": {"train": [str(path)], "seq_len": 120, "eval_fraction": 0.0, "shuffle": False},
+        "train": {"steps": 10, "micro_batch_size": 1},
+        "optim": {"schedule": "constant", "learning_rate": 0.5, "warmup_steps": 5},
+        "run": {"dir": str(folder / "runs")},
+    }
+    for name, section in changes.items():
+        values[name] = {**values.get(name, {}), **section}
+    return values
+
+
+def call(folder: Path, *options: str, rows: list[dict[str, str]] = ROWS, **changes: dict[str, Any]) -> Result:
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(sections(folder, rows, **changes)))
+    return CliRunner().invoke(cli.train_command, [str(config), "--inspect", *options])
+
+
+def test_sample_shows_targets_in_marks_borders_between_documents_and_padding(tmp_path):
+    shown = call(tmp_path).stdout
+    assert (
+        "<|im_start|>user\nc?<|im_end|>\n<|im_start|>assistant\n[[dd<|im_end|>]]\n\n"
+        "──── next document ────\n"
+        "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n[[b<|im_end|>]]\n\n(71 padding)\n"
+    ) in shown
+    assert "sample 1: 2 document(s); tokens: 5 target, 44 context, 71 padding" in shown
+
+
+def test_dropped_row_is_named_with_its_reason(tmp_path):
+    shown = call(tmp_path).stdout
+    assert "train: 2 of 3 conversations, 49 tokens (5 targets) in 1 rows, 59.2% padding" in shown
+    assert f"1 dropped, no target token in the first 120 tokens: {tmp_path}/rows.jsonl:2" in shown
+
+
+def test_plan_memory_and_schedule_are_of_the_configured_ranks_without_gpu_and_run_folder(tmp_path):
+    result = call(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "fsdp FULL_SHARD, 4 rank(s): " in result.stdout
+    assert "memory of each rank, estimated: 0.0" in result.stdout
+    assert "10 steps of 4 rows: 40.00 epochs, about 1,960 tokens" in result.stdout
+    assert "learning rate 0 first, 0.5 at its peak, 0.5 last; 5 steps of warm-up" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "rows.jsonl"]
+
+
+def test_json_holds_the_same(tmp_path):
+    shown = json.loads(call(tmp_path, "--json", "--samples", "1").stdout)
+    assert [piece["text"] for piece in shown["samples"][0]["pieces"] if piece["label"] == "target"] == [
+        "dd<|im_end|>",
+        "b<|im_end|>",
+    ]
+    assert shown["data"]["train"]["dropped"] == {
+        "no target token in the first 120 tokens": [f"{tmp_path}/rows.jsonl:2"]
+    }
+    assert (shown["plan"]["ranks"], shown["plan"]["parameters"]) == (4, 821120)
+    assert shown["memory"]["total"] == sum(size for name, size in shown["memory"].items() if name != "total")
+    assert shown["schedule"]["lr_last"] == 0.5
+
+
+@pytest.mark.parametrize(("option", "count"), [([], 3), (["--samples", "1"], 1), (["--samples", "0"], 0)])
+def test_so_many_samples_are_shown(tmp_path, option, count):
+    rows = [{"question": f"{n}?", "answer": "x" * 60} for n in range(8)]
+    assert call(tmp_path, *option, rows=rows).stdout.count("\nsample ") == count
+
+
+def test_stream_is_looked_at_without_reading_it_to_its_end(tmp_path):
+    rows = [{"question": f"{n}?", "answer": "x" * 60} for n in range(20)]
+    shown = call(tmp_path, rows=rows, data={"streaming": True, "stream_window": 4, "shuffle": True}).stdout
+    assert "10 steps of 4 rows: an unknown part of a stream, about " in shown
+
+
+def test_model_folder_needs_no_weights(tmp_path):
+    folder = tmp_path / "model"
+    build_bytes_tokenizer().save_pretrained(folder)
+    shape_to_hf_config(tiny_shape(vocab_size=260)).save_pretrained(folder)
+    shown = call(tmp_path, "--json", model={"name": str(folder)}).stdout
+    assert json.loads(shown)["plan"]["parameters"] == tiny_shape(vocab_size=260).num_params
+
+
+# --- on a terminal ----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_gets_colours_in_place_of_marks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Terminal()
+    print_inspection(inspect_run(config_from_dict(sections(tmp_path, ROWS)), samples=1), screen)
+    assert "\x1b[1;32mb<|im_end|>" in screen.getvalue()
+    assert "[[" not in screen.getvalue()
+
+
+def test_text_of_the_data_does_not_drive_the_terminal():
+    sample = Sample([Piece(Label.TARGET, 0, 4, "a\x1b[2Jb\r\x9bc\n")])
+    assert render_sample(sample, coloured=True).plain == "a\\x1b[2Jb\\x0d\\x9bc\n"
+
+
+def test_long_sample_is_cut_and_says_what_is_left():
+    sample = Sample([Piece(Label.CONTEXT, 0, 1500, "a"), Piece(Label.TARGET, 0, 1600, "b")])
+    assert render_sample(sample, coloured=False).plain == "a\n… 1,600 more tokens"
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_data_that_cannot_be_used_ends_with_2_and_one_paragraph(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(sections(tmp_path, [{"colour": "red"}])))
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(config), "--inspect"])
+    told = capsys.readouterr().err
+    assert (caught.value.code, told.count("Error: ")) == (2, 1)
+    assert "colour" in told
+
+
+def test_options_of_inspecting_alone_are_refused(tmp_path):
+    result = CliRunner().invoke(cli.train_command, ["x.yaml", "--samples", "2"])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, "Error: --samples and --json belong to --inspect")

@@ -1,0 +1,126 @@
+"""An inspection on a screen or as JSON. Text from the data never drives the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from trainer.inspecting import Inspection, Schedule
+from trainer.memory import GIB
+from trainer.samples import Label, Piece, Sample
+
+SHOWN_SAVINGS = 4
+SHOWN_TOKENS = 1500
+"""Of one sample on a screen; JSON has all."""
+
+STYLES = {Label.TARGET: "bold green", Label.CONTEXT: "dim", Label.PADDING: "blue"}
+BORDER_STYLE = "magenta"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def print_inspection(inspection: Inspection, stream: IO[str]) -> None:
+    """All of it in sections; colours on a terminal, `[[target]]` marks elsewhere."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    coloured = console.color_system is not None
+    console.print(_legend(coloured))
+    for number, sample in enumerate(inspection.samples, 1):
+        console.print(Text(f"\n{_sample_title(number, sample)}", style="bold"))
+        console.print(render_sample(sample, coloured=coloured))
+    for title, lines in _sections(inspection):
+        console.print(Text(f"\n{title}", style="bold"))
+        for line in lines:
+            console.print(Text(line))
+
+
+def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
+    memory = inspection.memory
+    if inspection.notes:
+        yield "notes", [f"note: {note}" for note in inspection.notes]
+    yield "data", inspection.data.render()
+    yield "model and plan", inspection.plan.render()
+    yield f"memory of each rank, estimated: {memory.total / GIB:.2f} GiB at the peak", memory.render()
+    yield "what would lower it", [f"  {saving.render()}" for saving in inspection.savings[:SHOWN_SAVINGS]]
+    yield "schedule", [*render_schedule(inspection.schedule), *inspection.rates]
+
+
+def render_schedule(schedule: Schedule) -> list[str]:
+    """Two lines: how long, and the learning rates."""
+    epochs = "an unknown part of a stream" if schedule.epochs is None else f"{schedule.epochs:.2f} epochs"
+    rates = f"{schedule.lr_first:.3g} first, {schedule.lr_peak:.3g} at its peak, {schedule.lr_last:.3g} last"
+    return [
+        f"{schedule.steps:,} steps of {schedule.rows_per_step:,} rows: {epochs}, about {schedule.tokens:,} tokens",
+        f"learning rate {rates}; {schedule.warmup_steps:,} steps of warm-up",
+    ]
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def _legend(coloured: bool) -> Text:
+    words = {
+        Label.TARGET: "target: predicted, counts in the loss",
+        Label.CONTEXT: "context: seen, masked from the loss",
+        Label.PADDING: "padding",
+    }
+    if not coloured:
+        return Text("legend: [[target: predicted, counts in the loss]] context: seen, masked from the loss")
+    return Text("legend: ").join([Text(""), Text("   ").join(Text(text, style=STYLES[k]) for k, text in words.items())])
+
+
+def _sample_title(number: int, sample: Sample) -> str:
+    counts = ", ".join(f"{sample.count(label):,} {label.value}" for label in Label)
+    return f"sample {number}: {sample.documents} document(s); tokens: {counts}"
+
+
+def render_sample(sample: Sample, *, coloured: bool) -> Text:
+    """The row's text with its labels and the borders of its documents."""
+    text, shown, document = Text(), 0, 0
+    for piece in sample.pieces:
+        if shown >= SHOWN_TOKENS and piece.label != Label.PADDING:
+            rest = sum(p.tokens for p in sample.pieces if p.label != Label.PADDING) - shown
+            text.append(f"\n… {rest:,} more tokens", style=BORDER_STYLE)
+            break
+        if piece.document != document and piece.label != Label.PADDING:
+            text.append("\n──── next document ────\n", style=BORDER_STYLE)
+            document = piece.document
+        text.append_text(_render_piece(piece, coloured=coloured))
+        shown += piece.tokens
+    return text
+
+
+def _render_piece(piece: Piece, *, coloured: bool) -> Text:
+    if piece.label == Label.PADDING:
+        return Text(f"\n({piece.tokens:,} padding)", style=STYLES[Label.PADDING])
+    plain = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", piece.text)
+    if piece.label == Label.TARGET and not coloured:
+        return Text(f"[[{plain}]]")
+    return Text(plain, style=STYLES[piece.label])
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
+    """The same as plain values; sizes in bytes."""
+    plan, memory = inspection.plan, inspection.memory
+    return {
+        "samples": [
+            {
+                **{label.value: sample.count(label) for label in Label},
+                "documents": sample.documents,
+                "pieces": [asdict(piece) | {"label": piece.label.value} for piece in sample.pieces],
+            }
+            for sample in inspection.samples
+        ],
+        "data": asdict(inspection.data),
+        "plan": asdict(plan) | {"ranks": plan.shards * plan.replicas, "parameters": plan.params},
+        "memory": asdict(memory) | {"total": memory.total},
+        "savings": [asdict(saving) for saving in inspection.savings],
+        "schedule": asdict(inspection.schedule) | {"rates": inspection.rates},
+        "notes": inspection.notes,
+    }

@@ -1,0 +1,119 @@
+"""What a run would do, found out in one process on the CPU: its data, its plan, its memory, its schedule.
+
+No weights are read and none are made: the model stays on the meta device, planned for the configured number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.building import build_decoder, check_length
+from trainer.config import config_notes, num_processes
+from trainer.data.loader import Data, DataReport, build_data
+from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.dist import Dist
+from trainer.memory import MemoryEstimate, Saving, estimate_memory, savings
+from trainer.models import hf
+from trainer.optim.groups import parameter_groups, render_groups
+from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
+from trainer.parallel.plan import WrapPlan
+from trainer.parallel.wrapping import plan_wrapping
+from trainer.samples import Sample, read_samples
+from trainer.schema import JOB_ID_ENV, Config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long the run is, and its learning rate."""
+
+    steps: int
+    warmup_steps: int
+    rows_per_step: int
+    epochs: float | None
+    """None: a stream, whose length is not known."""
+    tokens: int
+    """That the model sees in all, without padding, as its first epoch has them."""
+    lr_first: float
+    lr_peak: float
+    lr_last: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that is known before the first step."""
+
+    samples: list[Sample]
+    data: DataReport
+    plan: WrapPlan
+    """For the configured number of ranks."""
+    memory: MemoryEstimate
+    savings: list[Saving]
+    schedule: Schedule
+    rates: list[str]
+    """Learning rates that differ from the schedule's, and why."""
+    notes: list[str]
+
+
+def inspect_run(config: Config, *, samples: int) -> Inspection:
+    """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would."""
+    quiet_transformers()
+    alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    first = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
+    tokenizer = load_tokenizer(config)
+    folder = None if config.model.name is None else hf.model_folder(config.model.name, alone, weights=False)
+    shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
+    check_length(config, shape)
+    data = build_data(config, first, tokenizer)
+    ranks = first.world_size
+    decoder = build_decoder(config, shape)
+    plan = plan_wrapping(decoder, config, ranks)
+    return Inspection(
+        samples=_samples(data, tokenizer, samples),
+        data=data.report,
+        plan=plan,
+        memory=estimate_memory(shape, config, world_size=ranks),
+        savings=savings(shape, config, world_size=ranks),
+        schedule=plan_schedule(config, data),
+        rates=[
+            *render_groups(parameter_groups(decoder.named_parameters(), config.optim)),
+            *render_lr_scaling(config.optim, data.train.global_batch_size),
+        ],
+        notes=config_notes(config, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
+    )
+
+
+def _samples(data: Data, tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:
+    """The first rows of rank 0, from as many steps as it takes."""
+    found: list[Sample] = []
+    for step in range(data.train.total_steps):
+        if len(found) == count:
+            break
+        found += read_samples(data.train.step_batches(step), tokenizer, count=count - len(found))
+    return found
+
+
+def plan_schedule(config: Config, data: Data) -> Schedule:
+    """The length of the run and the learning rates of its steps."""
+    loader, report = data.train, data.report.train
+    steps = loader.total_steps
+    multiplier = lr_multiplier(config.optim, steps)
+    peak = peak_learning_rate(config.optim, loader.global_batch_size)
+    rates = [peak * multiplier(step) for step in range(steps)]
+    tokens_per_row = report.tokens / max(1, report.packed_rows)
+    return Schedule(
+        steps=steps,
+        warmup_steps=config.optim.warmup_steps,
+        rows_per_step=loader.global_batch_size,
+        epochs=None if loader.steps_per_epoch is None else steps / loader.steps_per_epoch,
+        tokens=round(steps * loader.global_batch_size * tokens_per_row),
+        lr_first=rates[0],
+        lr_peak=max(rates),
+        lr_last=rates[-1],
+    )
