@@ -124,7 +124,8 @@ class LoraConfig:
     merge_export: bool = False
     """Export also the whole model with the adapters added to its weights; export/adapter is written always."""
     base_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Storage of the frozen model; the adapters are fp32. `auto`: bf16 when train.precision is bf16."""
+    """Storage of the frozen model; the adapters are fp32. `auto`: bf16 when train.precision is bf16: products and so
+    losses are the same, but a merged export then holds the model's weights as bf16 has them."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
-from tests.oracles.reference import save_hf
+from tests.oracles.reference import SHAPES, save_hf
 from tests.tiny import tiny_shape
 from trainer.models.adapter_export import write_adapter
 from trainer.models.adapter_files import PREFIX, adapter_weights, load_adapter, lora_spec
-from trainer.models.decoder import Decoder
+from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import sequence_logits
 from trainer.models.hf import load_pretrained
 from trainer.models.lora import attach, linear_names, lora_of, merge
@@ -27,10 +27,12 @@ SHAPE = tiny_shape()
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-def save_both(folder: Path, targets: str | list[str], *, rslora: bool = False) -> peft.PeftModel:
+def save_both(
+    folder: Path, targets: str | list[str], *, rslora: bool = False, shape: DecoderShape = SHAPE
+) -> peft.PeftModel:
     """PEFT's model with random adapters of rank 4 and alpha 8; base and adapter are written into the folder."""
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, use_rslora=rslora, task_type="CAUSAL_LM")
-    theirs = peft.get_peft_model(save_hf(SHAPE, folder / "base"), settings).eval()
+    theirs = peft.get_peft_model(save_hf(shape, folder / "base"), settings).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -38,9 +40,9 @@ def save_both(folder: Path, targets: str | list[str], *, rslora: bool = False) -
     return theirs
 
 
-def ours_from(folder: Path) -> Decoder:
+def ours_from(folder: Path, shape: DecoderShape = SHAPE) -> Decoder:
     """Our model with the base and the adapter of the folder."""
-    decoder = Decoder(SHAPE)
+    decoder = Decoder(shape)
     spec = lora_spec(LoraConfig(adapter=str(folder / "adapter")), linear_names(decoder))
     assert spec is not None
     attach(decoder, spec)
@@ -106,8 +108,12 @@ def merge_difference(folder: Path, *, rslora: bool) -> float:
 
 @torch.no_grad()
 def theirs_in_ours(folder: Path) -> float:
-    expected = save_both(folder, ["q_proj", "v_proj"])(IDS).logits[0]
-    return largest_difference(sequence_logits(ours_from(folder), IDS[0].tolist()), expected)
+    differences = []
+    for name, shape in SHAPES.items():
+        expected = save_both(folder / name, ["q_proj", "v_proj"], shape=shape)(IDS).logits[0]
+        ours = ours_from(folder / name, shape)
+        differences.append(largest_difference(sequence_logits(ours, IDS[0].tolist()), expected))
+    return worst(differences)
 
 
 def ours_in_theirs(folder: Path) -> tuple[Decoder, Any]:
@@ -150,12 +156,13 @@ def _layer_rows(rslora: bool) -> list[Oracle]:
     ]
 
 
+FAMILIES = "q_proj and v_proj; Qwen2, Qwen3, Llama"
 TWO = "q_proj and v_proj, Qwen3"
 ORACLES = [
     *_layer_rows(False),
     *_layer_rows(True),
     Oracle("error of a LoRA layer in bf16", "that of PEFT under autocast", "every linear module", 2, bf16_error),
-    Oracle("logits with an adapter that PEFT wrote", "PEFT LoraModel", TWO, 1e-5, theirs_in_ours),
+    Oracle("logits with an adapter that PEFT wrote", "PEFT LoraModel", FAMILIES, 1e-5, theirs_in_ours),
     Oracle("tensors of an adapter that we wrote", "PEFT from_pretrained", TWO, 0, changed_tensors),
     Oracle("logits with an adapter that we wrote", "PEFT from_pretrained", TWO, 1e-5, written_logits),
 ]
