@@ -31,7 +31,7 @@ from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.run import LossFn, Run
-from trainer.schema import Config, OptimConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.step import train_step
 
 SEQ_LEN = 24
@@ -69,16 +69,27 @@ class Split:
     count: int = 16
     """How many of the rows."""
     tied: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of the config's section `parallel`."""
 
     def __str__(self) -> str:
         size = f"{self.micro_batch_tokens}-tokens" if self.micro_batch_tokens else f"{self.micro_batch_size}-rows"
         flags = {"shuffled": self.shuffled, "unpacked": not self.packing, "untied": not self.tied}
         words = [self.loss, self.backend, f"{self.count}-rows-by-{size}", *(word for word, on in flags.items() if on)]
+        words += [str(value) for _, value in self.options]
         return "-".join(words)
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2},
+    {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": "full"},
+    {"ignored_modules": ["model.embed_tokens"]},
+]
+"""Ways of FSDP that reduce gradients in another way."""
+
+
 def splits_of(loss: str, backend: str, world_size: int) -> Iterator[Split]:
-    """1, 2 and 4 micro-batches a rank in two orders; untied; a token budget; and counts that nothing divides."""
+    """1, 2 and 4 micro-batches a rank in two orders; untied; a token budget; counts that nothing divides; options."""
     base = Split(loss, backend)
     for micro_batches in (1, 2, 4):
         size = -(-16 // world_size // micro_batches)
@@ -89,6 +100,9 @@ def splits_of(loss: str, backend: str, world_size: int) -> Iterator[Split]:
         yield replace(base, micro_batch_tokens=tokens, packing=False)
     for count in (1, 2, 5, 7):
         yield replace(base, micro_batch_size=2, count=count)
+    if backend == "fsdp" and world_size == 4:
+        for options in OPTIONS:
+            yield replace(base, micro_batch_size=2, tied=False, options=tuple(options.items()))
 
 
 def rows_of(split: Split) -> list[Row]:
@@ -165,10 +179,10 @@ def plain_step(loss: str, *, count: int, tied: bool) -> Stepped:
 
 def steps_of_rank(dist: Dist, splits: Sequence[Split]) -> list[Stepped]:
     """Each split's step, by the trainer's own train_step; gradients only on rank 0."""
-    made: dict[tuple[str, bool], tuple[Backend, nn.Module]] = {}
+    made: dict[Any, tuple[Backend, nn.Module]] = {}
     results = []
     for split in splits:
-        key = split.backend, split.tied
+        key = split.backend, split.tied, str(split.options)
         if key not in made:
             made[key] = _prepared(dist, split)
         results.append(_step(dist, split, *made[key]))
@@ -180,6 +194,7 @@ def _config(split: Split) -> Config:
         target=TargetConfig(train_backend=split.backend),
         train=TrainConfig(precision="fp32"),
         optim=OptimConfig(max_grad_norm=0),
+        parallel=ParallelConfig(**dict(split.options)),
     )
 
 
