@@ -78,6 +78,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @SSH
 @with_access
+@click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
 @click.option("--gpus", metavar="0,2|auto:2", help="GPU indices (nvidia-smi), UUIDs, or the freest; one process each.")
 @click.option(
     "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="cpu: as many CPU processes as --gpus names."
@@ -114,6 +115,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     program = click.get_current_context().meta["program"]
     if program and config is not None:
         raise UsageError("give a config or a program after --, not both")
+    if options["fsdp_config"] is not None and config is None:
+        raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
     if config is not None and not Path(config).exists() and shutil.which(config):
         words = shlex.join((config, *overrides))
         raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")

@@ -42,6 +42,7 @@ class Options:
 
     config: str | None = None
     overrides: tuple[str, ...] = ()
+    fsdp_config: str | None = None
     command: tuple[str, ...] = ()
     torchrun: bool = False
     ssh: str | None = None
@@ -77,7 +78,7 @@ class Prepared:
 def read_config(options: Options) -> tuple[Config, Command | None]:
     """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
     try:
-        config = load_config(options.config, options.overrides) if options.config else _config_of_command(options)
+        config = _config_of_file(options) if options.config else _config_of_command(options)
         config = with_options(config, options)
         check_config(config)
     except ConfigError as error:
@@ -86,6 +87,14 @@ def read_config(options: Options) -> tuple[Config, Command | None]:
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
     return config, command
+
+
+def _config_of_file(options: Options) -> Config:
+    assert options.config is not None
+    overrides = options.overrides
+    if options.fsdp_config is not None and options.gpus is not None:  # its num_processes is judged by these
+        overrides = (*overrides, f"target.gpu_ranks={options.gpus}")
+    return load_config(options.config, overrides, fsdp_config=options.fsdp_config)
 
 
 def prepare(config: Config, command: Command | None, *, options: Options, project: Path) -> Prepared:

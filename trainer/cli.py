@@ -17,6 +17,7 @@ import click
 
 from trainer import launch
 from trainer.config import ConfigError, load_config, num_processes
+from trainer.config_accelerate import read_fsdp_config
 from trainer.errors import UserError
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 
@@ -89,6 +90,7 @@ def render_commands() -> str:
 )
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
 @click.option("--inspect", is_flag=True, help="Show what would be trained on and how, and stop: no GPU, no run folder.")
 @click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that --inspect shows [3].")
@@ -97,6 +99,7 @@ def render_commands() -> str:
 def train_command(
     config_path: str,
     overrides: tuple[str, ...],
+    fsdp_config: str | None,
     run_dir: Path | None,
     inspect: bool,
     samples: int | None,
@@ -106,7 +109,10 @@ def train_command(
     if (samples is not None or as_json) and not inspect:
         raise click.UsageError("--samples and --json belong to --inspect")
     check_torch()
-    config = load_config(config_path, overrides)
+    config = load_config(config_path, overrides, fsdp_config=fsdp_config)
+    if fsdp_config is not None and os.environ.get("RANK", "0") == "0":
+        for note in read_fsdp_config(fsdp_config).notes:
+            click.echo(f"note: {note}", err=True)
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, as_json=as_json)
         return

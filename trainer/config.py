@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from trainer.config_accelerate import Accelerate, check_processes, read_fsdp_config
 from trainer.config_fields import NULL_WORDS, Word, build_config, fit
 from trainer.config_files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
 from trainer.config_keys import (
@@ -43,9 +44,10 @@ LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, fsdp_config: str | Path | None = None) -> Config:
     """The checked Config of a `.py` or YAML file with `a.b=c` overrides applied in order; the last one of a key wins.
 
+    `fsdp_config`: a file as `accelerate config` writes it; what it says goes before the config and after the overrides.
     Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
     Raises ConfigError.
     """
@@ -56,8 +58,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     else:
         written, places = read_python(path)
         config = build_config({name: getattr(written, name) for name in field_kinds(Config)}, places)
+    accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
+    config, places = _apply_settings(config, accelerate, places=places)
     config, places = _apply_overrides(config, overrides, places=places)
     check_config(config, places=places)
+    check_processes(accelerate, num_processes(config))
     return config
 
 
@@ -132,6 +137,15 @@ def _one_length(config: Config, given: set[str]) -> Config:
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
+
+
+def _apply_settings(config: Config, accelerate: Accelerate, *, places: Places) -> tuple[Config, Places]:
+    """The config with what another file says, each value in its field's type."""
+    own = {setting.key: setting.place for setting in accelerate.settings}
+    for setting in accelerate.settings:
+        value = fit(setting.value, known_keys()[setting.key], setting.key, places=Places("", own))
+        config = _set_key(config, setting.key, value)
+    return config, Places(places.source, {**places.by_key, **own})
 
 
 def _apply_overrides(config: Config, overrides: Sequence[str], *, places: Places) -> tuple[Config, Places]:

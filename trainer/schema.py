@@ -336,7 +336,7 @@ class ParallelConfig:
     wrap_classes: list[str] = field(default_factory=list)
     """Class names for `wrap_policy` classes: Block, Attention, MLP …, or Hugging Face's, such as Qwen3DecoderLayer."""
     ignored_modules: list[str] = field(default_factory=list)
-    """FSDP: patterns of Hugging Face module names (model.embed_tokens, *.mlp) that every rank holds whole."""
+    """FSDP: patterns of Hugging Face module names (*.embed_tokens, *.mlp) that every rank holds whole."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE"] | None = None
     """FSDP1's word. BACKWARD_PRE is built in; the others are refused: see `backward_prefetch_depth`."""
     forward_prefetch: bool | int = False

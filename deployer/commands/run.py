@@ -24,6 +24,7 @@ from deployer.logview import LogView
 from deployer.plan import GPUS_RULE, PYTHON_RULE, has_auto, plan_to_json, render_command, render_cwd, shell_slots
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
+from trainer.config_accelerate import read_fsdp_config
 from trainer.schema import gpu_count
 
 
@@ -46,6 +47,8 @@ def run(
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     read, command = read_config(chosen)
+    for note in read_fsdp_config(chosen.fsdp_config).notes if chosen.fsdp_config is not None else ():
+        render.notice(f"note: {note}")
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = host.at(read.target.ssh, read.target.root)
     if host.ssh is None and host.ssh_key is not None:

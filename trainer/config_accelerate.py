@@ -1,0 +1,350 @@
+"""The config file that `accelerate config` writes, in this schema's keys. Imports neither torch nor accelerate.
+
+Every key is mapped, told to have no effect here, or refused; none is dropped without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from trainer.config_fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
+from trainer.config_files import read_yaml
+from trainer.config_keys import Places
+from trainer.errors import ConfigError
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+BACKENDS = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "pytorch"}
+PRECISIONS = {"bf16": "bf16", "no": "fp32"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the schema, the value that the file gives it, and where it stands: `accelerate.yaml:7`."""
+
+    key: str
+    value: object
+    place: str
+
+
+@dataclass(frozen=True)
+class Accelerate:
+    """What a file says."""
+
+    settings: tuple[Setting, ...] = ()
+    num_processes: int | None = None
+    """The number of processes that it was written for; None when it does not say."""
+    processes_place: str = ""
+    notes: tuple[str, ...] = ()
+    """What has no effect here, in lines to be shown."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One entry of the file."""
+
+    name: str
+    value: object
+    place: str
+
+    @property
+    def text(self) -> str:
+        return self.value.text if isinstance(self.value, Word) else str(self.value)
+
+    @property
+    def is_null(self) -> bool:
+        return isinstance(self.value, Word) and self.text in NULL_WORDS
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing, an empty list or mapping, or a word for no."""
+        if isinstance(self.value, Mapping | list):
+            return not self.value
+        return self.is_null or self.text.lower() in ("false", "no")
+
+    def error(self, problem: str, hint: str = "") -> ConfigError:
+        return ConfigError(f"{self.name} is {show(self.value)}: {problem}", where=self.place, hint=hint)
+
+    def one_of(self, *choices: str) -> str:
+        """The choice that is given, in any case of letters. ConfigError for another."""
+        for choice in choices:
+            if self.text.upper().strip("_") == choice.upper().strip("_"):
+                return choice
+        near = get_close_matches(self.text.upper(), choices, n=1)
+        raise self.error(f"expected one of {', '.join(choices)}", f"did you mean {near[0]}?" if near else "")
+
+    def boolean(self) -> bool:
+        value = BOOL_WORDS.get(self.text.lower())
+        if value is None:
+            raise self.error("expected true or false")
+        return value
+
+    def number(self) -> int:
+        if not INT_WORD.fullmatch(self.text):
+            raise self.error("expected a whole number")
+        return int(self.text)
+
+    def texts(self) -> list[str]:
+        """The entries of a list, which may also be written with commas."""
+        if isinstance(self.value, list):
+            return [v.text if isinstance(v, Word) else str(v) for v in self.value]
+        return [part.strip() for part in self.text.split(",") if part.strip()]
+
+
+@dataclass
+class _Reading:
+    """What has been understood so far."""
+
+    values: dict[str, tuple[object, str]] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    processes: tuple[int, str] | None = None
+
+    def put(self, given: Given, key: str, value: object) -> None:
+        self.values[key] = (value, given.place)
+
+
+Rule = Callable[[Given, _Reading], None]
+
+
+def read_fsdp_config(path: str | Path) -> Accelerate:
+    """What a YAML as `accelerate config` writes it says, for FSDP versions 1 and 2.
+
+    Raises ConfigError, with the line, for a key that accelerate does not know and for what cannot be done here.
+    """
+    tree, places = read_yaml(Path(path))
+    reading = _Reading()
+    for given in _entries(tree, places):
+        rule = RULES.get(given.name)
+        if rule is None:
+            near = get_close_matches(given.name, RULES, n=1)
+            hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
+            raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
+        if given.is_null and rule is not _backward_prefetch:
+            continue  # not given
+        rule(given, reading)
+    if reading.idle:
+        reading.notes.append(f"{', '.join(reading.idle)}: no effect here, target and the launcher decide that")
+    number, place = reading.processes or (None, "")
+    settings = tuple(Setting(key, value, where) for key, (value, where) in reading.values.items())
+    return Accelerate(settings, number, place, tuple(f"{path}: {note}" for note in reading.notes))
+
+
+def check_processes(accelerate: Accelerate, processes: int) -> None:
+    """Raise ConfigError when the file was written for another number of processes than the config starts."""
+    expected = accelerate.num_processes
+    if expected is not None and expected != processes:
+        indices = ",".join(map(str, range(expected)))
+        raise ConfigError(
+            f"num_processes is {expected}, but target.gpu_ranks makes {processes} process{'es' * (processes > 1)}",
+            where=accelerate.processes_place,
+            hint=f"set target.gpu_ranks={indices}, or change num_processes",
+        )
+
+
+def _entries(tree: Mapping[str, object], places: Places) -> Iterator[Given]:
+    """The entries of the top level and of fsdp_config, where those of older files stand at the top level too."""
+    for name, value in tree.items():
+        if name in ("fsdp_config", "dynamo_config") and isinstance(value, Mapping):
+            yield from (Given(inner, v, places.of(f"{name}.{inner}")) for inner, v in value.items())
+        else:
+            yield Given(name, value, places.of(name))
+
+
+# --- rules: one for each key of accelerate ----------------------------------------------------------------------------
+
+
+def _maps_bool(key: str) -> Rule:
+    return lambda given, reading: reading.put(given, key, given.boolean())
+
+
+def _maps_choice(key: str, *choices: str) -> Rule:
+    return lambda given, reading: reading.put(given, key, given.one_of(*choices))
+
+
+def _idle(given: Given, reading: _Reading) -> None:
+    """Without effect, whatever it says."""
+    reading.idle.append(given.name)
+
+
+def _only(problem: str, *allowed: str) -> Rule:
+    """Refuses all values but those that change nothing."""
+
+    def rule(given: Given, reading: _Reading) -> None:
+        if not given.is_empty and given.text not in allowed:
+            raise given.error(problem)
+
+    return rule
+
+
+def _distributed_type(given: Given, reading: _Reading) -> None:
+    if given.text not in BACKENDS:
+        raise given.error("only FSDP, MULTI_GPU, MULTI_CPU and NO can be done here")
+    reading.put(given, "target.train_backend", BACKENDS[given.text])
+    if given.text == "MULTI_CPU":
+        reading.put(given, "target.device", "cpu")
+
+
+def _mixed_precision(given: Given, reading: _Reading) -> None:
+    if given.text not in PRECISIONS:
+        raise given.error("bf16 and no (fp32) can be done here", "bf16 has the range of fp32 and needs no loss scaling")
+    reading.put(given, "train.precision", PRECISIONS[given.text])
+
+
+def _num_processes(given: Given, reading: _Reading) -> None:
+    if given.number() != -1:  # -1: Slurm says it
+        reading.processes = given.number(), given.place
+
+
+def _gpu_ids(given: Given, reading: _Reading) -> None:
+    if given.text == "all" or given.is_empty:
+        _idle(given, reading)
+    else:
+        reading.put(given, "target.gpu_ranks", given.texts())
+
+
+def _use_cpu(given: Given, reading: _Reading) -> None:
+    if given.boolean():
+        reading.put(given, "target.device", "cpu")
+
+
+def _version(given: Given, reading: _Reading) -> None:
+    if given.number() not in (1, 2):
+        raise given.error("expected 1 or 2")
+    if given.number() == 1:
+        reading.notes.append("fsdp_version: 1, and FSDP2 runs it: the words keep the meaning that docs/config.md gives")
+
+
+def _strategy(given: Given, reading: _Reading) -> None:
+    if given.text.isdigit() and 1 <= int(given.text) <= len(STRATEGIES):  # files of accelerate before 0.22
+        reading.put(given, "parallel.sharding_strategy", STRATEGIES[int(given.text) - 1])
+    else:
+        reading.put(given, "parallel.sharding_strategy", given.one_of(*STRATEGIES))
+
+
+def _reshard(given: Given, reading: _Reading) -> None:
+    """A truth value, or a strategy: that is where `accelerate config` writes it for version 1."""
+    if given.text.lower() in BOOL_WORDS:
+        reading.put(given, "parallel.reshard_after_forward", given.boolean())
+    else:
+        _strategy(given, reading)
+
+
+def _wrap_policy(given: Given, reading: _Reading) -> None:
+    word = given.one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+    if word == "NO_WRAP":
+        raise given.error("the whole model would be gathered at once", "use TRANSFORMER_BASED_WRAP")
+    if word == "SIZE_BASED_WRAP":
+        reading.put(given, "parallel.wrap_policy", "size")
+    elif "parallel.wrap_classes" not in reading.values:
+        reading.put(given, "parallel.wrap_policy", "transformer")
+
+
+def _wrap_classes(given: Given, reading: _Reading) -> None:
+    reading.put(given, "parallel.wrap_classes", given.texts())
+    if reading.values.get("parallel.wrap_policy", ("transformer", ""))[0] == "transformer":
+        reading.put(given, "parallel.wrap_policy", "classes")
+
+
+def _backward_prefetch(given: Given, reading: _Reading) -> None:
+    if given.is_null:
+        reading.put(given, "parallel.backward_prefetch", "NONE")  # FSDP1's null is no prefetch, ours is not given
+    else:
+        words = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+        reading.put(given, "parallel.backward_prefetch", given.one_of(*words))
+
+
+def _activation_checkpointing(given: Given, reading: _Reading) -> None:
+    reading.put(given, "parallel.activation_checkpointing", "full" if given.boolean() else "none")
+
+
+def _ram_efficient(given: Given, reading: _Reading) -> None:
+    reading.notes.append(f"{given.name}: no effect, every rank reads only its own share of the weights")
+
+
+def _ignored_modules(given: Given, reading: _Reading) -> None:
+    if any(sign in "".join(given.texts()) for sign in "\\^$+(|)"):
+        raise given.error("a regular expression", "set parallel.ignored_modules to patterns: model.layers.*.mlp")
+    reading.put(given, "parallel.ignored_modules", [text.replace(".*", "*") for text in given.texts()])
+
+
+def _dynamo(given: Given, reading: _Reading) -> None:
+    if given.text.upper() not in ("NO", "INDUCTOR"):
+        raise given.error("only NO and INDUCTOR can be done here")
+    reading.put(given, "parallel.compile", given.text.upper() == "INDUCTOR")
+
+
+def _min_num_params(given: Given, reading: _Reading) -> None:
+    reading.put(
+        given, "parallel.min_num_params", int(float(given.text)) if given.text.startswith("1e") else given.number()
+    )
+
+
+OTHER_ENGINE = _only("this trainer has FSDP2 and DDP only")
+ONE_HOST = "one host is trained on; write the file with one machine"
+
+RULES: dict[str, Rule] = {
+    "compute_environment": _only("only LOCAL_MACHINE can be done here", "LOCAL_MACHINE"),
+    "distributed_type": _distributed_type,
+    "mixed_precision": _mixed_precision,
+    "num_processes": _num_processes,
+    "num_machines": _only(ONE_HOST, "1"),
+    "machine_rank": _only(ONE_HOST, "0"),
+    "gpu_ids": _gpu_ids,
+    "use_cpu": _use_cpu,
+    "fsdp_config": _only("expected a mapping of fsdp_ keys"),
+    "dynamo_config": _only("expected a mapping of dynamo_ keys"),
+    "dynamo_backend": _dynamo,
+    "dynamo_mode": _only("only the default mode can be done here", "default"),
+    "dynamo_use_dynamic": _only("shapes are static here"),
+    "dynamo_use_fullgraph": _idle,
+    "dynamo_use_regional_compilation": _idle,
+    "deepspeed_config": OTHER_ENGINE,
+    "megatron_lm_config": OTHER_ENGINE,
+    "mpirun_config": OTHER_ENGINE,
+    "fp8_config": _only("fp8 products cannot be done here"),
+    "parallelism_config": _only("set parallel.sharding_strategy and dp_replicate instead"),
+    "ipex_config": OTHER_ENGINE,
+    "downcast_bf16": _only("that is for TPUs"),
+    "tpu_name": _only("there is no TPU backend"),
+    "tpu_zone": _only("there is no TPU backend"),
+    "tpu_use_cluster": _only("there is no TPU backend"),
+    "tpu_use_sudo": _only("there is no TPU backend"),
+    "tpu_env": _only("there is no TPU backend"),
+    "tpu_vm": _only("there is no TPU backend"),
+    "command_file": _only("a config says what is trained"),
+    "commands": _only("a config says what is trained"),
+    **dict.fromkeys(
+        (
+            "debug",
+            "enable_cpu_affinity",
+            "main_process_ip",
+            "main_process_port",
+            "main_training_function",
+            "rdzv_backend",
+            "same_network",
+        ),
+        _idle,
+    ),
+    "fsdp_version": _version,
+    "fsdp_sharding_strategy": _strategy,
+    "fsdp_reshard_after_forward": _reshard,
+    "fsdp_offload_params": _maps_bool("parallel.cpu_offload"),
+    "fsdp_backward_prefetch": _backward_prefetch,
+    "fsdp_backward_prefetch_policy": _backward_prefetch,
+    "fsdp_forward_prefetch": _maps_bool("parallel.forward_prefetch"),
+    "fsdp_auto_wrap_policy": _wrap_policy,
+    "fsdp_transformer_layer_cls_to_wrap": _wrap_classes,
+    "fsdp_min_num_params": _min_num_params,
+    "fsdp_use_orig_params": _maps_bool("parallel.use_orig_params"),
+    "fsdp_limit_all_gathers": _maps_bool("parallel.limit_all_gathers"),
+    "fsdp_sync_module_states": _maps_bool("parallel.sync_module_states"),
+    "fsdp_cpu_ram_efficient_loading": _ram_efficient,
+    "fsdp_state_dict_type": _maps_choice(
+        "parallel.state_dict_type", "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
+    ),
+    "fsdp_activation_checkpointing": _activation_checkpointing,
+    "fsdp_ignored_modules": _ignored_modules,
+}
