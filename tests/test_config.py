@@ -120,6 +120,15 @@ def test_shipped_config_takes_the_overrides_its_docstring_names(name: str) -> No
     assert config_notes(config, backend="fsdp", deployed=True) == []
 
 
+def test_pretraining_config_takes_the_overrides_its_docstring_names() -> None:
+    path = ROOT / "configs/03_debug_pretrain.py"
+    words = ["data.train=corpus.tokens", "data.tokenizer=Qwen/Qwen3-0.6B"]
+    assert all(word in path.read_text() for word in words)
+    config = load_config(path, words)
+    assert (config.recipe, config.data.train) == ("pretrain", ["corpus.tokens"])
+    assert config_notes(config, backend="pytorch", deployed=True) == []
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.test_models import from_folder, save_hf
-from tests.tiny import tiny_shape
+from tests.tiny import ALONE, tiny_shape
 from trainer.batch import Batch
 from trainer.data.documents import read_rows
 from trainer.data.encoding import RowEncoder
@@ -211,6 +211,22 @@ def test_resume_with_another_seed_is_refused(rows_file):
     state = load(make_config(rows_file)).train.state_dict(2)
     with pytest.raises(DataError, match=r"train\.seed"):
         load(make_config(rows_file, seed=1)).train.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["in memory", "in a token file"])
+def test_row_with_an_id_that_the_model_lacks_is_named_before_the_first_step(rows_file, tmp_path, kept):
+    config = make_config(rows_file, data={"eval_fraction": 0.0})
+    run_dir = tmp_path if kept else None
+    with pytest.raises(DataError, match="token 0 has id 257, and the model has ids 0 to 256") as error:
+        build_data(config, ALONE, load_tokenizer(config), run_dir=run_dir, model_vocab=257)
+    assert error.value.where == f"{rows_file}:1"
+    build_data(config, ALONE, load_tokenizer(config), run_dir=run_dir, model_vocab=259)  # 259, the last one, is unused
+
+
+def test_stream_of_a_tokenizer_with_ids_that_the_model_lacks_is_refused(rows_file):
+    config = make_config(rows_file, data={"streaming": True})
+    with pytest.raises(DataError, match=r"the tokenizer has 260 ids and the model 259, and data\.streaming is true"):
+        build_data(config, ALONE, load_tokenizer(config), model_vocab=259)
 
 
 # --- what is left out ------------------------------------------------------------------------------------------------

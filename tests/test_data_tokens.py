@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.chat import Encoded
-from trainer.data.tokens import TokenFile, TokenWriter, check_all_ids
+from trainer.data.tokens import TokenFile, TokenWriter, check_ids
 from trainer.errors import DataError
 
 
@@ -167,5 +167,5 @@ def test_a_folder_that_takes_no_file_is_an_error(tmp_path):
 
 def test_ids_of_documents_are_checked_against_the_model():
     with pytest.raises(DataError, match="token 1 has id 260, and the model has ids 0 to 259") as error:
-        check_all_ids([document([1]), document([3, 260], name="rows.jsonl:7")], 260)
+        check_ids(document([3, 260], name="rows.jsonl:7"), 260)
     assert error.value.where == "rows.jsonl:7"

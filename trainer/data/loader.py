@@ -33,7 +33,10 @@ from trainer.data.order import epoch_documents, plan_epoch
 from trainer.data.packing import Plan, plan_rows
 from trainer.data.report import DataReport
 from trainer.data.steps import Loader, global_batch_size
+from trainer.data.store import Store
 from trainer.data.streaming import StreamLoader
+from trainer.data.tokenizer import vocab_size
+from trainer.data.tokens import TokenFile, check_ids
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.schema import Config
@@ -57,21 +60,30 @@ class Data:
     report: DataReport
 
 
-def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path | None = None) -> Data:
+def build_data(
+    config: Config,
+    dist: Ranks,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    run_dir: Path | None = None,
+    model_vocab: int | None = None,
+) -> Data:
     """Reads, tokenizes and lays out everything, the same on every rank.
 
     With a run folder the tokens are kept there and shared by the ranks of a node (`dist` is then a `Dist`, and all
-    ranks must call this); without, every caller has its own in memory. Raises DataError when something cannot be read
-    or nothing is left to train on.
+    ranks must call this); without, every caller has its own in memory. `model_vocab`: rows of the model's embedding.
+    Raises DataError when something cannot be read, holds an id that the model lacks, or nothing is left to train on.
     """
     started = time.perf_counter()
     check_template(tokenizer)
     if config.data.streaming:
+        check_tokenizer(tokenizer, model_vocab)
         return _build_stream(config, dist, tokenizer, started)
     if run_dir is None:
         store, table = tokenize_in_memory(config, tokenizer)
     else:
         store, table = tokenize_in_run(config, tokenizer, cast(Dist, dist), run_dir)
+    check_store(store, model_vocab)
     documents, held_out = divide(store, table, config)
     check_documents(documents, where="data.train", seq_len=config.data.seq_len)
     if config.data.eval or held_out.report.rows_read:
@@ -84,6 +96,24 @@ def build_data(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, 
     held_out_report = held_out.report if len(held_out) else None
     report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
     return Data(train, evaluation, report)
+
+
+def check_store(store: Store, model_vocab: int | None) -> None:
+    """Raise DataError naming the first row with an id that a model with `model_vocab` ids lacks."""
+    if model_vocab is None or (isinstance(store, TokenFile) and store.header.max_id < model_vocab):
+        return
+    for index in range(len(store)):
+        check_ids(store[index], model_vocab)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_vocab: int | None) -> None:
+    """Raise DataError for a tokenizer that may give ids which the model lacks: a stream has no end to look for them."""
+    if model_vocab is not None and vocab_size(tokenizer) > model_vocab:
+        raise DataError(
+            f"the tokenizer has {vocab_size(tokenizer)} ids and the model {model_vocab}, and data.streaming is true",
+            where="data.tokenizer",
+            hint="name the model's own tokenizer, or set data.streaming=false, which looks at the ids that occur",
+        )
 
 
 def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, started: float) -> Data:

@@ -13,7 +13,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
@@ -288,12 +288,6 @@ def check_ids(doc: Encoded, vocab_size: int, *, of: str = "the model") -> None:
             where=doc.id,
             hint="data.tokenizer must be the one that the model was made with",
         )
-
-
-def check_all_ids(docs: Iterable[Encoded], vocab_size: int) -> None:
-    """`check_ids` of each document, against the rows of a model's embedding."""
-    for doc in docs:
-        check_ids(doc, vocab_size)
 
 
 def _content_key(doc: Encoded) -> bytes:

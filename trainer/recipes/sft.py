@@ -24,7 +24,7 @@ def run(config: Config, run_dir: Path, dist: Dist) -> int:
     shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
     seed_everything(config, dist)
-    data = build_data(config, dist, tokenizer, run_dir=run_dir)
+    data = build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn)
     tell_plan(train)
