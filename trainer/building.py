@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from trainer import metrics
-from trainer.checkpoint.loading import load, read_info
 from trainer.config import config_notes, config_to_dict
 from trainer.config_optim import base_dtype
 from trainer.data.loader import Data
@@ -27,36 +28,42 @@ from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import DTYPES
-from trainer.resuming import changed_keys, check_resumable, check_same_part, resume_path
+from trainer.resuming import Identity, choose, render_changes, resume
 from trainer.run import LossFn, Run
 from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config
 
 
 def build_run(
-    config: Config, run_dir: Path, dist: Dist, *, shape: DecoderShape, folder: Path | None, data: Data, loss_fn: LossFn
+    config: Config,
+    run_dir: Path,
+    dist: Dist,
+    *,
+    shape: DecoderShape,
+    folder: Path | None,
+    data: Data,
+    loss_fn: LossFn,
+    hashes: Mapping[str, str] = MappingProxyType({}),
 ) -> Run:
-    """Everything that the loop needs: resumed from a checkpoint, or with the weights in `folder`, or random ones."""
+    """Everything that the loop needs: resumed from a checkpoint, or with the weights in `folder`, or random ones.
+
+    `hashes`: of what a checkpoint must have been made with, by what it is (`tokenizer`).
+    """
     backend = make_backend(config, dist)
     module = backend.prepare(build_decoder(config, shape))
     optimizer = build_optimizer(module, config.optim)
-    path = resume_path(config, run_dir, dist)
-    if path is None or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
+    choice = choose(config, run_dir, dist)
+    if not choice.paths or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
         fill_weights(config, module, folder, dist)
     part = trained_part(config, module, folder, dist)
-    if path is None:
-        start_step, extra, changed = 0, {}, []
-    else:
-        info = read_info(path)
-        check_resumable(path, info, shape, data)
-        check_same_part(path, info.extra.get("part", {}), part)
-        resumed = load(path, module, optimizer, dist)
-        start_step, extra = resumed.step, resumed.extra
-        changed = changed_keys(extra.get("config", {}), config_to_dict(config))
+    identity = Identity(asdict(shape), part, hashes)
+    resumed, notes = resume(choice, identity, module, optimizer, data.train, dist)
+    start_step, extra = (0, {}) if resumed is None else (resumed.step, resumed.extra)
     log = metrics.MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
     )
-    if changed:
-        log.note(f"note: changed since the checkpoint, in force from here on: {', '.join(changed)}")
+    for note in [*notes, *render_changes(extra, config, step=start_step, total_steps=data.train.total_steps)]:
+        log.note(note)
+    now = {"config": config_to_dict(config), "shape": asdict(shape), "part": part, "hashes": dict(hashes)}
     return Run(
         config=config,
         run_dir=run_dir,
@@ -69,7 +76,7 @@ def build_run(
         log=log,
         flops_per_token=flops_per_token(module, shape, config),
         peak_flops=peak_flops(config, dist),
-        extra={**extra, "config": config_to_dict(config), "shape": asdict(shape), "part": part},
+        extra={**extra, **now, "total_steps": data.train.total_steps},
         start_step=start_step,
     )
 

@@ -1,60 +1,105 @@
-"""Which checkpoint a run goes on from, and whether it may."""
+"""Which checkpoint a run goes on from, whether it may, and what happens when one is damaged."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.folders import is_complete, newest_complete
-from trainer.checkpoint.loading import Resumed
-from trainer.data.loader import Data
+import torch
+from torch import nn
+
+from trainer.checkpoint.agreeing import on_all
+from trainer.checkpoint.errors import CheckpointError, cannot_load
+from trainer.checkpoint.folders import incomplete_in, is_complete, missing, newest_complete, set_aside, steps_in
+from trainer.checkpoint.loading import Resumed, load, verify
+from trainer.checkpoint.shards import differences
+from trainer.config import config_to_dict
+from trainer.data.loader import TrainLoader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
-from trainer.models.decoder import DecoderShape
+from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
 
+ANEW = "restore it, or start anew with train.resume=never"
 
-def resume_path(config: Config, run_dir: Path, dist: Dist) -> Path | None:
-    """The checkpoint that `train.resume` means; None for a run that starts anew.
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoints to try, best first; none for a run that starts anew. A single one has nothing to fall back to."""
+
+    paths: list[Path] = field(default_factory=list)
+    incomplete: list[Path] = field(default_factory=list)
+    """Newer than the first of `paths`, and passed over."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must have been made with."""
+
+    shape: Mapping[str, Any]
+    part: Mapping[str, str] = field(default_factory=dict)
+    """What of the model is trained, over which base; see `trained_part`."""
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+
+def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
+    """The checkpoints that `train.resume` means, as rank 0 sees them.
 
     After a restart by the host, what this run has saved comes first: `train.resume` says where it began.
     """
+    own = Choice()
     if config.train.resume == "auto" or os.environ.get(RESTARTED_ENV):
-        own = on_rank0(dist, lambda: newest_complete(run_dir / CHECKPOINTS_DIR))
-        if own is not None or config.train.resume == "auto":
-            return own
-    if config.train.resume == "never":
-        return None
+        own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))
+    if own.paths or config.train.resume in ("auto", "never"):
+        return own
     path = Path(config.train.resume).expanduser()
-    if not is_complete(path):
-        newest = newest_complete(path / CHECKPOINTS_DIR)
+    wrong = on_rank0(dist, lambda: None if is_complete(path) else (missing(path), newest_complete(_inside(path))))
+    if wrong is not None:
+        reason, newest = wrong
         raise ConfigError(
-            f"train.resume is {config.train.resume}, and {path.absolute()} is no complete checkpoint",
+            f"train.resume is {config.train.resume}, and {path.absolute()} is no complete checkpoint: {reason}",
             hint=f"did you mean {newest}?" if newest else "name a folder step_NNNNNN that holds a file COMPLETE",
         )
-    return path
+    return Choice([path])
 
 
-def check_resumable(path: Path, saved: Resumed, shape: DecoderShape, data: Data) -> None:
-    """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
-    now = asdict(shape)
-    before = saved.extra.get("shape", now)
-    changed = [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
-    if changed:
-        raise ModelError(
-            f"{path} was made by another model: {', '.join(changed)}; restore it, or start anew with train.resume=never"
-        )
-    data.train.load_state_dict(saved.extra["data"])
-    if saved.step > data.train.total_steps:
-        raise ConfigError(
-            f"{path} is after step {saved.step}, and the run has {data.train.total_steps} steps",
-            hint="raise train.steps, or name an earlier checkpoint in train.resume",
-        )
+def resume(
+    choice: Choice,
+    identity: Identity,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: TrainLoader,
+    dist: Dist,
+) -> tuple[Resumed | None, list[str]]:
+    """Fill model, optimizer, random state and place in the data from the first checkpoint that can be read.
+
+    Returns what it says, and notes for the user: those that could not be read are renamed aside, never deleted.
+    Raises CheckpointError when none can be read, ConfigError, DataError or ModelError when it is of another run.
+    """
+    failures: list[tuple[Path, CheckpointError]] = []
+    for path in choice.paths:
+        try:
+            saved = verify(path, dist)
+            tensors = _differences(path, module, optimizer, dist)
+            _check(path, saved, identity, tensors, data)
+            load(path, module, optimizer, dist, verified=saved)
+        except CheckpointError as error:
+            failures.append((path, error))
+            continue
+        return saved, _notes(path, choice, failures, dist)
+    if len(failures) == 1 and len(choice.paths) == 1:
+        raise failures[0][1]
+    if failures:
+        folder = choice.paths[0].parent
+        raise CheckpointError(f"none of the {len(failures)} checkpoints in {folder} can be loaded. {failures[0][1]}")
+    return None, []
 
 
-def check_same_part(path: Path, before: dict[str, str], now: dict[str, str]) -> None:
+def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Raise ModelError when the run trains another part of the model, or over another base, than the checkpoint's."""
     changed = [
         f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
@@ -75,3 +120,76 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     keys += [("train", "micro_batch_tokens"), ("train", "precision"), ("parallel", "reduce_dtype")]
     pairs = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in keys]
     return [f"{key} {old} -> {new}" for key, old, new in pairs if before and old != new]
+
+
+def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int) -> list[str]:
+    """A line for what is not as the checkpoint's run had it, and one for another length; none for a run begun anew."""
+    changed = changed_keys(extra.get("config", {}), config_to_dict(config))
+    horizon = render_horizon(config, step=step, before=extra.get("total_steps"), now=total_steps)
+    lines = [f"changed since the checkpoint, in force from here on: {', '.join(changed)}"] if changed else []
+    return [f"note: {line}" for line in [*lines, *([horizon] if horizon else [])]]
+
+
+def render_horizon(config: Config, *, step: int, before: int | None, now: int) -> str | None:
+    """What another length of the run does to the learning rate; None where it is the same length, or unknown.
+
+    The rule: the schedule is always that of the run's present length, as if it had had this length from the start.
+    """
+    if before is None or before == now:
+        return None
+    rates = [config.optim.learning_rate * lr_multiplier(config.optim, total)(step) for total in (before, now)]
+    return (
+        f"the run had {before} steps and has {now}: the schedule is that of {now} steps from here on, "
+        f"so the learning rate of step {step + 1} is {rates[1]:.3g}, not {rates[0]:.3g}"
+    )
+
+
+def _own(folder: Path) -> Choice:
+    paths = list(reversed(steps_in(folder).values()))
+    newest = int(paths[0].name.removeprefix("step_")) if paths else -1
+    return Choice(paths, [path for step, path in incomplete_in(folder).items() if step > newest])
+
+
+def _inside(run_dir: Path) -> Path:
+    return run_dir / CHECKPOINTS_DIR
+
+
+def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, dist: Dist) -> list[str]:
+    found: list[str] = []
+    failure = partial(cannot_load, path)
+    on_all(lambda: found.extend(differences(path, module, optimizer)), dist.control_group, failure)
+    return found
+
+
+def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: TrainLoader) -> None:
+    """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
+    before = saved.extra.get("shape", identity.shape)
+    changed = [f"{name} {before.get(name)} -> {new}" for name, new in identity.shape.items() if before.get(name) != new]
+    if changed:
+        raise ModelError(f"{path} was made by another model: {', '.join(changed)}", hint=ANEW)
+    check_same_part(path, saved.extra.get("part", {}), identity.part)
+    hashes = saved.extra.get("hashes", {})
+    for name, new in identity.hashes.items():
+        if hashes.get(name, new) != new:
+            raise ModelError(f"{path} was made with another {name}: {hashes[name]} -> {new}", hint=ANEW)
+    if tensors:
+        message = f"{path} holds other tensors than this run trains: {'; '.join(tensors[:3])}"
+        raise ModelError(
+            message, hint="restore optim and what is trained as they were, or start anew with train.resume=never"
+        )
+    data.load_state_dict(saved.extra["data"])
+    if saved.step > data.total_steps:
+        raise ConfigError(
+            f"{path} is after step {saved.step}, and the run has {data.total_steps} steps",
+            hint="raise train.steps, or name an earlier checkpoint in train.resume",
+        )
+
+
+def _notes(path: Path, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
+    reasons = {bad: str(error) for bad, error in failures}
+    reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in choice.incomplete}
+    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
+    told = [
+        f"warning: {reason.split('. If a file')[0]}; it is {aside[bad].name} now" for bad, reason in reasons.items()
+    ]
+    return [*told, f"going on from {path.name}, the one before"] if told else []

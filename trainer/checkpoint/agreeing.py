@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as torch_dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.errors import CheckpointError, first_cause
 
 Group = torch_dist.ProcessGroup | None
 """A gloo group of all ranks; None in a world of one."""
+Failure = Callable[[str], CheckpointError]
+"""From a reason to the error that tells it."""
 
 
-def on_all(act: Callable[[], None], folder: Path, group: Group) -> None:
-    """Do something on every rank; when it fails on one, raise CheckpointError on all."""
-    failure: Exception | None = None
+def on_all(act: Callable[[], None], group: Group, failure: Failure) -> None:
+    """Do something on every rank; when it fails on some, raise the first one's CheckpointError on all."""
+    caught: BaseException | None = None
     try:
         act()
-    except Exception as error:
-        failure = error
-    if on_any(failure is not None, group):
-        raise _as_checkpoint_error(failure, folder) from failure
+    except (Exception, CheckpointException) as error:
+        caught = error
+    reasons = gather(None if caught is None else _reason(caught, failure), group)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise CheckpointError(reason if len(reasons) == 1 else f"rank {rank}: {reason}") from caught
 
 
 def on_any(flag: bool, group: Group) -> bool:
     """Whether the flag is set on any rank."""
+    return any(gather(flag, group))
+
+
+def gather(value: Any, group: Group) -> list[Any]:
+    """The ranks' values, in rank order."""
     if group is None:
-        return flag
-    value = torch.tensor(int(flag))
-    torch_dist.all_reduce(value, op=torch_dist.ReduceOp.MAX, group=group)
-    return bool(value)
+        return [value]
+    values: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def sum_on_all(value: int, group: Group) -> int:
-    """The sum of the ranks' values."""
-    if group is None:
-        return value
-    total = torch.tensor(value, dtype=torch.int64)
-    torch_dist.all_reduce(total, group=group)
-    return int(total)
-
-
-def _as_checkpoint_error(failure: Exception | None, folder: Path) -> CheckpointError:
-    if isinstance(failure, CheckpointError):
-        return failure
-    reason = "another rank failed" if failure is None else first_cause(failure)
-    with suppress(OSError):
-        free = shutil.disk_usage(folder.parent).free
-        reason += f" ({free / 2**20:.0f} MiB free)"
-    return CheckpointError(f"cannot write the checkpoint {folder}: {reason}")
+def _reason(error: BaseException, failure: Failure) -> str:
+    return str(error) if isinstance(error, CheckpointError) else str(failure(first_cause(error)))

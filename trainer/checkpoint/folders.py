@@ -27,8 +27,7 @@ def step_name(step: int) -> str:
 
 def steps_in(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in a folder by step, ascending."""
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := STEP_NAME.fullmatch(path.name))}
-    return {step: path for step, path in sorted(found.items()) if is_complete(path)}
+    return {step: path for step, path in _named(folder).items() if is_complete(path)}
 
 
 def newest_complete(folder: Path) -> Path | None:
@@ -40,6 +39,25 @@ def newest_complete(folder: Path) -> Path | None:
 def is_complete(path: Path) -> bool:
     """Whether a save into this folder ran to its end."""
     return (path / CHECKPOINT_MARKER).exists() and (path / METADATA_FILE).exists()
+
+
+def incomplete_in(folder: Path) -> dict[int, Path]:
+    """The folders with a checkpoint's final name that are not complete, by step, ascending."""
+    return {step: path for step, path in _named(folder).items() if not is_complete(path)}
+
+
+def missing(path: Path) -> str:
+    """Why a folder is no complete checkpoint: `it has no COMPLETE file`."""
+    names = [name for name in (CHECKPOINT_MARKER, METADATA_FILE) if not (path / name).exists()]
+    return f"it has no {' and no '.join(names)} file" if path.is_dir() else "there is no such folder"
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that cannot be used to `.bad_step_N`, which nobody looks at, and return that."""
+    taken = len(list(path.parent.glob(f".bad_{path.name}*")))
+    aside = path.with_name(f".bad_{path.name}" + (f"_{taken}" if taken else ""))
+    path.rename(aside)
+    return aside
 
 
 def make_empty(folder: Path) -> None:
@@ -67,9 +85,15 @@ def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], N
 
 
 def remove(path: Path) -> None:
-    """Delete a complete checkpoint; a kill half way leaves no folder that looks complete."""
-    (path / CHECKPOINT_MARKER).unlink()
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a complete checkpoint; a kill half way leaves what the next save removes, and no half of one."""
+    doomed = path.with_name(f".tmp_{path.name}_removed")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _named(folder: Path) -> dict[int, Path]:
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := STEP_NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
 def _write_synced(path: Path, text: str) -> None:

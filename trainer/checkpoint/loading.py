@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.errors import DAMAGED, CheckpointError, reading
-from trainer.checkpoint.folders import STATE_FILE, is_complete
-from trainer.checkpoint.integrity import Manifest
+from trainer.checkpoint.agreeing import on_all
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause
+from trainer.checkpoint.folders import STATE_FILE, is_complete, missing
+from trainer.checkpoint.integrity import Manifest, damages, share
 from trainer.checkpoint.random_state import read_random_state, set_random_state
-from trainer.checkpoint.shards import State, read_all_shards, read_model_shards, read_shards
+from trainer.checkpoint.shards import (
+    model_state,
+    read_all_shards,
+    read_model_shards,
+    read_shards,
+    sharded_state,
+)
+from trainer.checkpoint.states import State, not_finite
 from trainer.dist import Dist
-from trainer.parallel.tensors import local_tensor
-from trainer.schema import CHECKPOINT_MARKER
 
 
 @dataclass(frozen=True)
@@ -31,18 +38,25 @@ class Resumed:
     """Length and checksum of each file; empty for one written by an earlier version."""
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dist: Dist) -> Resumed:
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dist: Dist, *, verified: Resumed | None = None
+) -> Resumed:
     """Fill model, optimizer and random state in place from a complete checkpoint, and return the rest.
 
     Any world size may load. The random state is restored only where the world size is the one that saved: at another
-    there is no state to continue. The optimizer keeps its own settings (weight decay, betas, eps).
+    there is no state to continue. The optimizer keeps its own settings (weight decay, betas, eps). When any rank finds
+    a file missing, cut or changed, all raise CheckpointError; model and optimizer are then undefined, the random state
+    is as it was. `verified`: what `verify` has returned for it just before.
     """
-    resumed = read_info(path)
-    read_shards(path, model, optimizer, dist.control_group)
-    _check_finite(model, path)
+    group = dist.control_group
+    resumed = verified or verify(path, dist)
+    failure = partial(cannot_load, path)
+    random: list[dict[str, Any]] = []
+    on_all(lambda: read_shards(path, model, optimizer, group), group, failure)
+    on_all(lambda: _check_finite(sharded_state(model, optimizer), path), group, failure)
     if resumed.world_size == dist.world_size:
-        with reading(path):
-            set_random_state(read_random_state(path, dist.rank))
+        on_all(lambda: random.append(read_random_state(path, dist.rank)), group, failure)
+        set_random_state(random[0])
     return resumed
 
 
@@ -51,9 +65,10 @@ def load_model(path: Path, model: nn.Module, dist: Dist) -> Resumed:
 
     Frozen parameters are not in a checkpoint and stay as they are. One process needs no process group.
     """
-    resumed = read_info(path)
-    read_model_shards(path, model, dist.control_group)
-    _check_finite(model, path)
+    group = dist.control_group
+    resumed = verify(path, dist)
+    on_all(lambda: read_model_shards(path, model, group), group, partial(cannot_load, path))
+    on_all(lambda: _check_finite({"model": model_state(model)}, path), group, partial(cannot_load, path))
     return resumed
 
 
@@ -62,21 +77,42 @@ def read_full(path: Path) -> State:
 
     {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor}}}.
     """
+    found: list[State] = []
     read_info(path)
-    return read_all_shards(path)
+    on_all(lambda: found.append(read_all_shards(path)), None, partial(cannot_load, path))
+    return found[0]
 
 
 def read_info(path: Path) -> Resumed:
     """What a checkpoint says beside weights and optimizer, to be judged before they are loaded."""
     if not is_complete(path):
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {CHECKPOINT_MARKER} file")
-    with reading(path):
+        raise CheckpointError(f"{path} is not a complete checkpoint: {missing(path)}")
+    try:
         info = json.loads((path / STATE_FILE).read_text())
         info.pop("format", None)
         return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise cannot_load(path, f"{STATE_FILE}: {first_cause(error)}") from error
 
 
-def _check_finite(model: nn.Module, path: Path) -> None:
-    bad = [name for name, parameter in model.named_parameters() if not local_tensor(parameter).isfinite().all()]
+def verify(path: Path, dist: Dist) -> Resumed:
+    """What a checkpoint says, after the ranks together have compared every file with what was written.
+
+    Raises CheckpointError on all ranks when one of them cannot read it or finds a difference.
+    """
+    read: list[Resumed] = []
+
+    def look() -> None:
+        read.append(read_info(path))
+        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))
+        if damaged:
+            raise cannot_load(path, "; ".join(damaged))
+
+    on_all(look, dist.control_group, partial(cannot_load, path))
+    return read[0]
+
+
+def _check_finite(state: State, path: Path) -> None:
+    bad = not_finite(state)
     if bad:
         raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; cannot load {path}. {DAMAGED}")

@@ -23,15 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from trainer.checkpoint.agreeing import Group
-from trainer.checkpoint.errors import cannot_load, first_cause, reading
 from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
+from trainer.checkpoint.states import State, leaves
 from trainer.parallel.tensors import fsdp_modules
 
 # torch takes a run without a process group for one process: it is one. (A context would not do: it is for one thread.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-State = dict[str, Any]
-"""Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
 
 
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -57,13 +54,10 @@ def write_shards(state: State, folder: Path, group: Group) -> Manifest:
 
     Returns the length and checksum of each file that this rank has written.
 
-    Raises OSError on every rank when one could not.
+    Raises torch's CheckpointException, no Exception but a BaseException, on every rank when one could not.
     """
     writer = ChecksummingWriter(folder)
-    try:
-        dcp.save(state, storage_writer=writer, **_dcp_group(group))
-    except dcp.api.CheckpointException as error:  # no Exception but a BaseException, which nobody else would catch
-        raise OSError(first_cause(error)) from error
+    dcp.save(state, storage_writer=writer, **_dcp_group(group))
     return writer.manifest
 
 
@@ -87,8 +81,7 @@ def read_model_shards(path: Path, model: nn.Module, group: Group) -> None:
 
 def read_all_shards(path: Path) -> State:
     """Every tensor of a checkpoint, whole and on the CPU, in one process without a process group."""
-    with reading(path):
-        kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     flat: State = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in kept.items()
@@ -106,11 +99,33 @@ def read_all_shards(path: Path) -> State:
     return state
 
 
+def differences(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
+    """What of the checkpoint's tensors does not fit the model's (and the optimizer's): names, and sizes OLD -> NEW."""
+    kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {"model": model_state(model)} if optimizer is None else sharded_state(model, optimizer)
+    now = {name.strip("/").replace("/", "."): value for name, value in leaves(state)}
+    there = {name for name in kept if name.startswith("model.") or optimizer is not None}
+    sizes = {name: (list(kept[name].size), list(now[name].shape)) for name in now if _is_of_model(name, kept)}
+    return [
+        *(f"{name} {before} -> {after}" for name, (before, after) in sizes.items() if before != after),
+        *_names("only the checkpoint has", sorted(there - set(now))),
+        *_names("only this run has", sorted(set(now) - set(kept))),
+    ]
+
+
+def _is_of_model(name: str, kept: State) -> bool:
+    return name.startswith("model.") and isinstance(kept.get(name), TensorStorageMetadata)
+
+
+def _names(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return [f"{what} {', '.join(names[:2])}{more}"]
+
+
 def _read(path: Path, state: State, group: Group) -> None:
-    try:
-        dcp.load(state, checkpoint_id=path, **_dcp_group(group))
-    except dcp.api.CheckpointException as error:
-        raise cannot_load(path, first_cause(error)) from error
+    dcp.load(state, checkpoint_id=path, **_dcp_group(group))
 
 
 def _options(model: nn.Module) -> StateDictOptions:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.shards import State
+from trainer.checkpoint.states import Key, State, is_plain, key_of, leaves, map_leaves
 from trainer.hostmem import available_bytes
 from trainer.parallel.tensors import local_tensor
 
@@ -19,9 +19,6 @@ PINNED_FROM_BYTES = 2**20
 """Larger tensors are pinned one by one; smaller ones lie together in one pinned buffer."""
 SHARE_OF_MEMORY = 0.8
 """Of the host memory that is available, what the copies of all ranks of this node may take."""
-
-
-Key = tuple[int, torch.Size, torch.dtype]
 
 
 class Staging:
@@ -104,12 +101,6 @@ def sizes_of(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return found
 
 
-def local_bytes(state: State) -> int:
-    """Bytes of all tensors that this rank holds."""
-    tensors = (local_tensor(leaf) for _, leaf in leaves(state) if isinstance(leaf, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def why_no_room(needed: int, *, available: int | None = None, ranks: int | None = None) -> str | None:
     """Why this node's ranks cannot hold a copy of `needed` bytes each; None when they can."""
     available = available_bytes() if available is None else available
@@ -121,28 +112,3 @@ def why_no_room(needed: int, *, available: int | None = None, ranks: int | None 
         f"{ranks} rank(s) would copy {needed / gib:.2f} GiB each to the host's memory, "
         f"of which {available / gib:.2f} GiB are available"
     )
-
-
-def key_of(tensor: Tensor) -> Key:
-    """The same for two tensors exactly when they are the same part of the same memory."""
-    return tensor.data_ptr() if is_plain(tensor) else id(tensor), tensor.shape, tensor.dtype
-
-
-def is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter)
-
-
-def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything in nested dicts."""
-    if isinstance(state, dict):
-        for name, child in state.items():
-            yield from leaves(child, f"{path}/{name}")
-    else:
-        yield path, state
-
-
-def map_leaves(change: Callable[[str, Any], Any], state: Any, path: str = "") -> Any:
-    """Nested dicts with `change(path, value)` in place of each value."""
-    if isinstance(state, dict):
-        return {name: map_leaves(change, child, f"{path}/{name}") for name, child in state.items()}
-    return change(path, state)

@@ -18,8 +18,9 @@ from torch import nn
 
 from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.retention import Keep
-from trainer.checkpoint.shards import State, sharded_state
-from trainer.checkpoint.staging import Staging, local_bytes, sizes_of, why_no_room
+from trainer.checkpoint.shards import sharded_state
+from trainer.checkpoint.staging import Staging, sizes_of, why_no_room
+from trainer.checkpoint.states import State, local_bytes
 from trainer.checkpoint.writing import AtPoint, Order, nothing, write
 from trainer.dist import Dist, new_control_group
 

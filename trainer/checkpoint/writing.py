@@ -5,21 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as torch_dist
 
-from trainer.checkpoint.agreeing import Group, on_all, sum_on_all
-from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.agreeing import Group, gather, on_all
+from trainer.checkpoint.errors import CheckpointError, cannot_write
 from trainer.checkpoint.folders import commit, make_empty, step_name
 from trainer.checkpoint.integrity import Manifest
 from trainer.checkpoint.random_state import write_random_state
 from trainer.checkpoint.retention import Keep, prune
-from trainer.checkpoint.shards import State, write_shards
-from trainer.checkpoint.staging import is_plain, leaves, local_bytes
-from trainer.parallel.tensors import local_tensor
+from trainer.checkpoint.shards import write_shards
+from trainer.checkpoint.states import State, local_bytes, not_finite
 
 FORMAT = 2  # of the folder: 2 has the optimizer's state by parameter name without its groups, and `files`
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
@@ -59,7 +58,7 @@ def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> Pa
     Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
     there before is then as it was, and the partial folder is gone.
     """
-    on_all(lambda: _check_finite(state, order.final), order.final, group)
+    on_all(lambda: _check_finite(state, order.final), group, partial(cannot_write, order.final))
     _check_space(order, state, group)
     try:
         _write_aside(order, state, group, at)
@@ -78,50 +77,33 @@ def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> Pa
 
 def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:
     aside, main = order.aside, order.rank == 0
-    files: Manifest = {}
-    on_all(lambda: make_empty(aside) if main else None, aside, group)
+    failure, files = partial(cannot_write, order.final), Manifest()
+    on_all(lambda: make_empty(aside) if main else None, group, failure)
     at("begun")
-    on_all(lambda: files.update(write_shards(state, aside, group)), aside, group)
+    on_all(lambda: files.update(write_shards(state, aside, group)), group, failure)
     at("shards")
-    on_all(lambda: files.update(write_random_state(aside, order.rank, order.random)), aside, group)
+    on_all(lambda: files.update(write_random_state(aside, order.rank, order.random)), group, failure)
     at("random")
     info = {
         "format": FORMAT,
         "step": order.step,
         "world_size": order.world_size,
         **order.info,
-        "files": _of_all(files, group),
+        # each rank knows its own best: a network file system may show another's late
+        "files": {name: entry for part in gather(files, group) for name, entry in part.items()},
     }
-    on_all(lambda: commit(aside, order.final, info, at) if main else None, aside, group)
-
-
-def _of_all(files: Manifest, group: Group) -> Manifest:
-    """The ranks' files together; each knows its own best, for a network file system may show another's late."""
-    if group is None:
-        return files
-    each: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(each, files, group=group)
-    return {name: entry for part in each for name, entry in part.items()}
+    on_all(lambda: commit(aside, order.final, info, at) if main else None, group, failure)
 
 
 def _check_finite(state: State, final: Path) -> None:
-    bad = [path for path, leaf in leaves(state) if isinstance(leaf, torch.Tensor) and not is_finite(local_tensor(leaf))]
+    bad = not_finite(state)
     if bad:
-        names = ", ".join(path.strip("/").replace("/", " ") for path in bad[:3])
-        raise CheckpointError(f"{names}: values that are not finite; {final} not written")
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every value is; without a temporary copy, and in one pass."""
-    if not is_plain(tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    low, high = torch.aminmax(tensor.detach())
-    return bool(low.isfinite() & high.isfinite())
+        raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; {final} not written")
 
 
 def _check_space(order: Order, state: State, group: Group) -> None:
     """Raise on every rank, before anything is written, when the disk has no room for all ranks' shards."""
-    needed = sum_on_all(local_bytes(state), group) + HEADROOM_BYTES
+    needed = sum(gather(local_bytes(state), group)) + HEADROOM_BYTES
     folder = order.folder
 
     def check() -> None:
@@ -130,7 +112,7 @@ def _check_space(order: Order, state: State, group: Group) -> None:
         if free < needed:
             raise CheckpointError(_no_space(folder, needed, free))
 
-    on_all(check if order.rank == 0 else lambda: None, folder, group)
+    on_all(check if order.rank == 0 else lambda: None, group, partial(cannot_write, order.final))
 
 
 def _no_space(folder: Path, needed: int, free: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer import loop
 from trainer.building import build_run, check_length, pretrained_folder, seed_everything, tell_plan
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenizer import load_tokenizer, quiet_transformers, tokenizer_hash, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
 from trainer.losses import sft_loss
@@ -26,7 +26,8 @@ def run(config: Config, run_dir: Path, dist: Dist) -> int:
     seed_everything(config, dist)
     data = build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
-    train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn)
+    hashes = {"tokenizer": tokenizer_hash(tokenizer)}
+    train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
     tell_plan(train)
     result = loop.train(train)
     return finish(train, result, shape=shape, tokenizer=tokenizer)

@@ -1,0 +1,173 @@
+"""What a start does with a damaged checkpoint, and with one of another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.test_loop import ALONE, build, config_of, losses, rows, train  # noqa: F401 - rows is a fixture
+from trainer import loop
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.folders import steps_in
+from trainer.config import config_from_dict, config_to_dict
+from trainer.dist import Dist
+from trainer.errors import ConfigError, ModelError
+from trainer.resuming import render_horizon
+from trainer.schema import OptimConfig
+
+FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}
+
+
+@pytest.fixture(scope="module")
+def saved(rows, tmp_path_factory) -> Path:  # noqa: F811
+    """The folder of a run on two ranks that stopped after step 4 and saved at 2 and 4."""
+    run_dir = tmp_path_factory.mktemp("saved") / "run"
+    run_ranks(resume, 2, rows, [str(run_dir)], {"stop_after_steps": 4})
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(saved, tmp_path) -> Path:
+    """A copy of it, to damage."""
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES = {
+    "shard cut": ("__1_0.distcp", truncate, "__1_0.distcp has 100 bytes, not"),
+    "shard changed": ("__0_0.distcp", flip, "__0_0.distcp has other content than was written"),
+    "shard gone": ("__0_0.distcp", Path.unlink, "__0_0.distcp cannot be read: No such file"),
+    "random state cut": ("random_1.pt", truncate, "random_1.pt has 100 bytes"),
+    "state empty": ("state.json", lambda file: file.write_text(""), "state.json: JSONDecodeError"),
+    "state of another kind": ("state.json", lambda file: file.write_text("[]"), "state.json: "),
+    "marker gone": ("COMPLETE", Path.unlink, "step_000004 is not complete: it has no COMPLETE file"),
+    "metadata gone": (".metadata", Path.unlink, "step_000004 is not complete: it has no .metadata file"),
+}
+
+
+def resume(dist: Dist, rows: str, run_dirs: list[str], fields: dict) -> int:  # noqa: F811
+    """Start, train to the end; the step that this rank began at. Each rank may see another run folder."""
+    run = build(rows, Path(run_dirs[min(dist.rank, len(run_dirs) - 1)]), dist, **{**FIELDS, **fields})
+    loop.train(run)
+    run.log.close()
+    return run.start_step
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_taken(rows, run_dir, damage, capfd):  # noqa: F811
+    name, spoil, message = DAMAGES[damage]
+    spoil(run_dir / "checkpoints" / "step_000004" / name)
+    assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch"}) == 2
+    told = capfd.readouterr().out
+    assert message in told
+    assert "it is .bad_step_000004 now" in told
+    assert "going on from step_000002" in told
+    assert (run_dir / "checkpoints" / ".bad_step_000004" / "random_0.pt").exists()
+    assert 4 in steps_in(run_dir / "checkpoints")  # saved again
+
+
+def test_run_after_a_fall_back_ends_like_the_unbroken_one(rows, run_dir, tmp_path):  # noqa: F811
+    truncate(run_dir / "checkpoints" / "step_000004" / "__1_0.distcp")
+    assert run_ranks(resume, 2, rows, [str(run_dir)], {}) == [2, 2]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert losses(records) == losses(train(2, rows, tmp_path / "whole", **FIELDS))
+
+
+def test_ranks_that_see_other_folders_go_on_from_what_rank_0_sees(rows, run_dir, tmp_path):  # noqa: F811
+    (tmp_path / "other").mkdir()
+    assert run_ranks(resume, 2, rows, [str(run_dir), str(tmp_path / "other")], {}) == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json"])
+def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, name):  # noqa: F811
+    for step in (2, 4):
+        truncate(run_dir / "checkpoints" / f"step_{step:06d}" / name)
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* can be loaded. cannot load .*step_000004"):
+        build(rows, run_dir, ALONE, backend="pytorch", **FIELDS)
+    assert list(steps_in(run_dir / "checkpoints")) == [2, 4]
+
+
+def test_named_checkpoint_that_is_damaged_is_an_error(rows, run_dir, tmp_path):  # noqa: F811
+    path = run_dir / "checkpoints" / "step_000004"
+    truncate(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"cannot load .*step_000004: __0_0.distcp has 100 bytes"):
+        build(rows, tmp_path / "new", ALONE, backend="pytorch", resume=str(path), **FIELDS)
+    assert path.exists()
+
+
+def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_newest(rows, run_dir, tmp_path):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"it has no COMPLETE and no .metadata file\n.*did you mean .*step_000004"):
+        build(rows, tmp_path / "new", ALONE, backend="pytorch", resume=str(run_dir), **FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("model", {"num_layers": 3}, "another model: num_layers 2 -> 3"),
+        ("model", {"hidden_size": 64}, "another model: hidden_size 32 -> 64"),
+        ("lora", {"rank": 4}, "a run that trains something else: .*lora.rank none -> 4"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message):  # noqa: F811
+    config = config_to_dict(config_of(rows, backend="pytorch", **FIELDS))
+    config[section] |= changes
+    with pytest.raises(ModelError, match=message):
+        build_of(config_from_dict(config), run_dir)
+
+
+def build_of(config, run_dir: Path, **options):
+    """As tests.test_loop.build does, of a whole config."""
+    from functools import partial
+
+    from trainer.building import build_run
+    from trainer.data.loader import build_data
+    from trainer.data.tokenizer import load_tokenizer
+    from trainer.losses import sft_loss
+    from trainer.models import hf
+
+    tokenizer = load_tokenizer(config)
+    shape = hf.shape_from_config(config.model, len(tokenizer))
+    data, loss_fn = build_data(config, ALONE, tokenizer), partial(sft_loss, packed=config.data.packing)
+    return build_run(config, run_dir, ALONE, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
+
+
+def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):  # noqa: F811
+    config = config_of(rows, backend="pytorch", stop_after_steps=2, **FIELDS)
+    run = build_of(config, tmp_path, hashes={"tokenizer": "aaaa"})
+    loop.train(run)
+    run.log.close()
+    with pytest.raises(ModelError, match="made with another tokenizer: aaaa -> bbbb"):
+        build_of(config, tmp_path, hashes={"tokenizer": "bbbb"})
+
+
+def test_longer_and_shorter_run_say_what_becomes_of_the_learning_rate():
+    config = config_from_dict({"optim": {"learning_rate": 1.0, "warmup_steps": 0, "schedule": "linear"}})
+    assert config.optim == OptimConfig(learning_rate=1.0, warmup_steps=0, schedule="linear")
+    assert render_horizon(config, step=5, before=10, now=20) == (
+        "the run had 10 steps and has 20: the schedule is that of 20 steps from here on, "
+        "so the learning rate of step 6 is 0.75, not 0.5"
+    )
+    assert render_horizon(config, step=5, before=20, now=20) is None
+    assert render_horizon(config, step=5, before=None, now=20) is None
+
+
+def test_run_resumed_with_more_steps_has_the_rates_of_a_run_of_that_length(rows, run_dir, tmp_path, capfd):  # noqa: F811
+    assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch", "steps": 12}) == 4
+    assert "the run had 8 steps and has 12: the schedule is that of 12 steps" in capfd.readouterr().out
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    whole = train(1, rows, tmp_path / "whole", steps=12, backend="pytorch", **FIELDS)
+    rates = [record["lr"] for record in records if "loss" in record]
+    assert rates[4:] == [record["lr"] for record in whole if "loss" in record][4:]

@@ -1,0 +1,63 @@
+"""What a checkpoint holds, as nested dicts, and how to go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.tensors import local_tensor
+
+State = dict[str, Any]
+"""Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
+Key = tuple[int, torch.Size, torch.dtype]
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything in nested dicts."""
+    if isinstance(state, dict):
+        for name, child in state.items():
+            yield from leaves(child, f"{path}/{name}")
+    else:
+        yield path, state
+
+
+def map_leaves(change: Callable[[str, Any], Any], state: Any, path: str = "") -> Any:
+    """Nested dicts with `change(path, value)` in place of each value."""
+    if isinstance(state, dict):
+        return {name: map_leaves(change, child, f"{path}/{name}") for name, child in state.items()}
+    return change(path, state)
+
+
+def local_bytes(state: State) -> int:
+    """Bytes of all tensors that this rank holds."""
+    tensors = (local_tensor(leaf) for _, leaf in leaves(state) if isinstance(leaf, Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def key_of(tensor: Tensor) -> Key:
+    """The same for two tensors exactly when they are the same part of the same memory."""
+    return tensor.data_ptr() if is_plain(tensor) else id(tensor), tensor.shape, tensor.dtype
+
+
+def is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether every value is; without a temporary copy, and in one pass."""
+    if not is_plain(tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor.detach())
+    return bool(low.isfinite() & high.isfinite())
+
+
+def not_finite(state: State) -> list[str]:
+    """The paths of the tensors of which this rank holds a value that is NaN or infinite."""
+    return [
+        path.strip("/").replace("/", " ")
+        for path, leaf in leaves(state)
+        if isinstance(leaf, Tensor) and not is_finite(local_tensor(leaf))
+    ]
