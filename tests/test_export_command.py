@@ -19,16 +19,13 @@ from trainer.config import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ModelError, UserError
 from trainer.exporting import check_space
-from trainer.launch import write_config
 from trainer.recipes import sft
 
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
 def train(dist: Dist, run_dir: str, values: dict[str, Any]) -> None:
-    config = config_from_dict(values)
-    write_config(config, Path(run_dir))
-    assert sft.run(config, Path(run_dir), dist) == 0
+    assert sft.run(config_from_dict(values), Path(run_dir), dist) == 0
 
 
 def make_run(folder: Path, world_size: int, **sections: dict[str, Any]) -> Path:
@@ -44,6 +41,7 @@ def make_run(folder: Path, world_size: int, **sections: dict[str, Any]) -> Path:
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
+    (folder / "run").mkdir()
     run_ranks(train, world_size, str(folder / "run"), values)
     return folder / "run"
 
@@ -131,6 +129,18 @@ def test_lora_run_gives_the_adapter_that_it_exported_and_the_merged_model_when_a
     assert set(ours) == set(at_the_end)
     assert all(torch.equal(ours[key], at_the_end[key]) for key in at_the_end)
     assert set(load_file(folder / "model.safetensors")) == fresh_keys(folder)
+
+
+def test_adapter_over_weights_that_have_changed_is_refused(tmp_path, sharded):
+    base = tmp_path / "base"
+    shutil.copytree(sharded / "export", base)
+    run = make_run(tmp_path, 1, lora={"rank": 2}, model={"name": str(base)})
+    (base / "model.safetensors").write_bytes((exported_step_1(sharded, tmp_path) / "model.safetensors").read_bytes())
+    assert "was trained over other weights: sha256 " in refusal(run, "--merge").message
+
+
+def exported_step_1(run: Path, folder: Path) -> Path:
+    return Path(exported(run, "--step", 1, "--out", folder / "first")["export"])
 
 
 def test_merging_a_run_without_adapters_is_refused(sharded, tmp_path):

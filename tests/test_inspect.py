@@ -100,6 +100,19 @@ def test_stream_is_looked_at_without_reading_it_to_its_end(tmp_path):
     assert "10 steps of 4 rows: an unknown part of a stream, about " in shown
 
 
+def test_text_of_pretraining_is_tokenized_aside_and_all_but_first_tokens_are_targets(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    values = sections(tmp_path, [], data={"train": [str(tmp_path / "a.txt")]}) | {"recipe": "pretrain"}
+    inspection = inspect_run(config_from_dict(values), samples=1)
+    first, rest, padding = inspection.samples[0].pieces
+    assert [(p.label, p.tokens, p.text) for p in (first, rest)] == [
+        (Label.CONTEXT, 1, "h"),
+        (Label.TARGET, 5, "ello<|im_end|>"),
+    ]
+    assert padding.label == Label.PADDING
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "rows.jsonl"]
+
+
 def test_model_folder_needs_no_weights(tmp_path):
     folder = tmp_path / "model"
     build_bytes_tokenizer().save_pretrained(folder)

@@ -22,6 +22,7 @@ from trainer.finishing import export, render_export
 from trainer.memory import render_bytes
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.models.fingerprint import base_fingerprint
 from trainer.models.freezing import is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.parallel.tensors import DTYPES
@@ -42,6 +43,8 @@ class Source:
     step: int
     config: Config
     shape: DecoderShape
+    base: str | None
+    """Fingerprint of the weights under adapters or frozen parts; None where the whole model was trained."""
 
 
 # --- which checkpoint -------------------------------------------------------------------------------------------------
@@ -91,7 +94,9 @@ def _source(path: Path, info: Resumed) -> Source:
     scaling = shape["rope_scaling"]
     shape = {**shape, "rope_scaling": RopeScaling(**scaling) if scaling else None}
     run_dir = path.parent.parent if path.parent.name == CHECKPOINTS_DIR else path.parent
-    return Source(path, run_dir, info.step, config_from_dict(config, f"the config in {path}"), DecoderShape(**shape))
+    base = info.extra.get("part", {}).get("base")
+    read = config_from_dict(config, f"the config in {path}")
+    return Source(path, run_dir, info.step, read, DecoderShape(**shape), base)
 
 
 def _unusable(path: Path, error: CheckpointError) -> ModelError:
@@ -148,12 +153,24 @@ def load_decoder(source: Source) -> Decoder:
     decoder.to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
     if is_partly_frozen(decoder):
-        fill_weights(source.config, decoder, pretrained_folder(source.config, ALONE))
+        base = pretrained_folder(source.config, ALONE)
+        _check_base(source, base)
+        fill_weights(source.config, decoder, base)
     try:
         load_model(source.path, decoder, ALONE)
     except CheckpointError as error:
         raise _unusable(source.path, error) from error
     return decoder
+
+
+def _check_base(source: Source, folder: Path | None) -> None:
+    """Raise ModelError when other weights now stand where the run had its frozen ones."""
+    found = base_fingerprint(source.config, folder)
+    if source.base is not None and found != source.base:
+        raise ModelError(
+            f"{source.path} was trained over other weights: {source.base}, and {folder or 'here'} has {found}",
+            hint=f"restore the model that the run was given as model.name, {source.config.model.name}",
+        )
 
 
 def _with_tokenizer(config: Config, name: str | None) -> Config:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
 from trainer.building import build_decoder, check_length
 from trainer.config import config_notes, num_processes
+from trainer.data.corpus import build_corpus
 from trainer.data.loader import Data, DataReport, build_data
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
@@ -65,21 +68,25 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
     """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would."""
     quiet_transformers()
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    first = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
+    ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
     tokenizer = load_tokenizer(config)
     folder = None if config.model.name is None else hf.model_folder(config.model.name, alone, weights=False)
     shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
-    data = build_data(config, first, tokenizer)
-    ranks = first.world_size
     decoder = build_decoder(config, shape)
-    plan = plan_wrapping(decoder, config, ranks)
+    plan = plan_wrapping(decoder, config, ranks.world_size)
+    with TemporaryDirectory() as scratch:  # of pretraining texts, whose tokens a run keeps in its folder
+        if config.recipe == "pretrain":
+            data = build_corpus(config, ranks, tokenizer, run_dir=Path(scratch), vocab_size=shape.vocab_size)
+        else:
+            data = build_data(config, ranks, tokenizer)
+        shown = _samples(data, tokenizer, samples)
     return Inspection(
-        samples=_samples(data, tokenizer, samples),
+        samples=shown,
         data=data.report,
         plan=plan,
-        memory=estimate_memory(shape, config, world_size=ranks),
-        savings=savings(shape, config, world_size=ranks),
+        memory=estimate_memory(shape, config, world_size=ranks.world_size),
+        savings=savings(shape, config, world_size=ranks.world_size),
         schedule=plan_schedule(config, data),
         rates=[
             *render_groups(parameter_groups(decoder.named_parameters(), config.optim)),
