@@ -78,6 +78,19 @@ def test_tokens_are_made_again_when_something_else_decides_them(config, tmp_path
     assert made_at(tmp_path) != at
 
 
+@pytest.mark.parametrize("name", ["rows.tokens", "rows.npz"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "empty"])
+def test_damaged_files_are_made_again(config, tmp_path, name, damage):
+    tokenizer = load_tokenizer(config)
+    expected = build_data(config, ALONE, tokenizer, run_dir=tmp_path).train.fingerprint()
+    file = tmp_path / "tokens" / name
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: 200 if damage == "cut" else 0])
+    assert build_data(config, ALONE, tokenizer, run_dir=tmp_path).train.fingerprint() == expected
+
+
 def test_seed_and_packing_need_no_other_tokens(config, tmp_path):
     tokenizer = load_tokenizer(config)
     build_data(config, ALONE, tokenizer, run_dir=tmp_path)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import torch
 import torch.distributed as torch_dist
@@ -106,13 +107,14 @@ def _save_rows(table: RowTable, path: Path) -> None:
 
 
 def _is_made(folder: Path, mark: str) -> bool:
-    path = folder / TOKENS_FILE
-    if not path.is_file() or not (folder / ROWS_FILE).is_file():
-        return False
     try:
-        return TokenFile.open(path).header.meta.get("identity") == mark
-    except DataError:  # of another version, or damaged: made anew
+        tokens = TokenFile.open(folder / TOKENS_FILE)
+        if tokens.header.meta.get("identity") != mark:
+            return False
+        _, table = _open(folder)
+    except (DataError, OSError, EOFError, ValueError, KeyError, BadZipFile):  # missing, of another version, damaged: made anew
         return False
+    return int((table.document >= 0).sum()) == len(tokens)
 
 
 def _open(folder: Path) -> tuple[Store, RowTable]:
