@@ -107,12 +107,13 @@ def _save_rows(table: RowTable, path: Path) -> None:
 
 
 def _is_made(folder: Path, mark: str) -> bool:
+    """Whether whole files with that mark are there; missing, damaged or older ones are made again."""
     try:
         tokens = TokenFile.open(folder / TOKENS_FILE)
         if tokens.header.meta.get("identity") != mark:
             return False
         _, table = _open(folder)
-    except (DataError, OSError, EOFError, ValueError, KeyError, BadZipFile):  # missing, of another version, damaged: made anew
+    except (DataError, OSError, EOFError, ValueError, KeyError, BadZipFile):
         return False
     return int((table.document >= 0).sum()) == len(tokens)
 
