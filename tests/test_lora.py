@@ -104,25 +104,48 @@ PARALLEL = {
 }
 
 
-def all_backends(dist: Dist) -> dict:
+def first_adapters(dist: Dist, backend: str) -> dict[str, Tensor]:
+    spread = make_backend(config(backend), dist)
+    module = spread.prepare(build_decoder(config(backend), SHAPE))
+    fill_weights(config(backend), module, None)
+    return {name: full(parameter.detach()) for name, parameter in adapter_weights(module).items()}
+
+
+def all_backends(dist: Dist) -> tuple[dict, dict[str, Tensor]]:
+    """The results of every backend, and the first adapters."""
     cases = [(backend, precision) for backend in ("ddp", "fsdp") for precision in ("fp32", "bf16")]
     results = {case: adapter_grads(dist, *case) for case in cases}
     for name, parallel in PARALLEL.items():
         results["fsdp", name] = adapter_grads(dist, "fsdp", "fp32", parallel=parallel)
-    return results | {("fsdp", "over bf16"): adapter_grads(dist, "fsdp", "fp32", base_dtype="bf16")}
+    results["fsdp", "over bf16"] = adapter_grads(dist, "fsdp", "fp32", base_dtype="bf16")
+    return results, first_adapters(dist, "fsdp")
 
 
-def test_adapter_gradients_are_the_same_on_any_backend_and_number_of_ranks():
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[int, list]:
+    """What `all_backends` gives on each of 1 and 2 ranks."""
+    return {world_size: run_ranks(all_backends, world_size) for world_size in (1, 2)}
+
+
+def test_adapter_gradients_are_the_same_on_any_backend_and_number_of_ranks(on_ranks):
     expected = {precision: adapter_grads(ALONE, "pytorch", precision) for precision in ("fp32", "bf16")}
     expected |= dict.fromkeys(PARALLEL, expected["fp32"])
     expected["over bf16"] = adapter_grads(ALONE, "pytorch", "fp32", base_dtype="bf16")
-    for world_size in (1, 2):
-        for results in run_ranks(all_backends, world_size):
-            for (_, precision), (grads, *dtypes) in results.items():
-                base = torch.bfloat16 if "bf16" in precision else torch.float32
-                assert dtypes == [{torch.float32}, {base}, {torch.float32}]
-                # in bf16 the order of the sums shows in the products' last bits
-                assert_same_grads(grads, expected[precision][0], 3e-2 if precision == "bf16" else 1e-6)
+    for results, _ in (*on_ranks[1], *on_ranks[2]):
+        for (_, precision), (grads, *dtypes) in results.items():
+            base = torch.bfloat16 if "bf16" in precision else torch.float32
+            assert dtypes == [{torch.float32}, {base}, {torch.float32}]
+            # in bf16 the order of the sums shows in the products' last bits
+            assert_same_grads(grads, expected[precision][0], 3e-2 if precision == "bf16" else 1e-6)
+
+
+def test_first_adapters_are_those_of_the_seed_on_any_number_of_ranks(on_ranks):
+    alone = first_adapters(ALONE, "pytorch")
+    for _, sharded in on_ranks[2]:
+        assert all(torch.equal(sharded[name], tensor) for name, tensor in alone.items())
+    down = alone["model.layers.0.mlp.down_proj.lora_A.weight"]
+    assert 0.9 / 48**0.5 < down.abs().max() < 1 / 48**0.5
+    assert not any(tensor.any() for name, tensor in alone.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(("precision", "base_dtype"), [("bf16", "fp32"), ("fp32", "bf16")])
@@ -146,22 +169,6 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(call(), call())
     module.eval()
     assert torch.equal(call(), call())
-
-
-def first_adapters(dist: Dist, backend: str) -> dict[str, Tensor]:
-    spread = make_backend(config(backend), dist)
-    module = spread.prepare(build_decoder(config(backend), SHAPE))
-    fill_weights(config(backend), module, None)
-    return {name: full(parameter.detach()) for name, parameter in adapter_weights(module).items()}
-
-
-def test_first_adapters_are_those_of_the_seed_on_any_number_of_ranks():
-    alone = first_adapters(ALONE, "pytorch")
-    for sharded in run_ranks(first_adapters, 2, "fsdp"):
-        assert all(torch.equal(sharded[name], tensor) for name, tensor in alone.items())
-    down = alone["model.layers.0.mlp.down_proj.lora_A.weight"]
-    assert 0.9 / 48**0.5 < down.abs().max() < 1 / 48**0.5
-    assert not any(tensor.any() for name, tensor in alone.items() if "lora_B" in name)
 
 
 # --- what an adapter brings -------------------------------------------------------------------------------------------

@@ -310,15 +310,6 @@ def eight_bit_losses(dist: Dist) -> tuple[list[float], int]:
     return totals, sum(hasattr(state, "codes") for state in local)
 
 
-def test_8_bit_state_is_sharded_and_trains_as_on_one_process():
-    expected, quantised = eight_bit_losses(ALONE)
-    assert quantised == 15  # all matrices
-    totals, counts = zip(*run_ranks(eight_bit_losses, 2), strict=True)
-    assert [sum(pair) for pair in zip(*totals, strict=True)] == pytest.approx(expected, rel=1e-3)
-    assert counts == (15, 15)
-    assert expected[3] < 0.7 * expected[0]
-
-
 # --- a run that is interrupted ----------------------------------------------------------------------------------------
 
 
@@ -354,23 +345,41 @@ def losses(records: list[dict]) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
-def on_two_ranks(dist: Dist, folder: str, rows: str) -> dict[str, list[float]]:
-    """The losses of an unbroken run, of a resumed one, and of one that began in one process."""
+def on_two_ranks(dist: Dist, folder: str, rows: str) -> tuple[dict[str, list[float]], tuple[list[float], int]]:
+    """The losses of an unbroken run, of a resumed one, and of one that began in one process; and of single steps."""
     starts = {"unbroken": [None], "resumed": [3, None], "alone": [None]}
-    return {name: losses(eight_bit_run(dist, f"{folder}/{name}", rows, stops)) for name, stops in starts.items()}
+    runs = {name: losses(eight_bit_run(dist, f"{folder}/{name}", rows, stops)) for name, stops in starts.items()}
+    return runs, eight_bit_losses(dist)
 
 
-def test_8_bit_run_resumes_bit_for_bit_and_at_another_number_of_ranks(tmp_path):
-    rows = tmp_path / "rows.jsonl"
+@pytest.fixture(scope="module")
+def eight_bit(tmp_path_factory) -> tuple[list[float], list[float], list]:
+    """The losses of a run in one process, of it resumed, and what two ranks give."""
+    folder = tmp_path_factory.mktemp("eight_bit")
+    rows = folder / "rows.jsonl"
     pairs = [{"question": f"what is {n}?", "answer": "na " * (n % 9) + str(n)} for n in range(40)]
     rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    expected = losses(eight_bit_run(ALONE, str(tmp_path / "expected"), str(rows), [None]))
-    eight_bit_run(ALONE, str(tmp_path / "alone"), str(rows), [3])
-    shutil.copytree(tmp_path / "alone", tmp_path / "resumed_alone")
-    assert losses(eight_bit_run(ALONE, str(tmp_path / "resumed_alone"), str(rows), [None])) == expected
-    two = run_ranks(on_two_ranks, 2, str(tmp_path), str(rows))[0]
+    expected = losses(eight_bit_run(ALONE, str(folder / "expected"), str(rows), [None]))
+    eight_bit_run(ALONE, str(folder / "alone"), str(rows), [3])
+    shutil.copytree(folder / "alone", folder / "resumed_alone")
+    resumed = losses(eight_bit_run(ALONE, str(folder / "resumed_alone"), str(rows), [None]))
+    return expected, resumed, run_ranks(on_two_ranks, 2, str(folder), str(rows))
+
+
+def test_8_bit_run_resumes_bit_for_bit_and_at_another_number_of_ranks(eight_bit):
+    expected, resumed, ((two, _), _) = eight_bit
+    assert resumed == expected
     assert two["resumed"] == two["unbroken"] == pytest.approx(expected, rel=1e-4)
     assert two["alone"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_8_bit_state_is_sharded_and_trains_as_on_one_process(eight_bit):
+    expected, quantised = eight_bit_losses(ALONE)
+    assert quantised == 15  # all matrices
+    totals, counts = zip(*(single for _, single in eight_bit[2]), strict=True)
+    assert [sum(pair) for pair in zip(*totals, strict=True)] == pytest.approx(expected, rel=1e-3)
+    assert counts == (15, 15)
+    assert expected[3] < 0.7 * expected[0]
 
 
 def test_plan_counts_8_bit_state():
