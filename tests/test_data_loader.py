@@ -100,6 +100,21 @@ def test_ranks_and_micro_batches_divide_the_rows_of_a_step(rows_file, packing, g
                 assert sum((real_rows(part) for part in parts), Counter()) == rows
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_token_budget_bounds_micro_batches_and_changes_no_row_of_a_step(rows_file, streaming):
+    data = {"packing": False, "streaming": streaming}
+    base = make_config(rows_file, data=data, global_batch_size=11)
+    budget = replace(base, train=replace(base.train, micro_batch_tokens=512))
+    for world_size in (1, 2, 3):
+        ranks = [load(budget, Rank(rank, world_size)).train for rank in range(world_size)]
+        for step in (0, 3):
+            parts = [rank.step_batches(step) for rank in ranks]
+            assert len({len(part) for part in parts}) == 1
+            assert max(batch.input_ids.numel() for part in parts for batch in part) <= 512
+            found = sum((real_rows(part) for part in parts), Counter())
+            assert found == real_rows(load(base).train.step_batches(step))
+
+
 def test_one_epoch_has_every_conversation_once(rows_file):
     train = load(make_config(rows_file, steps=None, epochs=1.0, global_batch_size=4)).train
     ids = [name for step in range(train.total_steps) for row in train.step_documents(step) for name in row]
@@ -311,6 +326,14 @@ def test_eval_batches_limits_each_rank(rows_file):
     config = make_config(rows_file, data={"eval": [rows_file], "packing": False}, eval_batches=2)
     for rank in range(3):
         assert len(load(config, Rank(rank, 3)).eval.batches()) == 2
+
+
+def test_eval_batches_limits_each_rank_with_a_token_budget(rows_file):
+    data = {"eval": [rows_file], "packing": False}
+    config = make_config(rows_file, data=data, eval_batches=2, micro_batch_tokens=512, global_batch_size=4)
+    parts = [load(config, Rank(rank, 2)).eval.batches() for rank in range(2)]
+    assert [len(part) for part in parts] == [2, 2]
+    assert max(batch.input_ids.numel() for part in parts for batch in part) <= 512
 
 
 def test_max_eval_rows_limits_the_held_out_conversations(rows_file):
