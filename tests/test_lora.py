@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from tests.test_loop import losses
 from tests.test_parallel import assert_same_grads, backward, full, micro_batches
 from tests.tiny import ALONE, tiny_shape
 from trainer.building import build_decoder, fill_weights, flops_per_token
-from trainer.config import config_from_dict, config_notes, config_to_dict
+from trainer.config import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.models.adapter_export import verify_adapter, write_adapter
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.decoder import Decoder
 from trainer.models.fingerprint import base_fingerprint
-from trainer.models.hf import base_weights
-from trainer.models.lora import choose_targets, linear_names
+from trainer.models.hf import base_weights, gather_full
+from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, split_adapter
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
@@ -237,6 +239,47 @@ def test_adapter_of_a_deeper_model_is_refused(tmp_path):
         lora_spec(LoraConfig(adapter=str(folder)), [name for name in NAMES if ".1." not in name])
 
 
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path) -> tuple[dict[str, Tensor], LoraSpec]:
+    """The tensors of an adapted model, and a folder with its adapters."""
+    _, module = prepared(ALONE, config())
+    tensors, spec = gather_full(module, ALONE), lora_of(module)
+    write_adapter(folder, split_adapter(tensors)[1], spec=spec, shape=SHAPE, base_name=None)
+    return tensors, spec
+
+
+@pytest.fixture(params=[True, False], ids=["with PEFT", "without PEFT"])
+def reader(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setitem(sys.modules, "peft", None)
+
+
+def test_written_adapter_is_read_back(tmp_path, reader):
+    tensors, spec = written(tmp_path / "a")
+    assert len(verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, prompt_ids=[1, 2, 3])) == 20
+
+
+def test_adapter_that_is_not_what_was_written_is_refused(tmp_path, reader):
+    tensors, spec = written(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    stored = load_file(file)
+    stored["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"][0, 0] += 1
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"is not what was written.*Changed: .*layers.0.mlp.up_proj.lora_B.weight"):
+        verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, prompt_ids=[1, 2, 3])
+
+
+def test_adapter_with_values_that_are_not_finite_is_not_written(tmp_path):
+    tensors, spec = written(tmp_path / "a")
+    pairs = split_adapter(tensors)[1]
+    next(iter(pairs.values()))[0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"not exported: .*lora_A.weight has values that are not finite"):
+        write_adapter(tmp_path / "b", pairs, spec=spec, shape=SHAPE, base_name=None)
+    assert not (tmp_path / "b").exists()
+
+
 # --- the config -------------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +287,10 @@ def test_lora_keys_without_lora_are_said_to_have_no_effect():
     cfg = Config(lora=LoraConfig(alpha=32, merge_export=True))
     notes = config_notes(cfg, backend="pytorch", deployed=True)
     assert "lora.alpha, lora.merge_export: no effect, neither lora.rank nor lora.adapter is set" in notes
+
+
+def test_adapter_folder_is_shipped_like_a_model():
+    assert local_data_paths(Config(lora=LoraConfig(adapter="./adapter"))) == ["./adapter"]
 
 
 def test_freeze_beside_lora_is_refused():
