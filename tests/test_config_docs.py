@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.config_docs import PAGE, field_docs, render_page, undocumented
+from trainer.config_accelerate import RULES
+from trainer.config_docs import ELSEWHERE, PAGE, field_docs, render_page, undocumented
 from trainer.config_keys import ALIASES, known_keys
 
 
@@ -31,3 +32,14 @@ def test_row_shows_type_limit_default_meaning_and_other_names():
 def test_keys_of_an_entry_of_a_list_have_a_section_of_their_own():
     assert "## An entry of `data.train`" in render_page()
     assert ("SourceConfig", "weight") in field_docs()
+
+
+def test_every_fsdp_key_of_accelerate_is_on_the_page_and_none_that_it_lacks():
+    page = render_page()
+    assert [name for name in RULES if name.startswith("fsdp_") and name != "fsdp_config" and name not in page] == []
+    named = {name for names in ELSEWHERE.values() for name in names if name.startswith(("fsdp_", "dynamo_"))}
+    assert named - set(RULES) == set()
+
+
+def test_other_names_belong_to_keys_that_exist():
+    assert set(ELSEWHERE) <= set(known_keys())
