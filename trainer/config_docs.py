@@ -61,11 +61,6 @@ ELSEWHERE = {
     "parallel.state_dict_type": ("fsdp_state_dict_type", "StateDictType"),
     "parallel.activation_checkpointing": ("fsdp_activation_checkpointing",),
     "parallel.compile": ("dynamo_backend",),
-    "lora.rank": ("r",),
-    "lora.alpha": ("lora_alpha",),
-    "lora.dropout": ("lora_dropout",),
-    "lora.rslora": ("use_rslora",),
-    "lora.targets": ("target_modules",),
 }
 """Names that are no key anywhere, so that no error has to know them."""
 
