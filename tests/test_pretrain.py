@@ -9,16 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 from tests.test_data_tokens import document, write
-from tests.tiny import ALONE
+from tests.test_models import from_folder, save_hf
+from tests.tiny import ALONE, tiny_shape
 from trainer.config import check_config, config_from_dict, config_notes
 from trainer.data.corpus import build_corpus, pick_held_out
 from trainer.data.loader import Data
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
+from trainer.data.tokens import TokenFile
 from trainer.dist import Dist
 from trainer.errors import ConfigError, DataError
+from trainer.losses import sft_loss
 from trainer.recipes import pretrain
 from trainer.schema import Config, RunConfig
 
@@ -74,6 +78,21 @@ def test_an_epoch_has_every_token_but_a_documents_first_as_a_target_once(tmp_pat
     assert report.target_tokens == sum(length - 1 for length in lengths)
     assert report.tokens == sum(int(batch.num_tokens) for batch in batches)
     assert report.dropped == {"no target token": ["0"]}
+
+
+def test_an_epoch_has_the_loss_of_transformers_on_each_piece_alone(tmp_path):
+    lengths = [16, 9, 25, 3, 7, 40]
+    shape = tiny_shape(vocab_size=260)
+    theirs = save_hf(shape, tmp_path / "model")
+    ours = from_folder(tmp_path / "model", shape)
+    path = corpus_file(tmp_path / "a.tokens", lengths)
+    pieces = [doc.ids[start : start + 16] for doc in TokenFile.open(path) for start in range(0, len(doc.ids) - 1, 15)]
+    batches = [torch.tensor([ids.tolist()]) for ids in pieces]
+    train = load(config_of(path), tmp_path).train
+    with torch.no_grad():
+        want = sum(float(theirs(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in batches)
+        got = [sft_loss(ours, batch) for step in range(train.total_steps) for batch in train.step_batches(step)]
+    assert sum(float(loss.total) for loss in got) == pytest.approx(want, rel=1e-5)
 
 
 def test_report_has_documents_tokens_and_padding(tmp_path):
