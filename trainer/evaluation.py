@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
-from trainer.dist import sum_over_ranks
+from trainer.dist import FlagBoard, sum_over_ranks
 from trainer.run import Run
 
 
+def never() -> bool:
+    """Where nobody can ask a run to stop."""
+    return False
+
+
 @torch.no_grad()
-def evaluate(run: Run) -> tuple[float, int] | None:
-    """(loss per target token, target tokens) of the held-out data over all ranks; None when there is none."""
+def evaluate(run: Run, *, is_stop_requested: Callable[[], bool] = never) -> tuple[float, int] | None:
+    """(loss per target token, target tokens) of the held-out data over all ranks; None when there is none.
+
+    None too when any rank was asked to stop meanwhile: all ranks then leave after the same batch.
+    """
     batches = run.data.eval.batches()
     if not batches:
         return None
     run.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)
+    flags, stopping = FlagBoard(run.dist, width=1), 0
     for batch in batches:
         run.dist.progress.enter("evaluation")
         loss = run.loss_fn(run.module, batch.to(run.dist.device))
         sums += torch.stack([loss.total.double(), loss.count.double()])
+        flags.post([int(is_stop_requested())])
+        (stopping,) = flags.read()
+        if stopping:
+            break
+    flags.read(keep=0)
     run.module.train()
+    if stopping:
+        return None
     total, count = sum_over_ranks(sums, run.dist).tolist()
     return total / max(count, 1.0), int(count)
 
@@ -41,10 +58,10 @@ class Evaluator:
         every = self._run.config.train.eval_every
         return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
 
-    def evaluate(self, step: int) -> None:
+    def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
         """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""
         began = time.perf_counter()
-        outcome = evaluate(self._run)
+        outcome = evaluate(self._run, is_stop_requested=is_stop_requested)
         if outcome is None:
             return
         loss, tokens = outcome

@@ -27,7 +27,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
     with stop_requests(run.run_dir) as is_stop_requested:
         flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
-            evaluator.evaluate(0)
+            evaluator.evaluate(0, is_stop_requested=is_stop_requested)
         steps = Reader(run)
         step, stopping = run.start_step, False
         while step < total and not stopping:
@@ -46,7 +46,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                 steps.drain()
                 # a run that is asked to stop saves at once and looks at nothing more
                 if evaluator.is_due(step) and (not stopping or step == total):
-                    evaluator.evaluate(step)
+                    evaluator.evaluate(step, is_stop_requested=is_stop_requested)
                 if saver.is_due(step) or stopping:
                     saver.save(step, must_succeed=stopping or step == total)
                 steps.restart_clock()

@@ -15,6 +15,7 @@ from trainer import diagnose, launch
 from trainer.dist import Dist, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.heartbeat import SILENT_S
+from trainer.runlock import release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.watchdog import leave, watching
 
@@ -34,6 +35,10 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     dist = None
     try:
         dist = start_dist(_usable_device(config), comm_timeout_s=config.train.hang_timeout_s + COMM_MARGIN_S)
+        taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
+        if taken:
+            run_dir = None  # the other run's: nothing of ours is told there
+            raise ConfigError(taken, hint="wait for it, stop it, or name another --run-dir")
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
             diagnose.write_line(
@@ -46,6 +51,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
         return code
     code = run_recipe(config, run_dir, dist, debug=debug)
     stop_dist()
+    release_all()
     return code
 
 

@@ -1,0 +1,49 @@
+"""One run at a time writes into a run folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+LOCK_FILE = "control/trainer.lock"
+"""Held by rank 0 as long as its process lives, however it ends. It holds that process's host and id."""
+PATIENCE_S = 30.0
+"""A restart may come while the ranks of the start before are still dying."""
+_held: list[int] = []  # descriptors that stay open to the end of this process
+
+
+def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
+    """Take the run folder for this process; after some patience, who else has it.
+
+    The lock is of the node: on a network file system another host may not see it.
+    """
+    path = run_dir / LOCK_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + patience_s
+    while not _try_lock(descriptor):
+        if time.monotonic() >= deadline:
+            owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            return f"{run_dir} is in use by another run ({owner}), for {patience_s:.0f} s and more"
+        time.sleep(0.1)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"host {os.uname().nodename}, process {os.getpid()}\n".encode(), 0)
+    _held.append(descriptor)
+    return None
+
+
+def release_all() -> None:
+    """Give back what this process holds; its end does the same."""
+    while _held:
+        os.close(_held.pop())
+
+
+def _try_lock(descriptor: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
