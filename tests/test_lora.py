@@ -28,7 +28,7 @@ from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.decoder import Decoder
 from trainer.models.fingerprint import base_fingerprint
 from trainer.models.hf import base_weights, gather_full
-from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, split_adapter
+from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
@@ -155,6 +155,13 @@ def test_base_dtype_is_the_storage_of_the_frozen_model(precision, base_dtype):
     decoder = build_decoder(config(precision=precision, base_dtype=base_dtype), SHAPE)
     stored = {parameter.dtype for parameter in base_weights(decoder).values()}
     assert stored == {{"fp32": torch.float32, "bf16": torch.bfloat16}[base_dtype]}
+
+
+def test_adapters_are_shown_in_the_plan():
+    decoder = build_decoder(config(targets=["q_proj"], rslora=True), SHAPE)
+    expected = "rslora: rank 4, alpha 8, so scaled by 4, dropout 0, beside 2 linear modules"
+    assert render_lora(decoder) == [expected]
+    assert render_lora(Decoder(SHAPE)) == []
 
 
 def test_frozen_parameters_count_two_products_of_three():

@@ -40,6 +40,16 @@ class LoraSpec:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+def render_lora(module: nn.Module) -> list[str]:
+    """The adapters in a line; nothing without any."""
+    spec = lora_of(module)
+    if spec is None:
+        return []
+    kind = "rslora" if spec.rslora else "lora"
+    scale = f"alpha {spec.alpha:g}, so scaled by {spec.scaling:g}"
+    return [f"{kind}: rank {spec.rank}, {scale}, dropout {spec.dropout:g}, beside {len(spec.targets)} linear modules"]
+
+
 class Adapter:
     """What a Linear calls on its input and its product: the low-rank product is added."""
 
