@@ -100,6 +100,13 @@ def test_stream_is_looked_at_without_reading_it_to_its_end(tmp_path):
     assert "10 steps of 4 rows: an unknown part of a stream, about " in shown
 
 
+def test_json_of_a_stream_of_several_windows_is_alone_on_standard_output(tmp_path):
+    rows = [{"question": f"{n}?", "answer": "x" * (60 if n % 2 else 600)} for n in range(20)]
+    data = {"streaming": True, "stream_window": 4, "overlong": "drop"}
+    shown = json.loads(call(tmp_path, "--json", "--samples", "4", rows=rows, data=data).stdout)
+    assert (len(shown["samples"]), shown["schedule"]["epochs"]) == (4, None)
+
+
 def test_text_of_pretraining_is_tokenized_aside_and_all_but_first_tokens_are_targets(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     values = sections(tmp_path, [], data={"train": [str(tmp_path / "a.txt")]}) | {"recipe": "pretrain"}

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -129,7 +129,8 @@ def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
     from trainer.inspect_view import inspection_to_dict, print_inspection
     from trainer.inspecting import inspect_run  # imports torch
 
-    inspection = inspect_run(config, samples=samples)
+    with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for
+        inspection = inspect_run(config, samples=samples)
     if as_json:
         click.echo(json.dumps(inspection_to_dict(inspection)))
     else:
