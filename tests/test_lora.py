@@ -367,6 +367,11 @@ def test_run_exports_an_adapter_that_peft_loads_and_a_merged_model(whole_run, ba
     assert adapted.peft_config["default"].base_model_name_or_path == base
 
 
+def test_run_says_which_adapters_it_trains(base, rows, tmp_path, capsys):
+    lora_run(ALONE, base, str(tmp_path / "run"), rows, {"train": {"stop_after_steps": 1, "eval_every": 0}})
+    assert "lora: rank 4, alpha 16, so scaled by 4, dropout 0, beside 4 linear modules" in "".join(capsys.readouterr())
+
+
 def test_run_changes_the_adapters_only(whole_run, base):
     trained = load_file(whole_run / "export/adapter/adapter_model.safetensors")
     assert len(trained) == 8

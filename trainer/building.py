@@ -22,7 +22,7 @@ from trainer.models.adapter_files import adapter_folder, init_adapter, load_adap
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.fingerprint import trained_part
 from trainer.models.freezing import freeze, is_partly_frozen, store_as
-from trainer.models.lora import attach, linear_names
+from trainer.models.lora import attach, linear_names, render_lora
 from trainer.optim.build import build_optimizer
 from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
@@ -147,7 +147,8 @@ def tell_plan(train: Run) -> None:
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     size = f"{loader.global_batch_size} rows {row}"
     plan = f"{loader.total_steps} steps of {size}, {_epoch_text(loader.steps_per_epoch)}"
-    rates = [*render_groups(train.optimizer.param_groups), *render_lr_scaling(config.optim, loader.global_batch_size)]
+    rates = [*render_lora(train.module), *render_groups(train.optimizer.param_groups)]
+    rates += render_lr_scaling(config.optim, loader.global_batch_size)
     for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), *rates, plan, *resumed]:
         train.log.note(line)
 

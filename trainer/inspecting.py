@@ -21,6 +21,7 @@ from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_siz
 from trainer.dist import Dist
 from trainer.memory import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.models import hf
+from trainer.models.lora import render_lora
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.plan import WrapPlan
@@ -89,6 +90,7 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
         savings=savings(shape, config, world_size=ranks.world_size),
         schedule=plan_schedule(config, data),
         rates=[
+            *render_lora(decoder),
             *render_groups(parameter_groups(decoder.named_parameters(), config.optim)),
             *render_lr_scaling(config.optim, data.train.global_batch_size),
         ],
