@@ -31,6 +31,8 @@ from trainer.parallel.tensors import DTYPES
 from trainer.resuming import Identity, choose, render_changes, resume
 from trainer.run import LossFn, Run
 from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config
+from trainer.summary import summarize
+from trainer.trackers import open_trackers
 
 
 def build_run(
@@ -61,6 +63,8 @@ def build_run(
     log = metrics.MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
     )
+    if dist.is_main:
+        log.trackers += open_trackers(config, run_dir, keep_through=start_step, tell=log.note)
     for note in [*notes, *render_changes(extra, config, step=start_step, total_steps=data.train.total_steps)]:
         log.note(note)
     now = {"config": config_to_dict(config), "shape": asdict(shape), "part": part, "hashes": dict(hashes)}
@@ -145,11 +149,13 @@ def tell_plan(train: Run) -> None:
         notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
     resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
+    summary = summarize(train.module).render()
     size = f"{loader.global_batch_size} rows {row}"
     plan = f"{loader.total_steps} steps of {size}, {_epoch_text(loader.steps_per_epoch)}"
     rates = [*render_lora(train.module), *render_groups(train.optimizer.param_groups)]
     rates += render_lr_scaling(config.optim, loader.global_batch_size)
-    for line in [*notes, *train.data.report.render(), *train.backend.describe().splitlines(), *rates, plan, *resumed]:
+    backend = train.backend.describe().splitlines()
+    for line in [*notes, *train.data.report.render(), *backend, *summary, *rates, plan, *resumed]:
         train.log.note(line)
 
 

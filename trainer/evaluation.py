@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -45,7 +46,7 @@ def evaluate(run: Run, *, is_stop_requested: Callable[[], bool] = never) -> tupl
 
 
 class Evaluator:
-    """Evaluates when it is due, and remembers the first and the last loss, also over a resume."""
+    """Evaluates when it is due, and remembers the first, the last and the best loss, also over a resume."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -53,10 +54,21 @@ class Evaluator:
         """From before the first step."""
         self.last_loss: float | None = run.extra.get("eval_loss_last")
         """None before there was a later evaluation."""
+        self.best_loss: float | None = run.extra.get("eval_loss_best")
+        self._no_better: int = run.extra.get("evals_without_gain", 0)
 
     def is_due(self, step: int) -> bool:
         every = self._run.config.train.eval_every
         return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
+
+    @property
+    def early_stop(self) -> str | None:
+        """Why the run should end now; None while it should not. The same on every rank, as the losses are."""
+        patience = self._run.config.train.early_stop_patience
+        if patience is None or self._no_better < patience:
+            return None
+        best = "no finite loss" if self.best_loss is None else f"no held-out loss better than {self.best_loss:.4f}"
+        return f"{best} in {self._no_better} evaluations"
 
     def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
         """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""
@@ -69,6 +81,21 @@ class Evaluator:
             self.first_loss = loss
         else:
             self.last_loss = loss
-        self._run.extra.update(eval_loss_first=self.first_loss, eval_loss_last=self.last_loss, eval_step=step)
+        self._compare(loss)
+        self._run.extra.update(
+            eval_loss_first=self.first_loss,
+            eval_loss_last=self.last_loss,
+            eval_step=step,
+            eval_loss_best=self.best_loss,
+            evals_without_gain=self._no_better,
+        )
         seconds = time.perf_counter() - began
         self._run.log.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_s": round(seconds, 3)})
+
+    def _compare(self, loss: float) -> None:
+        """Note whether this is the best loss so far; one that is NaN never is."""
+        least_gain = self._run.config.train.early_stop_min_delta
+        best = math.inf if self.best_loss is None else self.best_loss
+        self._no_better = 0 if loss < best - least_gain else self._no_better + 1
+        if loss < best:
+            self.best_loss = loss

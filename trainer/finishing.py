@@ -27,6 +27,8 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         "steps": result.step,
         "eval_loss_first": result.eval_loss_first,
         "eval_loss_last": result.eval_loss_last,
+        "eval_loss_best": result.eval_loss_best,
+        "reason": result.reason,
         "export": None,
         "adapter": None,
         "greedy": None,
@@ -125,6 +127,8 @@ def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
 def render_outcome(outcome: dict[str, Any], total_steps: int) -> str:
     """`succeeded after 200 of 200 steps, held-out loss 5.561 -> 2.213 (-60 %)`."""
     text = f"{outcome['state']} after {outcome['steps']} of {total_steps} steps"
+    if outcome["reason"]:
+        text += f" ({outcome['reason']})"
     first, last = outcome["eval_loss_first"], outcome["eval_loss_last"]
     if first is None or last is None:
         return text

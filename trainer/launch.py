@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config import ConfigError, config_to_yaml, local_data_paths, num_processes
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
+from trainer.trackers import check_trackers
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -88,6 +89,7 @@ def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> 
             f"there is no {Path(absent[0]).expanduser().absolute()}",
             hint=f"the config names {absent[0]!r} as data, model, tokenizer or template; relative paths start here",
         )
+    check_trackers(config)
     if device_kind(config) == "cuda":
         check_gpus(config.target.gpu_ranks, gpus)
 

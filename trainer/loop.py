@@ -6,6 +6,7 @@ from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
+from trainer.profiling import step_watchers, watched
 from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
 from trainer.saving import Saver
@@ -30,8 +31,10 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
             evaluator.evaluate(0, is_stop_requested=is_stop_requested)
         steps = Reader(run)
         step, stopping = run.start_step, False
-        while step < total and not stopping:
-            values = train_step(run, step, lr=peak * multiplier(step))
+        watchers = step_watchers(run)
+        while step < total and not stopping and not evaluator.early_stop:
+            with watched(watchers, step + 1):
+                values = train_step(run, step, lr=peak * multiplier(step))
             step += 1
             saver.after_step()
             try:
@@ -47,10 +50,18 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                 # a run that is asked to stop saves at once and looks at nothing more
                 if evaluator.is_due(step) and (not stopping or step == total):
                     evaluator.evaluate(step, is_stop_requested=is_stop_requested)
-                if saver.is_due(step) or stopping:
-                    saver.save(step, must_succeed=stopping or step == total)
+                ending = stopping or evaluator.early_stop is not None
+                if saver.is_due(step) or ending:
+                    saver.save(step, must_succeed=ending or step == total)
                 steps.restart_clock()
         steps.drain()
         saver.finish()
         flags.read(keep=0)
-    return Result(step, step < total, evaluator.first_loss, evaluator.last_loss)
+    return Result(
+        step,
+        stopped=step < total and evaluator.early_stop is None,
+        eval_loss_first=evaluator.first_loss,
+        eval_loss_last=evaluator.last_loss,
+        eval_loss_best=evaluator.best_loss,
+        reason=evaluator.early_stop if step < total else None,
+    )

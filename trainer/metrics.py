@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from trainer.trackers import Tracker, numbers_of
 
 Record = dict[str, Any]
 
@@ -33,11 +37,15 @@ class MetricsLog:
     """The one place where numbers leave the run; a rank other than 0 gets `enabled=False` and writes nothing.
 
     `path` is appended to and flushed line by line. `keep_through` is the step that a resumed run continues from:
-    later records of the earlier start are dropped, so no step appears twice.
+    later records of the earlier start are dropped, so no step appears twice. A disk that takes no more costs the
+    records, not the run.
     """
 
     def __init__(self, path: Path, *, total_steps: int, keep_through: int = 0, enabled: bool = True) -> None:
         self.total_steps = total_steps
+        self.trackers: list[Tracker] = []
+        """Who gets the numbers too."""
+        self._warned = False
         self._screen = Screen(sys.stdout) if enabled else None
         self._file: TextIO | None = None
         self._began = (time.monotonic(), keep_through)
@@ -64,22 +72,38 @@ class MetricsLog:
     def close(self) -> None:
         if self._screen:
             self._screen.clear()
+        for tracker in self.trackers:
+            tracker.close()
         if self._file:
-            self._file.close()
+            with suppress(OSError):  # what is left in its buffer does not fit on the disk
+                self._file.close()
             self._file = None
 
     def _write(self, record: Record) -> bool:
         if self._file is None:
             return False
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite(record)) + "\n")
+            self._file.flush()  # what does not fit stays in the buffer, and is written when there is space again
+        except OSError as error:
+            self._warn(f"warning: {self._file.name} was not written: {error}; training goes on")
+        for tracker in self.trackers:
+            tracker.log(record["step"], numbers_of(record))
         return True
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self.note(text)
 
     def _seconds_left(self, step: int) -> float | None:
         began, first = self._began
         done = step - first
         # the first step holds warm-up costs that would spoil the estimate
         return (time.monotonic() - began) / done * (self.total_steps - step) if done > 1 else None
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Screen:
@@ -93,7 +117,7 @@ class Screen:
     def line(self, text: str) -> None:
         shown = self._shown
         self.clear()
-        self._stream.write(text + "\n")
+        self._put(text + "\n")
         self._show(shown)
 
     def bar(self, step: int, total: int) -> None:
@@ -103,14 +127,20 @@ class Screen:
 
     def clear(self) -> None:
         if self._shown:
-            self._stream.write("\r\x1b[K")
+            self._put("\r\x1b[K")
             self._shown = ""
-        self._stream.flush()
 
     def _show(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        self._put(text)
         self._shown = text
+
+    def _put(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError as error:  # a log on a full disk costs its lines, not the run
+            if error.errno not in FULL_DISK:
+                raise
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -156,6 +186,9 @@ def render_train(record: Record, total_steps: int, seconds_left: float | None) -
     parts += [f"mfu {record['mfu']:.1%}"] if record.get("mfu") is not None else []
     parts += [f"mem {record['mem_gib']:.1f} GiB"] if on_gpu else []
     parts += [f"eta {render_duration(seconds_left)}"] if seconds_left is not None else []
+    parts += (
+        [f"rank {record['slowest_rank']} slow x{record['straggler']:.1f}"] if record.get("straggler", 1) >= 2 else []
+    )
     parts += ["skipped: gradient not finite"] if record.get("skipped") else []
     return "  ".join(parts)
 

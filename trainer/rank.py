@@ -17,6 +17,7 @@ from trainer.errors import ConfigError, UserError
 from trainer.heartbeat import SILENT_S
 from trainer.runlock import release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
+from trainer.trackers import check_trackers
 from trainer.watchdog import leave, watching
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
@@ -34,6 +35,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     """
     dist = None
     try:
+        check_trackers(config)
         dist = start_dist(_usable_device(config), comm_timeout_s=config.train.hang_timeout_s + COMM_MARGIN_S)
         taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
         if taken:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,13 +46,17 @@ class Reader:
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
-        loss, targets, tokens, norm, finite, *_ = late.read()
+        loss, targets, tokens, norm, finite, *by_rank = late.read()
+        busy, bad = by_rank[: self._run.dist.world_size], by_rank[self._run.dist.world_size :]
         seconds = self._clock.lap(late.ready)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
+        self._window.add_busy(busy)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if late.step % self._run.config.train.log_every == 0:
             self._run.log.train(self._record(late, norm))
             self._window = Window()
+        if not finite:
+            self._tell_skipped(late.step, norm, ranks=[rank for rank, is_bad in enumerate(bad) if is_bad])
         self._check_finite(late.step, loss, norm)
 
     def _record(self, late: StepValues, norm: float) -> Record:
@@ -71,18 +76,34 @@ class Reader:
             "mem_gib": memory_gib(run.dist.device),
             "epoch": round(run.data.train.epoch_at(late.step), 4),
         }
-        return {**record, "skipped": window.skipped} if window.skipped else record
+        return {**record, **window.straggler(), **({"skipped": window.skipped} if window.skipped else {})}
+
+    def _tell_skipped(self, step: int, norm: float, *, ranks: list[int]) -> None:
+        """Say whose loss it was and of which rows, as far as that is known; every rank has the same to say."""
+        if not ranks:
+            cause = f"gradient norm {norm}, though every rank's loss was finite"
+        else:
+            ids = self._run.data.train.rank_documents(step - 1, ranks[0])
+            shown = ", ".join(ids[:SHOWN_ROWS]) + (f" and {len(ids) - SHOWN_ROWS} more" if ids[SHOWN_ROWS:] else "")
+            cause = f"the loss of rank {', '.join(map(str, ranks))} was not finite; rows of rank {ranks[0]}: {shown}"
+        self._run.log.note(f"warning: step {step} skipped, the weights are as before it: {cause}")
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:
         run = self._run
         # a run shorter than the limit has failed too when nothing of it was learned
         limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps)
+        limit = 1 if run.config.train.nonfinite == "abort" else limit
         if self._skipped_in_a_row >= limit:
             first = step - self._skipped_in_a_row + 1
+            which = f"step {step} was" if first == step else f"steps {first} to {step} were"
             raise NonFiniteError(
-                f"steps {first} to {step} were skipped: loss sum {loss}, gradient norm {norm}. The weights are those "
+                f"{which} skipped: loss sum {loss}, gradient norm {norm}. The weights are those "
                 "from before them. Lower optim.learning_rate, lengthen optim.warmup_steps, or look at those steps' rows"
             )
+
+
+SHOWN_ROWS = 8
+"""How many rows' ids a warning names."""
 
 
 class StepClock:
@@ -121,6 +142,8 @@ class Window:
     tokens: float = 0.0
     seconds: float = 0.0
     wait: float = 0.0
+    busy: list[float] = field(default_factory=list)
+    """Seconds of each rank until its backward passes, where it waits for the others."""
 
     def add(self, loss: float, targets: float, tokens: float, *, finite: bool, seconds: float, wait: float) -> None:
         self.steps += 1
@@ -132,6 +155,17 @@ class Window:
             self.targets += targets
         else:
             self.skipped += 1
+
+    def add_busy(self, busy: list[float]) -> None:
+        self.busy = [sum(pair) for pair in zip(self.busy or [0.0] * len(busy), busy, strict=True)]
+
+    def straggler(self) -> Record:
+        """The slowest rank, and how many times the median of all ranks its seconds are; nothing for a single rank."""
+        if len(self.busy) < 2:
+            return {}
+        slowest = max(range(len(self.busy)), key=lambda rank: self.busy[rank])
+        ratio = self.busy[slowest] / max(statistics.median_low(self.busy), 1e-9)
+        return {"straggler": round(ratio, 3), "slowest_rank": slowest}
 
     @property
     def loss(self) -> float:

@@ -50,3 +50,6 @@ class Result:
     """From before the first step."""
     eval_loss_last: float | None
     """None before there was a later evaluation."""
+    eval_loss_best: float | None = None
+    reason: str | None = None
+    """Why a run that succeeded ended before its last step."""

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_within
+from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, plan_micro_batches, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
 from trainer.data.documents import (
@@ -189,6 +189,13 @@ class TrainLoader:
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
         return [[self._documents.docs.name(index) for index in row] for row in self._rows_of(step)]
+
+    def rank_documents(self, step: int, rank: int) -> list[str]:
+        """The ids of the conversations that one rank trains on in a step."""
+        rows = self._rows_of(step)
+        lengths = [sum(self._lengths[index] for index in row) for row in rows]
+        plan = plan_micro_batches(lengths, world_size=self._ranks.world_size, rules=self._rules)[rank]
+        return [self._documents.docs.name(index) for micro in plan for row in micro.rows for index in rows[row]]
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps, the same on every rank."""
