@@ -187,6 +187,8 @@ def forget_stop(run_dir: Path) -> None:
 
 def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     """Be one rank: run the recipe and give the exit code. A failure is told in one paragraph, by one rank."""
+    for name, value in launch.build_debug_env(config).items():  # a deployed rank has only its config to know it by
+        os.environ.setdefault(name, value)
     from trainer.rank import run_rank  # imports torch
 
     return run_rank(config, run_dir, debug=debug)

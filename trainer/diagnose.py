@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from trainer.comm_errors import comm_facts, explain, is_comm_error
 from trainer.schema import OUTCOME_FILE
 
 FAILURE_FILE = "control/failure.json"
@@ -20,13 +21,13 @@ HINTS = (
         "lower train.micro_batch_size or micro_batch_tokens (train.global_batch_size keeps the batch), set "
         "parallel.activation_checkpointing=full, lower data.seq_len, or use more GPUs with target.train_backend=fsdp",
     ),
-    ("NCCL", "run again with target.env.NCCL_DEBUG=INFO; `nvidia-smi topo -m` shows how the GPUs are linked"),
+    ("NCCL", "run again with train.debug_distributed=info; `nvidia-smi topo -m` shows how the GPUs are linked"),
     ("CUDA error", "run again with target.env.CUDA_LAUNCH_BLOCKING=1 to see the call that failed"),
     ("process group has not been initialized", "start with `python train.py CONFIG`, which starts the ranks itself"),
     ("No space left on device", "free some space, or move run.dir to a larger disk"),
 )
 
-LOST_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
 LOST_PEER = "another rank ended without a word, and this one lost its connection to it"
 LOST_PEER_HINT = "its signal is named below; -9 or SIGKILL is mostly the system's out-of-memory killer (see dmesg)"
 
@@ -51,19 +52,27 @@ def describe(error: BaseException) -> str:
     if is_ours(error):
         return f"Error: {error}"
     if isinstance(error, KeyboardInterrupt):
-        return f"interrupted in {_place(error)}; the last checkpoint is as it was"
+        return f"interrupted in {place_of(error)}; the last checkpoint is as it was"
     message = str(error).strip() or "no message"
     if isinstance(error, SystemExit):
         code = "" if error.code is None else error.code
-        return f"Error: exit({code}) was called in the middle of the run\n  in {_place(error)}"
+        return f"Error: exit({code}) was called in the middle of the run\n  in {place_of(error)}"
     if is_lost_peer(error):
-        return f"Error: {LOST_PEER}\n  in {_place(error)}\nhint: {LOST_PEER_HINT}"
-    lines = [f"Error: {type(error).__name__}: {message.splitlines()[0]}", f"  in {_place(error)}"]
-    hint = hint_for(message)
-    return "\n".join([*lines, f"hint: {hint}"] if hint else lines)
+        return f"Error: {LOST_PEER}\n  in {place_of(error)}\nhint: {LOST_PEER_HINT}"
+    lines = [f"Error: {type(error).__name__}: {message.splitlines()[0]}", f"  in {place_of(error)}"]
+    return "\n".join([*lines, *_explanation(message)])
 
 
-def _place(error: BaseException) -> str:
+def _explanation(message: str) -> list[str]:
+    """What is known of such a failure, for one of the ranks' communication with what decides it here."""
+    known = explain(message)
+    hint = hint_for(message) if known is None else known.advice
+    lines = [] if known is None else [f"cause: {known.cause}"]
+    lines += [f"hint: {hint}"] if hint else []
+    return lines + ([f"  {fact}" for fact in comm_facts()] if is_comm_error(message) else [])
+
+
+def place_of(error: BaseException) -> str:
     """The innermost line of the trainer that the error passed through, else the innermost line of all."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:

@@ -71,7 +71,20 @@ def build_launch_env(config: Config, environ: Mapping[str, str], *, cores: int) 
     }
     if "OMP_NUM_THREADS" not in environ:  # torchrun would set 1 and say so
         env["OMP_NUM_THREADS"] = str(max(1, cores // num_processes(config)))
-    return {**env, **config.target.env}
+    return {**env, **build_debug_env(config), **config.target.env}
+
+
+def build_debug_env(config: Config) -> dict[str, str]:
+    """What `train.debug_distributed` asks of torch and NCCL, which read it when they start."""
+    level = config.train.debug_distributed
+    if level == "off":
+        return {}
+    return {
+        "TORCH_DISTRIBUTED_DEBUG": level.upper(),
+        "TORCH_SHOW_CPP_STACKTRACES": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",  # the record of collectives, which the watchdog writes down
+        "NCCL_DEBUG": "INFO",
+    }
 
 
 def _visible_devices(config: Config) -> str:

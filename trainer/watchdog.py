@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+import torch
 import torch.distributed as torch_dist
 
 from trainer import diagnose
@@ -193,6 +194,7 @@ class Watchdog:
             path.parent.mkdir(exist_ok=True)
             with path.open("w") as file:
                 faulthandler.dump_traceback(file)
+            write_collectives(path.with_name(f"collectives_rank_{self._peers.rank}.json"))
             if loud:
                 diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
 
@@ -224,6 +226,17 @@ class Watchdog:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._has(*keys):
             time.sleep(0.05)
+
+
+def write_collectives(path: Path) -> None:
+    """The last collectives of this rank and how far each came, where torch records them (train.debug_distributed)."""
+    if os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            path.write_bytes(dump())
+            return
 
 
 def leave(code: int) -> None:
