@@ -349,3 +349,14 @@ def test_eval_fraction_zero_means_no_evaluation(rows_file):
 def test_builtin_text_is_evaluated_on_its_held_out_modules():
     data = load(Config(data=DataConfig(max_train_rows=50, max_eval_rows=20)))
     assert (data.report.train.rows_read, data.report.eval.rows_read) == (50, 20)
+
+
+@pytest.mark.parametrize("budget", [None, 512])
+def test_ranks_documents_are_those_of_the_step(rows_file, budget):
+    config = make_config(rows_file, data={"packing": False}, global_batch_size=7, micro_batch_tokens=budget)
+    train = load(config, Rank(0, 3)).train
+    by_rank = [train.rank_documents(2, rank) for rank in range(3)]
+    assert all(by_rank)
+    assert sorted(name for names in by_rank for name in names) == sorted(
+        name for row in train.step_documents(2) for name in row
+    )

@@ -237,3 +237,14 @@ def test_training_on_a_stream_has_the_losses_of_training_on_data_at_hand_also_re
             sft.run(run, tmp_path / folder, ALONE)
     assert losses(tmp_path / "streamed") == losses(tmp_path / "at_hand")
     assert len(losses(tmp_path / "streamed")) == 6
+
+
+def test_ranks_documents_are_those_of_the_step_until_their_window_is_given_back(tmp_path):
+    config = make_config([write_rows(tmp_path, "a", 30)], global_batch_size=5)
+    train = load(config, Rank(0, 2)).train
+    train.step_batches(0)
+    both = [name for rank in (0, 1) for name in train.rank_documents(0, rank)]
+    assert sorted(both) == sorted(name for row in train.step_documents(0) for name in row)
+    for step in range(1, 20):
+        train.step_batches(step)
+    assert train.rank_documents(0, 0) == []

@@ -85,7 +85,8 @@ class Reader:
         else:
             ids = self._run.data.train.rank_documents(step - 1, ranks[0])
             shown = ", ".join(ids[:SHOWN_ROWS]) + (f" and {len(ids) - SHOWN_ROWS} more" if ids[SHOWN_ROWS:] else "")
-            cause = f"the loss of rank {', '.join(map(str, ranks))} was not finite; rows of rank {ranks[0]}: {shown}"
+            rows = f"; rows of rank {ranks[0]}: {shown}" if ids else ""
+            cause = f"the loss of rank {', '.join(map(str, ranks))} was not finite{rows}"
         self._run.log.note(f"warning: step {step} skipped, the weights are as before it: {cause}")
 
     def _check_finite(self, step: int, loss: float, norm: float) -> None:

@@ -31,6 +31,9 @@ class Loader(Protocol):
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together."""
 
+    def rank_documents(self, step: int, rank: int) -> list[str]:
+        """The ids of the conversations that one rank trains on in a step; none where they are not at hand any more."""
+
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps, the same on every rank."""
 
