@@ -13,6 +13,7 @@ from trainer.dist import Dist
 from trainer.finishing import finish
 from trainer.losses import sft_loss
 from trainer.models import hf
+from trainer.oom import oom_advice
 from trainer.schema import Config
 
 
@@ -27,7 +28,8 @@ def run(config: Config, run_dir: Path, dist: Dist) -> int:
     data = build_corpus(config, dist, tokenizer, run_dir=run_dir, vocab_size=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     hashes = {"tokenizer": vocabulary_hash(tokenizer)}
-    train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
-    tell_plan(train)
-    result = loop.train(train)
-    return finish(train, result, shape=shape, tokenizer=tokenizer)
+    with oom_advice(config, shape, dist):
+        train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
+        tell_plan(train)
+        result = loop.train(train)
+        return finish(train, result, shape=shape, tokenizer=tokenizer)
