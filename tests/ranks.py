@@ -28,6 +28,7 @@ _PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
+    "transformers.quantizers.auto",  # which imports torchao, where it is installed
     "trainer.models.hf",
 ]
 

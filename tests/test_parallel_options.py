@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.test_parallel import (
     prepared,
 )
 from tests.tiny import ALONE, packed_batch, tiny_shape
-from trainer.building import build_decoder
+from trainer.building import build_decoder, fill_weights
 from trainer.checkpoint import loading
 from trainer.dist import Dist
 from trainer.errors import ConfigError
@@ -40,6 +41,7 @@ from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.parallel.wrapping import plan_wrapping
+from trainer.schema import LoraConfig
 from trainer.step import apply_update
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
@@ -298,6 +300,25 @@ def test_ignored_modules_are_whole_and_count_once_in_the_norm(expected):
         assert len(plain) == 1 + 2 * 3
         assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=1e-6)
         assert clipped == pytest.approx(0.5, rel=1e-5)
+
+
+def adapters_over_whole_modules(dist: Dist) -> dict[str, Tensor]:
+    """Gradients of adapters where some frozen modules and one adapter are whole on every rank."""
+    lora = LoraConfig(rank=2, targets=["q_proj", "up_proj"])
+    options = {"ignored_modules": ["*.mlp.*", "*.q_norm"]} | (HYBRID if dist.world_size > 1 else {})
+    name = "fsdp" if dist.world_size > 1 else "pytorch"
+    cfg = replace(config(name, **(options if dist.world_size > 1 else {})), lora=lora)
+    backend = make_backend(cfg, dist)
+    module = backend.prepare(build_decoder(cfg, tiny_shape()))
+    fill_weights(cfg, module, None)
+    backward(backend, module, micro_batches(dist, 2))
+    return {name: full(p.grad) for name, p in named_weights(module) if p.grad is not None}
+
+
+def test_adapters_over_ignored_frozen_modules_have_the_gradients_of_one_process():
+    want = adapters_over_whole_modules(ALONE)
+    assert len(want) == 2 * 2 * 2  # two blocks, two targets, a pair each
+    assert_same_grads(run_ranks(adapters_over_whole_modules, 2)[1], want, 2e-6)
 
 
 # --- offload ----------------------------------------------------------------------------------------------------------

@@ -104,5 +104,8 @@ def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:
 
 
 def _in_running_order(decoder: Decoder) -> list[FSDPModule]:
-    """The groups below the root in the order of the forward pass, which is that of their registration."""
+    """The groups below the root in the order of the forward pass.
+
+    That is the order of registration; only norms as groups of their own, which are small, would come too late.
+    """
     return [module for module in fsdp_modules(decoder) if module is not decoder]
