@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tests.tiny import ALONE
 from trainer.config import config_from_dict
 from trainer.dist import Dist, barrier
-from trainer.recipes import sft
 from trainer.schema import METRICS_FILE, Config
 
 SEQ_LEN = 96
@@ -23,7 +23,7 @@ def write_rows(folder: Path, count: int = 60) -> str:
     return str(path)
 
 
-def run_config(rows: str, **sections: dict[str, Any]) -> Config:
+def run_config(rows: str, *, recipe: str = "sft", **sections: dict[str, Any]) -> Config:
     """A run of 20 fp32 steps of 6 rows on the CPU, with the given keys in place of its own."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
     own: dict[str, dict[str, Any]] = {
@@ -42,12 +42,13 @@ def run_config(rows: str, **sections: dict[str, Any]) -> Config:
     }
     if "model" in sections:
         own["model"] = {}  # a named model brings its sizes
-    return config_from_dict({name: fields | sections.get(name, {}) for name, fields in own.items()})
+    merged = {name: fields | sections.get(name, {}) for name, fields in own.items()}
+    return config_from_dict({"recipe": recipe, **merged})
 
 
 def records_of(config: Config, run_dir: Path, dist: Dist = ALONE) -> list[dict[str, Any]]:
     """Train as configured; the records of metrics.jsonl, of steps and evaluations."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    sft.run(config, run_dir, dist)
+    import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist)
     barrier(dist)  # rank 0 writes them
     return [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
