@@ -67,7 +67,7 @@ def test_dropped_row_is_named_with_its_reason(tmp_path):
 def test_plan_memory_and_schedule_are_of_the_configured_ranks_without_gpu_and_run_folder(tmp_path):
     result = call(tmp_path)
     assert result.exit_code == 0, result.output
-    assert "fsdp FULL_SHARD, 4 rank(s): " in result.stdout
+    assert "parameters: 821,120 in all, 821,120 trained; float32\nfsdp FULL_SHARD, 4 rank(s): " in result.stdout
     assert "memory of each rank, estimated: 0.0" in result.stdout
     assert "10 steps of 4 rows: 40.00 epochs, about 1,960 tokens" in result.stdout
     assert "learning rate 0 first, 0.5 at its peak, 0.5 last; 5 steps of warm-up" in result.stdout

@@ -42,7 +42,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
     if inspection.notes:
         yield "notes", [f"note: {note}" for note in inspection.notes]
     yield "data", inspection.data.render()
-    yield "model and plan", inspection.plan.render()
+    yield "model and plan", [*inspection.parameters.render(), *inspection.plan.render()]
     yield f"memory of each rank, estimated: {memory.total / GIB:.2f} GiB at the peak", memory.render()
     yield "what would lower it", [f"  {saving.render()}" for saving in inspection.savings[:SHOWN_SAVINGS]]
     yield "schedule", [*render_schedule(inspection.schedule), *inspection.rates]
@@ -118,6 +118,7 @@ def inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
             for sample in inspection.samples
         ],
         "data": asdict(inspection.data),
+        "parameters": asdict(inspection.parameters),
         "plan": asdict(plan) | {"ranks": plan.shards * plan.replicas, "parameters": plan.params},
         "memory": asdict(memory) | {"total": memory.total},
         "savings": [asdict(saving) for saving in inspection.savings],

@@ -28,6 +28,7 @@ from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.samples import Sample, read_samples
 from trainer.schema import JOB_ID_ENV, Config
+from trainer.summary import ParameterSummary, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,6 +56,7 @@ class Inspection:
 
     samples: list[Sample]
     data: DataReport
+    parameters: ParameterSummary
     plan: WrapPlan
     """For the configured number of ranks."""
     memory: MemoryEstimate
@@ -85,6 +87,7 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
     return Inspection(
         samples=shown,
         data=data.report,
+        parameters=summarize(decoder),
         plan=plan,
         memory=estimate_memory(shape, config, world_size=ranks.world_size),
         savings=savings(shape, config, world_size=ranks.world_size),
