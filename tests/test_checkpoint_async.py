@@ -133,10 +133,12 @@ def test_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, ranks):
 def test_buffers_are_used_again_and_grow_with_the_state(tmp_path):
     model, optimizer = start(ALONE)
     writer = Writer(ALONE, asynchronous=True)
+    assert not writer.is_ready()
     writer.prepare(model, optimizer)  # the optimizer has no state yet
     for number in (1, 2):
         step(model, optimizer)
         begin(writer, tmp_path, number, model, optimizer)
+        assert writer.is_ready()
         writer.result()
     writer.close()
     first, second = (start(ALONE) for _ in range(2))

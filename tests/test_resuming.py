@@ -128,7 +128,7 @@ def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, 
         build_of(config_from_dict(config), run_dir)
 
 
-def build_of(config, run_dir: Path, **options):
+def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
     """As tests.test_loop.build does, of a whole config."""
     from functools import partial
 
@@ -140,8 +140,8 @@ def build_of(config, run_dir: Path, **options):
 
     tokenizer = load_tokenizer(config)
     shape = hf.shape_from_config(config.model, len(tokenizer))
-    data, loss_fn = build_data(config, ALONE, tokenizer), partial(sft_loss, packed=config.data.packing)
-    return build_run(config, run_dir, ALONE, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
+    data, loss_fn = build_data(config, dist, tokenizer), partial(sft_loss, packed=config.data.packing)
+    return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
 
 
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):  # noqa: F811
@@ -171,3 +171,35 @@ def test_run_resumed_with_more_steps_has_the_rates_of_a_run_of_that_length(rows,
     whole = train(1, rows, tmp_path / "whole", steps=12, backend="pytorch", **FIELDS)
     rates = [record["lr"] for record in records if "loss" in record]
     assert rates[4:] == [record["lr"] for record in whole if "loss" in record][4:]
+
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
+WORLDS = [(2, {}), (4, HYBRID), (3, {}), (1, {})]
+"""Ranks and parallel settings of one start after another. An adapter's A has three rows: less than four ranks."""
+
+
+def go_on(dist: Dist, rows: str, run_dir: str, parallel: dict, lora: dict, steps: int) -> int:  # noqa: F811
+    """One start that takes so many steps; the step that it began at."""
+    Path(run_dir).mkdir(exist_ok=True)
+    backend = "pytorch" if dist.world_size == 1 else "fsdp"
+    tree = config_to_dict(config_of(rows, backend=backend, stop_after_steps=steps, **FIELDS))
+    tree["parallel"] |= parallel
+    tree["lora"] |= lora
+    tree["target"]["gpu_ranks"] = list(range(dist.world_size))
+    run = build_of(config_from_dict(tree), Path(run_dir), dist)
+    loop.train(run)
+    run.log.close()
+    return run.start_step
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 3, "base_dtype": "fp32"}], ids=["whole model", "adapters"])
+def test_run_goes_on_at_other_numbers_of_ranks_and_replicas_with_the_same_losses(rows, tmp_path, lora):  # noqa: F811
+    for run_dir, worlds, steps in ((tmp_path / "a", WORLDS, 2), (tmp_path / "b", [(1, {})], 8)):
+        starts = [run_ranks(go_on, n, rows, str(run_dir), parallel, lora, steps)[0] for n, parallel in worlds]
+        assert starts == [steps * number for number in range(len(worlds))]
+    there, whole = (
+        losses([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+        for name in "ab"
+    )
+    assert len(there) == 8
+    assert there == pytest.approx(whole, abs=1e-5)

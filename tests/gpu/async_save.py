@@ -72,7 +72,12 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     writer = Writer(dist, asynchronous=True)
     step()
     reason = writer.prepare(module, optimizer)
-    result: dict[str, Any] = {"synchronous": reason, "before": [step() for _ in range(10)]}
+    result: dict[str, Any] = {"synchronous": reason}
+    began, result["while_allocating"] = time.perf_counter(), []
+    while on_any(not writer.is_ready(), dist.control_group):
+        result["while_allocating"].append(step())
+    result["allocated_after_s"] = time.perf_counter() - began
+    result["before"] = [step() for _ in range(10)]
     norm = local_tensor(next(p for name, p in module.named_parameters() if name.endswith(NORM)))
     for save in ("first", "second"):
         settled(module)

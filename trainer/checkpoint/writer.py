@@ -63,6 +63,10 @@ class Writer:
             self._allocated = self._thread.submit(self._staging.allocate, sizes_of(state))
         return reason
 
+    def is_ready(self) -> bool:
+        """Whether the buffers are made, or none will be: `start` then waits for nothing but an earlier save."""
+        return self._staging is None or (self._allocated is not None and self._allocated.done())
+
     def start(
         self,
         folder: Path,
