@@ -248,7 +248,8 @@ class TrainConfig:
     """The loop: how long, how large a batch, how often to look and to save."""
 
     steps: int | None = 200
-    """Optimizer steps; None: given by `epochs`."""
+    """Optimizer steps; None: given by `epochs`. A run may be resumed with more or fewer: the learning rate is from there
+    on what a run of the new length has at that step."""
     epochs: float | None = None
     """Passes over the training rows; exclusive with steps."""
     micro_batch_size: int = 4
@@ -284,7 +285,8 @@ class TrainConfig:
     keep_every: int = 0
     """Kept besides, for ever: those of steps that this divides; 0: none."""
     resume: str = "auto"
-    """`auto`: from the newest complete checkpoint of the run folder, if any; `never`; or a checkpoint's path."""
+    """`auto`: from the newest complete checkpoint of the run folder, if any; a damaged one is named, set aside as
+    `.bad_step_N`, and the one before is taken. `never`; or a checkpoint's path, which must be whole."""
     nonfinite: Literal["skip", "abort"] = "skip"
     """A step whose loss or gradient is NaN or infinite never touches the weights. `skip`: it is told and the run goes
     on; `abort`: the first one ends the run."""
