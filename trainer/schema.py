@@ -248,8 +248,8 @@ class TrainConfig:
     """The loop: how long, how large a batch, how often to look and to save."""
 
     steps: int | None = 200
-    """Optimizer steps; None: given by `epochs`. A run may be resumed with more or fewer: the learning rate is from there
-    on what a run of the new length has at that step."""
+    """Optimizer steps; None: given by `epochs`. A run may be resumed with more or fewer: the learning rate is then
+    what a run of the new length has at that step."""
     epochs: float | None = None
     """Passes over the training rows; exclusive with steps."""
     micro_batch_size: int = 4
