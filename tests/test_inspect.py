@@ -17,6 +17,7 @@ from trainer.config import config_from_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.inspect_view import print_inspection, render_sample
 from trainer.inspecting import inspect_run
+from trainer.memory import MemoryEstimate
 from trainer.models.shapes import shape_to_hf_config
 from trainer.samples import Label, Piece, Sample
 
@@ -84,7 +85,9 @@ def test_json_holds_the_same(tmp_path):
         "no target token in the first 120 tokens": [f"{tmp_path}/rows.jsonl:2"]
     }
     assert (shown["plan"]["ranks"], shown["plan"]["parameters"]) == (4, 821120)
-    assert shown["memory"]["total"] == sum(size for name, size in shown["memory"].items() if name != "total")
+    assert (
+        shown["memory"]["total"] == MemoryEstimate(**{k: v for k, v in shown["memory"].items() if k != "total"}).total
+    )
     assert shown["schedule"]["lr_last"] == 0.5
 
 

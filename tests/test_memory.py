@@ -14,7 +14,7 @@ from trainer.building import build_decoder, fill_weights
 from trainer.config import config_from_dict
 from trainer.dist import Dist
 from trainer.losses import sft_loss
-from trainer.memory import estimate_memory, micro_batches, render_bytes, savings
+from trainer.memory import MemoryEstimate, estimate_memory, micro_batches, render_bytes, savings
 from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer
@@ -207,7 +207,14 @@ def test_savings_name_only_what_is_not_in_use_yet():
     assert "micro_batch_size" not in changes
 
 
+@pytest.mark.parametrize(
+    ("accumulates", "total"), [(False, 1 + 2 + 4 + 50 + 60 + 7), (True, 1 + 3 + 2 + 4 + 50 + 60 + 7)]
+)
+def test_gradients_and_activations_are_there_together_only_with_several_forwards(accumulates, total):
+    assert MemoryEstimate(1, 3, 2, 4, 50, 60, 7, accumulates=accumulates).total == total
+
+
 def test_table_has_every_kind_and_the_total():
     lines = estimate_memory(tiny_shape(), config_of(), world_size=1).render()
-    assert [line.split()[0] for line in lines][-2:] == ["communication", "total"]
+    assert [line.split()[0] for line in lines][-2:] == ["communication", "at"]
     assert (render_bytes(3 * 2**29), render_bytes(2**20)) == ("1.50 GiB", "1.00 MiB")

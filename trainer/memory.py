@@ -8,7 +8,7 @@ context (about 0.5 GiB) and what the allocator leaves unused between blocks (5 t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from trainer.activations import activation_bytes, logits_bytes
 from trainer.building import build_decoder
@@ -22,6 +22,10 @@ from trainer.schema import Config
 GIB = 2**30
 FP32 = 4
 ADAM_STATES = 2
+
+
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "communication")
+"""Of an estimate, in the order in which it is shown; not all of them are there at the same time."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,15 @@ class MemoryEstimate:
     """Buffers of collectives."""
     offloaded: int = 0
     """On the CPU instead, and in no sum: parameters, gradients and optimizer state with `parallel.cpu_offload`."""
+    accumulates: bool = False
+    """Whether a step has several forwards, so that gradients are there while activations are."""
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self)) - self.offloaded
+        """In a step of one forward the gradients come as the activations go: the larger of the two counts."""
+        batch = self.activations + self.logits
+        moving = batch + self.gradients if self.accumulates else max(batch, self.gradients)
+        return self.parameters + self.optimizer + self.gathered + self.communication + moving
 
     @property
     def static(self) -> int:
@@ -56,8 +65,7 @@ class MemoryEstimate:
 
     def render(self) -> list[str]:
         """A table of a few lines, in GiB."""
-        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        rows = [row for row in rows if row[0] != "offloaded"] + [("total", self.total)]
+        rows = [(name, getattr(self, name)) for name in PARTS] + [("at the peak", self.total)]
         if self.offloaded:
             rows.append(("on the CPU", self.offloaded))
         return [f"  {name:<14}{render_bytes(size):>12}" for name, size in rows]
@@ -73,7 +81,8 @@ def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> 
     decoder = build_decoder(config, shape)
     plan = plan_wrapping(decoder, config, world_size)
     activations, logits = activation_bytes(decoder, config), logits_bytes(decoder, config)
-    waiting = plan.unsharded_grad_bytes if micro_batches(config, world_size) > 1 else 0
+    accumulates = micro_batches(config, world_size) > 1
+    waiting = plan.unsharded_grad_bytes if accumulates else 0
     stored = (plan.local_bytes, FP32 * plan.local_trainable, _optimizer_bytes(decoder, config, plan))
     on_device = (0, 0, 0) if plan.offloaded else stored
     return MemoryEstimate(
@@ -85,6 +94,7 @@ def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> 
         logits=logits,
         communication=_buffer_bytes(plan, freed=activations + logits),
         offloaded=sum(stored) if plan.offloaded else 0,
+        accumulates=accumulates,
     )
 
 
