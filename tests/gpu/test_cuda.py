@@ -1,8 +1,12 @@
 """The trainer on CUDA and NCCL against itself on the CPU: backends, precision, resume. Two GPUs."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +62,61 @@ def test_one_gpu_reproduces_the_losses_of_the_cpu_in_fp32(train):
 def test_bf16_backends_agree_within_twice_the_error_of_bf16_itself(train, backend):
     error = worst(train(*ONE, FP32), train(*ONE))
     assert worst(train(*ONE), train(*backend)) <= 2 * error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("parallel.sharding_strategy=HYBRID_SHARD", "parallel.dp_replicate=2"),
+        (
+            "parallel.sharding_strategy=SHARD_GRAD_OP",
+            "parallel.forward_prefetch=2",
+            "parallel.backward_prefetch_depth=2",
+        ),
+        ("parallel.ignored_modules=['*.q_norm','model.norm']", "parallel.cpu_offload=true"),
+        ("parallel.activation_checkpointing=selective", "parallel.checkpoint_every=2"),
+        ("parallel.wrap_policy=size", "parallel.min_num_params=50000"),
+    ],
+    ids=["hybrid", "prefetch", "ignored-offload", "selective", "size"],
+)
+def test_options_of_fsdp_change_no_loss_over_nccl(train, options):
+    assert worst(train(*ONE, FP32), train(*FSDP, FP32, *options)) < 1e-4
+
+
+def test_adapters_over_a_bf16_base_agree_on_one_gpu_and_two_within_the_error_of_bf16(train):
+    lora = ("lora.rank=8", "optim.learning_rate=1e-2")
+    error = worst(train(*ONE, *lora, FP32), train(*ONE, *lora))
+    assert worst(train(*ONE, *lora), train(*FSDP, *lora)) <= 2 * error
+
+
+def test_hang_inside_nccl_is_told_with_the_late_rank(tmp_path):
+    words = (*SHORT, *BATCH, *FSDP, "train.steps=100000", "train.hang_timeout_s=8", "--run-dir", str(tmp_path))
+    command = [sys.executable, str(REPO / "train.py"), CONFIG, *words]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in started.stdout:
+        if line.startswith("step 20/"):
+            break
+    ranks = [pid for pid in children(started.pid) if environment(pid).get("RANK") == "1"]
+    os.kill(ranks[0], signal.SIGSTOP)
+    threading.Timer(14, os.kill, (ranks[0], signal.SIGCONT)).start()
+    began = time.monotonic()
+    _, errors = started.communicate(timeout=150)
+    print(
+        f"\nended {time.monotonic() - began:.0f} s after rank 1 was halted, exit {started.returncode}:\n{errors[-1500:]}"
+    )
+    assert started.returncode != 0
+    assert "rank 1 is late" in errors
+
+
+def children(pid: int) -> list[int]:
+    """The processes below one, however deep."""
+    found = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    return found + [deeper for child in found for deeper in children(child)]
+
+
+def environment(pid: int) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def test_activation_checkpointing_changes_no_loss(train):
