@@ -101,9 +101,8 @@ def test_hang_inside_nccl_is_told_with_the_late_rank(tmp_path):
     threading.Timer(14, os.kill, (ranks[0], signal.SIGCONT)).start()
     began = time.monotonic()
     _, errors = started.communicate(timeout=150)
-    print(
-        f"\nended {time.monotonic() - began:.0f} s after rank 1 was halted, exit {started.returncode}:\n{errors[-1500:]}"
-    )
+    seconds = time.monotonic() - began
+    print(f"\nended {seconds:.0f} s after rank 1 was halted, exit {started.returncode}:\n{errors[-1500:]}")
     assert started.returncode != 0
     assert "rank 1 is late" in errors
 
