@@ -26,6 +26,7 @@ from trainer.config import (
     num_processes,
 )
 from trainer.config_keys import ALIASES, known_keys
+from trainer.config_length import length_notes
 from trainer.config_rules import LIMITS
 from trainer.schema import (
     Config,
@@ -798,3 +799,49 @@ def test_dump_of_words_that_yaml_would_read_as_something_else_loads_back(tmp_pat
     config = Config(data=dataclasses.replace(Config().data, train=words), run=RunConfig(name="1e-4"))
     (tmp_path / "a.yaml").write_text(config_to_yaml(config))
     assert load_config(tmp_path / "a.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "backend", "note"),
+    [
+        ({"data": {"eval_fraction": 0.0}, "train": {"eval_every": 7}}, "fsdp", "train.eval_every: no effect, there is"),
+        ({"data": {"schema": "messages"}}, "fsdp", "data.schema: no effect, the built-in text has"),
+        ({"train": {"debug_distributed": "info"}}, "pytorch", "train.debug_distributed: no effect with one process"),
+        ({"run": {"dir": "there"}}, "fsdp", "run.dir: no effect, a deployed job"),
+        ({"data": {"eval": ["a.jsonl"], "eval_fraction": 0.5}}, "fsdp", "data.eval_fraction: no effect, data.eval"),
+    ],
+)
+def test_key_without_effect_in_a_setting_is_noted(values: dict[str, object], backend: str, note: str) -> None:
+    assert [
+        line.startswith(note) for line in config_notes(config_from_dict(values), backend=backend, deployed=True)
+    ] == [True]
+
+
+def test_share_of_the_built_in_text_counts_where_its_held_out_modules_are_evaluated() -> None:
+    config = config_from_dict({"data": {"eval": ["builtin:stdlib-docs"], "eval_fraction": 0.5}})
+    assert config_notes(config, backend="fsdp", deployed=True) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("recipe", "pretrain"), ("run", {"export": False})])
+def test_trainers_keys_beside_a_script_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"the trainer does not run, but it is configured in: {key}"):
+        config_from_dict({"script": "x.py", key: value})
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        (
+            {"optim": {"warmup_steps": 9}},
+            "optim.warmup_steps is 9, more than the run's 5: the learning rate never peaks",
+        ),
+        ({"optim": {"schedule": "wsd", "warmup_steps": 2, "decay_steps": 4}}, "optim.warmup_steps + decay_steps is 6,"),
+        ({"train": {"profile_steps": [1, 6]}}, "a step of train.profile_steps is 6, more than the run's 5: nothing is"),
+        ({"train": {"stop_after_steps": 6}}, "train.stop_after_steps is 6, more than the run's 5: it ends before"),
+        ({"train": {"stop_after_steps": 5}}, ""),
+    ],
+)
+def test_key_beyond_the_length_that_epochs_give_is_noted(values: dict[str, dict[str, object]], note: str) -> None:
+    train = {"steps": None, "epochs": 1.0, **values.get("train", {})}
+    notes = length_notes(config_from_dict({"optim": {"warmup_steps": 0}, **values, "train": train}), 5)
+    assert [line.startswith(note) for line in notes] == ([True] if note else [])

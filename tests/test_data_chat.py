@@ -210,3 +210,11 @@ def test_answer_that_cannot_be_found_is_an_error_showing_the_text(template):
         encode(Row("a.jsonl:7", THREE_TURNS[:2]), make_tokenizer(template))
     assert "user: HI\nassistant: " in error.value.message
     assert error.value.where == "a.jsonl:7"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ 'a'.index('z') }}", "{% for i in range(10**9) %}{% endfor %}"])
+def test_template_that_fails_like_a_program_names_the_row(template):
+    tokenizer = build_bytes_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"the chat template refuses the conversation: \w+Error"):
+        encode(Row("a:1", [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]), tokenizer)

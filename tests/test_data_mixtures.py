@@ -13,7 +13,7 @@ from tests.test_data_loader import Rank
 from trainer.config_rules import check_config
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.schema import Config, DataConfig, SourceConfig, TrainConfig
 
 
@@ -110,3 +110,40 @@ def test_repeated_and_held_out_copies_are_told(tmp_path):
 def test_settings_of_sources_that_make_no_sense_are_refused(data, message):
     with pytest.raises(ConfigError, match=message):
         check_config(Config(data=DataConfig(**data)))
+
+
+def test_epoch_that_takes_nothing_of_its_source_is_refused_with_its_numbers(tmp_path):
+    with pytest.raises(DataError, match=r"none of the 9 conversations: repeat asks for 0\.001 of"):
+        load([SourceConfig(write_rows(tmp_path, "a", 9), repeat=0.001)])
+
+
+def test_repeat_beyond_what_an_epoch_can_lay_out_is_refused():
+    with pytest.raises(ConfigError, match=r"data.train\[0\].repeat is 1e\+09, must be at most 10,000"):
+        check_config(Config(data=DataConfig(train=[SourceConfig("a", repeat=1e9)])))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_one_row_is_left_to_train_on_however_much_is_held_out(tmp_path, count):
+    data = load([write_rows(tmp_path, "a", count)], eval_fraction=0.9)
+    assert data.report.eval is not None
+    assert (data.report.train.rows_kept, data.report.eval.rows_kept) == (1, count - 1)
+
+
+def test_rows_that_cannot_be_used_are_not_held_out_in_place_of_others(tmp_path):
+    file = tmp_path / "some.jsonl"
+    bad = {"messages": [{"role": "system", "content": "only"}]}
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [bad] * 30 + [good, good]))
+    data = load([str(file)], eval_fraction=0.01)
+    assert data.report.eval is not None
+    assert (data.report.eval.rows_read, data.report.eval.rows_kept) == (1, 1)
+    assert (data.report.train.rows_read, data.report.train.rows_kept) == (31, 1)
+
+
+def test_built_in_text_keeps_its_held_out_modules_where_other_data_is_evaluated(tmp_path):
+    other = write_rows(tmp_path, "a", 3)
+    counts = [
+        load(["builtin:stdlib-docs"], eval=[other], eval_fraction=share, max_train_rows=None).report.train.rows_read
+        for share in (0.5, 0.0)
+    ]
+    assert counts[0] == counts[1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import torch
 from tests.test_data_loader import Rank
 from tests.tiny import ALONE
 from trainer.config_rules import check_config, config_notes
+from trainer.data.documents import KEYS
+from trainer.data.encoding import content_key
 from trainer.data.loader import Data, build_data
+from trainer.data.messages import Row
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.recipes import sft
@@ -248,3 +253,16 @@ def test_ranks_documents_are_those_of_the_step_until_their_window_is_given_back(
     for step in range(1, 20):
         train.step_batches(step)
     assert train.rank_documents(0, 0) == []
+
+
+def lone_system_turns() -> Iterator[dict[str, Any]]:
+    return ({"messages": [{"role": "system", "content": str(number)}]} for number in count())
+
+
+def test_stream_without_a_row_to_hold_out_trains_without_evaluation(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    bad = next(row for row in lone_system_turns() if content_key(Row("", row["messages"])) < 0.01 * KEYS)
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [bad, good]))
+    data = load(make_config([str(file)], data={"eval_fraction": 0.01}))
+    assert (data.report.eval, len(data.eval), data.report.train.rows_kept) == (None, 0, 1)

@@ -169,3 +169,11 @@ def test_ids_of_documents_are_checked_against_the_model():
     with pytest.raises(DataError, match="token 1 has id 260, and the model has ids 0 to 259") as error:
         check_ids(document([3, 260], name="rows.jsonl:7"), 260)
     assert error.value.where == "rows.jsonl:7"
+
+
+def test_a_damaged_header_is_refused(tmp_path):
+    path = write(tmp_path / "a.tokens", [document([1, 2])]).path
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + b"x")
+    with pytest.raises(DataError, match="header is damaged"):
+        TokenFile.open(path)

@@ -174,3 +174,15 @@ def test_data_that_cannot_be_used_ends_with_2_and_one_paragraph(tmp_path, capsys
 def test_options_of_inspecting_alone_are_refused(tmp_path):
     result = CliRunner().invoke(cli.train_command, ["x.yaml", "--samples", "2"])
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, "Error: --samples and --json belong to --inspect")
+
+
+def test_schedule_of_a_billion_steps_is_told_at_once(tmp_path):
+    config = config_from_dict(sections(tmp_path, ROWS, train={"steps": 10**9}, optim={"schedule": "cosine"}))
+    schedule = inspect_run(config, samples=0).schedule
+    assert (schedule.lr_first, schedule.lr_peak) == (0.0, 0.5)
+    assert 0 <= schedule.lr_last < 1e-12
+
+
+def test_key_beyond_the_epochs_is_told(tmp_path):
+    train = {"steps": None, "epochs": 1.0, "profile_steps": [99]}
+    assert "a step of train.profile_steps is 99, more than" in call(tmp_path, train=train).output

@@ -13,6 +13,7 @@ import torch
 
 from trainer import metrics
 from trainer.config import config_notes, config_to_dict
+from trainer.config_length import length_notes
 from trainer.config_optim import base_dtype
 from trainer.data.loader import Data
 from trainer.dist import Dist
@@ -144,9 +145,7 @@ def tell_plan(train: Run) -> None:
     notes = [
         f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
     ]
-    if config.optim.warmup_steps > loader.total_steps:  # an error already where train.steps says so
-        warmup = f"optim.warmup_steps is {config.optim.warmup_steps}"
-        notes.append(f"note: {warmup}, more than the run's {loader.total_steps}: the learning rate never peaks")
+    notes += [f"note: {note}" for note in length_notes(config, loader.total_steps)]
     resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     summary = summarize(train.module).render()

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from trainer.config_broken import Broken
 from trainer.schema import Config, SourceConfig, as_sources
 
+MAX_REPEAT = 10_000
+"""An epoch's order is laid out as a whole: a row that comes more often belongs into more epochs."""
+
 
 def data_rules(config: Config) -> Iterator[Broken]:
     """What holds of data.train and data.eval, and of a stream."""
@@ -26,6 +29,8 @@ def _sources(key: str, entries: Sequence[str | SourceConfig]) -> Iterator[Broken
         for name, value in (("weight", source.weight), ("repeat", source.repeat)):
             if value is not None and not value > 0:
                 yield Broken(f"{place}.{name}", f"{place}.{name} is {value}, must be more than 0")
+        if source.repeat > MAX_REPEAT:
+            yield Broken(f"{place}.repeat", f"{place}.repeat is {source.repeat:g}, must be at most {MAX_REPEAT:,}")
         if source.limit is not None and source.limit < 1:
             yield Broken(f"{place}.limit", f"{place}.limit is {source.limit}, must be 1 or more")
         if source.weight is not None and source.repeat != 1.0:
@@ -56,5 +61,14 @@ def _streaming(config: Config) -> Iterator[Broken]:
 
 def data_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
     """Keys that do nothing beside the others, whatever they say, and why."""
-    if not config.data.streaming:
+    data, sft = config.data, config.recipe == "sft"
+    if not data.streaming:
         yield ["data.stream_window"], ", data.streaming is false"
+    sources = as_sources([*data.train, *data.eval])
+    if sft and all(source.path.startswith("builtin:") for source in sources):
+        yield ["data.schema"], ", the built-in text has questions and answers"
+    if data.eval and not (sft and any(source.path.startswith("builtin:") for source in as_sources(data.eval))):
+        yield ["data.eval_fraction"], ", data.eval names the held-out data"
+    if not data.eval and data.eval_fraction == 0:
+        judging = ["data.max_eval_rows", "train.eval_every", "train.eval_batches"]
+        yield judging, ", there is no held-out data (data.eval, data.eval_fraction)"

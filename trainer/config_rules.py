@@ -119,6 +119,8 @@ POLICY_KEYS = (
     "target.stall_timeout_s",
     "target.log_max_gb",
 )
+RUN_OUTPUTS = ("export", "trackers", "tracker_project")
+"""Of `run`, what the trainer alone writes."""
 BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 
 
@@ -240,8 +242,9 @@ def _script(config: Config) -> Iterator[Broken]:
             yield Broken("torchrun", "torchrun is false, which needs a script: the trainer has its own launcher")
         return
     default = Config()
-    sections = ("model", "lora", "data", "optim", "train", "parallel")
+    sections = ("recipe", "model", "lora", "data", "optim", "train", "parallel")
     changed = [s for s in sections if getattr(config, s) != getattr(default, s)]
+    changed += [f"run.{name}" for name in RUN_OUTPUTS if getattr(config.run, name) != getattr(default.run, name)]
     if changed:
         message = (
             f"script is {config.script!r}, so the trainer does not run, but it is configured in: {', '.join(changed)}"
@@ -373,8 +376,8 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     if model.name is not None:
         shape = [f"model.{name}" for name in field_kinds(ModelConfig) if name not in ("name", "init", "freeze")]
         yield shape, f", {model.name} brings its own shape"
-    if data.eval:
-        yield ["data.eval_fraction"], ", data.eval names the held-out data"
+    if backend == "pytorch":
+        yield ["train.debug_distributed"], " with one process"
     for split, sources in (("data.train_split", data.train), ("data.eval_split", data.eval)):
         if all(
             path.startswith("builtin:") or path.endswith(LOCAL_SUFFIXES)
@@ -388,7 +391,9 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     yield from optim_without_effect(config)
     yield from saving_without_effect(config)
     yield from data_without_effect(config)
-    if not deployed:
+    if deployed:
+        yield ["run.dir"], ", a deployed job has a folder of its own"
+    else:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"
 

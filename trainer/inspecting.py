@@ -15,6 +15,7 @@ import torch
 
 from trainer.building import build_decoder, check_length
 from trainer.config import config_notes, num_processes
+from trainer.config_length import length_notes
 from trainer.data.corpus import build_corpus
 from trainer.data.loader import Data, DataReport, build_data
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
@@ -82,7 +83,7 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
         if config.recipe == "pretrain":
             data = build_corpus(config, ranks, tokenizer, run_dir=Path(scratch), vocab_size=shape.vocab_size)
         else:
-            data = build_data(config, ranks, tokenizer)
+            data = build_data(config, ranks, tokenizer, model_vocab=shape.vocab_size)
         shown = _samples(data, tokenizer, samples)
     return Inspection(
         samples=shown,
@@ -97,7 +98,10 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
             *render_groups(parameter_groups(decoder.named_parameters(), config.optim)),
             *render_lr_scaling(config.optim, data.train.global_batch_size),
         ],
-        notes=config_notes(config, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
+        notes=[
+            *config_notes(config, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
+            *length_notes(config, data.train.total_steps),
+        ],
     )
 
 
@@ -117,7 +121,7 @@ def plan_schedule(config: Config, data: Data) -> Schedule:
     steps = loader.total_steps
     multiplier = lr_multiplier(config.optim, steps)
     peak = peak_learning_rate(config.optim, loader.global_batch_size)
-    rates = [peak * multiplier(step) for step in range(steps)]
+    highest = min(config.optim.warmup_steps, steps - 1)  # it rises until there, and never again
     tokens_per_row = report.tokens / max(1, report.packed_rows)
     return Schedule(
         steps=steps,
@@ -125,7 +129,7 @@ def plan_schedule(config: Config, data: Data) -> Schedule:
         rows_per_step=loader.global_batch_size,
         epochs=None if loader.steps_per_epoch is None else steps / loader.steps_per_epoch,
         tokens=round(steps * loader.global_batch_size * tokens_per_row),
-        lr_first=rates[0],
-        lr_peak=max(rates),
-        lr_last=rates[-1],
+        lr_first=peak * multiplier(0),
+        lr_peak=peak * multiplier(highest),
+        lr_last=peak * multiplier(steps - 1),
     )

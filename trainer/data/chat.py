@@ -103,9 +103,9 @@ class Chat:
             return self.tokenizer.apply_chat_template(
                 list(messages), tools=self.row.tools, chat_template=undated(self.template), **how
             )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a filter that meets what it cannot take
+        except Exception as error:  # a template is a program: dividing, indexing and filters raise what Python has
             raise DataError(
-                f"the chat template refuses the conversation: {error}",
+                f"the chat template refuses the conversation: {_reason(error)}",
                 where=self.row.id,
                 hint="change the row, or set data.chat_template",
             ) from None
@@ -123,6 +123,10 @@ class Chat:
             where=self.row.id,
             hint="set data.chat_template to a template with {% generation %} tags, or data.loss_on=all",
         )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
 
 
 @cache

@@ -106,7 +106,7 @@ def _read_all(sources: Iterator[tuple[int, Source]], config: Config) -> Iterator
             split=source.split,
             schema=data.schema,
             limit=source.settings.limit,
-            held_out_share=data.eval_fraction,
+            held_out_share=builtin_share(config),
         )
         yield from ((index, row) for row in rows)
 
@@ -133,6 +133,13 @@ def held_out_share(config: Config, source: Source) -> float:
     return 0.0 if config.data.eval or source.path.startswith("builtin:") else config.data.eval_fraction
 
 
+def builtin_share(config: Config) -> float:
+    """The share of the built-in text's modules that training leaves out, for whoever evaluates on them."""
+    data = config.data
+    evaluated = not data.eval or any(source.path == STDLIB_DOCS for source in as_sources(data.eval))
+    return data.eval_fraction if evaluated else 0.0
+
+
 def is_held_out(row: Row, config: Config) -> bool:
     """Whether a row of a stream belongs to the evaluation, when its source is held out by content."""
     return content_key(row) < config.data.eval_fraction * KEYS
@@ -148,7 +155,8 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
     held_out = held_out_sources[table.source]
     if not config.data.eval:
         builtin = np.array([source.path.startswith("builtin:") for source in sources])
-        own = np.flatnonzero(~held_out & ~builtin[table.source])
+        usable = table.document >= 0  # a row that is dropped tells nothing about the model
+        own = np.flatnonzero(~held_out & ~builtin[table.source] & usable)
         picked = _pick_held_out(table.key[own], config.data.eval_fraction, config.data.max_eval_rows)
         if config.data.max_eval_rows is not None:
             room = config.data.max_eval_rows - len(picked)
@@ -160,12 +168,10 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
 
 
 def _pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
-    """`share` of the rows (one at least, if two are there), chosen by what they say."""
-    if share <= 0:
+    """`share` of the rows, chosen by what they say; of two or more one at least, and never all."""
+    if share <= 0 or len(keys) < 2:
         return np.zeros(0, dtype=np.int64)
-    count = round(len(keys) * share)
-    if len(keys) > 1:
-        count = max(count, 1)
+    count = min(max(round(len(keys) * share), 1), len(keys) - 1)
     if limit is not None:
         count = min(count, limit)
     return np.argsort(keys, kind="stable")[:count]
@@ -246,10 +252,17 @@ def trains_end_token(documents: Documents, tokenizer: PreTrainedTokenizerFast) -
 
 
 def check_documents(documents: Documents, *, where: str, seq_len: int) -> None:
-    """Raises DataError when nothing is left to train on."""
+    """Raises DataError when nothing is left to train on, or when an epoch takes nothing of it."""
+    report = documents.report
+    if len(documents.docs) and not documents.mixture.counts.sum():
+        repeats = ", ".join(f"{source.repeat:g} of {source.path}" for source in documents.mixture.settings)
+        raise DataError(
+            f"an epoch has none of the {len(documents.docs)} conversations: repeat asks for {repeats}",
+            where=where,
+            hint="raise repeat: it is how often an epoch holds each row",
+        )
     if len(documents.docs):
         return
-    report = documents.report
     reasons = "; ".join(f"{len(ids)} {reason}: {some(ids)}" for reason, ids in report.dropped.items())
     raise DataError(
         f"none of the {report.rows_read} conversations can be used: {reasons or 'nothing was read'}",

@@ -86,7 +86,7 @@ def build_data(
     check_store(store, model_vocab)
     documents, held_out = divide(store, table, config)
     check_documents(documents, where="data.train", seq_len=config.data.seq_len)
-    if config.data.eval or held_out.report.rows_read:
+    if config.data.eval:
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
@@ -119,7 +119,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_vocab: int | None)
 def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFast, started: float) -> Data:
     """The first window and the held-out rows; every rank reads the stream for itself."""
     held_out = read_stream_eval(config, tokenizer)
-    if config.data.eval or held_out.report.rows_read:
+    if config.data.eval:
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
     pad_id = tokenizer.pad_token_id or 0
     sources = [source for source in list_sources(config) if not source.held_out]

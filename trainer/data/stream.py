@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.data.documents import KEYS, Source, held_out_share, is_held_out
+from trainer.data.documents import KEYS, Source, builtin_share, held_out_share, is_held_out
 from trainer.data.encoding import content_key
 from trainer.data.messages import Row
 from trainer.data.sources import read_conversations
@@ -103,7 +103,7 @@ def _read(config: Config, source: Source, skip: int) -> Iterator[tuple[int, Row 
         split=source.split,
         schema=data.schema,
         limit=source.settings.limit,
-        held_out_share=data.eval_fraction,
+        held_out_share=builtin_share(config),
     )
     for number, row in enumerate(rows, start=1):
         if number > skip:

@@ -314,8 +314,11 @@ def _read_header(path: Path, data: np.ndarray) -> TokenHeader:
         message = f"the token file is truncated: {len(data):,} of {start + size:,} bytes"
         raise DataError(message, where=where, hint="copy it again")
     known = {field.name for field in fields(TokenHeader)}
-    values = json.loads(data[start : start + size].tobytes())
-    return TokenHeader(**{name: value for name, value in values.items() if name in known})
+    try:
+        values = json.loads(data[start : start + size].tobytes())
+        return TokenHeader(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, TypeError, AttributeError):
+        raise DataError("the token file's header is damaged", where=where, hint="copy it again") from None
 
 
 def _pad(file: IO[bytes]) -> int:
