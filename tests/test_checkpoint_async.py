@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.test_checkpoint import ALONE, start, step
+from tests.test_loop import build, rows  # noqa: F401 - rows is a fixture
+from trainer import loop
+from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.loading import load, read_full
 from trainer.checkpoint.retention import Keep
@@ -90,6 +94,28 @@ def test_start_returns_before_anything_is_written(tmp_path):
     gate.open()
     assert writer.result().path == tmp_path / "step_000001"
     writer.close()
+
+
+def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_not(rows, tmp_path):  # noqa: F811
+    run = build(rows, tmp_path, backend="pytorch", steps=3, save_every=1, eval_every=0)
+    gate, events, loss_fn = Gate("begun"), [], run.loss_fn
+
+    def at(point: str) -> None:
+        gate(point)
+        events.append(point)
+
+    def forward(module: nn.Module, batch: Batch) -> LossSum:
+        if "staged" in events:
+            gate.open()
+        events.append("forward")
+        return loss_fn(module, batch)
+
+    run.loss_fn = forward
+    loop.train(run, at=at)
+    saves = [events[begin:end] for begin, end in pairwise([i for i, e in enumerate(events) if e == "staged"])]
+    assert "forward" in saves[0][: saves[0].index("begun")]
+    assert all("pruned" in save for save in saves)
+    assert [events.count(point) for point in ("staged", "pruned")] == [3, 3]
 
 
 def test_synchronous_save_is_written_when_start_returns(tmp_path):

@@ -163,6 +163,16 @@ def test_steps_can_be_asked_for_in_any_order(rows_file):
     assert [ahead[step] for step in (4, 0, 3, 1, 2)] == again
 
 
+def test_resume_within_the_second_epoch_goes_on_with_its_next_row(rows_file):
+    config = make_config(rows_file, data={"packing": False}, global_batch_size=6)
+    whole = load(config).train
+    expected = [whole.step_documents(step) for step in range(6, 12)]
+    assert 1 < whole.epoch_at(6) < 2
+    resumed = load(config).train
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(6))))
+    assert [resumed.step_documents(step) for step in range(6, 12)] == expected
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_resume_on_other_ranks_goes_on_with_the_next_row(rows_file, world_size):
     # no global_batch_size: a step has 2 rows per rank, so the steps are others after the restart

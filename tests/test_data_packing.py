@@ -24,6 +24,12 @@ def test_two_documents_in_a_row_are_laid_out_by_hand():
     assert row.doc_ids.tolist() == [0, 0, 0, 0, 1, 1, -1, -1]
 
 
+def test_token_of_a_document_is_a_target_though_it_is_also_the_padding():
+    [row] = pack([Encoded("a", np.array([5, 9, 9], dtype=np.int32), np.ones(3, dtype=bool))], 5, pad_id=9)
+    assert row.input_ids.tolist() == [5, 9, 9, 9, 9]
+    assert row.labels.tolist() == [9, 9, -100, -100, -100]
+
+
 def test_unpacked_rows_hold_one_document_each():
     rows = pack([document(0, 3), document(10, 2)], 4, packing=False)
     assert [row.doc_ids.tolist() for row in rows] == [[0, 0, 0, -1], [0, 0, -1, -1]]

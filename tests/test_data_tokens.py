@@ -177,3 +177,23 @@ def test_a_damaged_header_is_refused(tmp_path):
     path.write_bytes(data[:-1] + b"x")
     with pytest.raises(DataError, match="header is damaged"):
         TokenFile.open(path)
+
+
+def test_file_that_is_written_over_while_it_is_read_is_an_error_that_says_what_changed(tmp_path):
+    path = tmp_path / "a.tokens"
+    file = write(path, [document([1, 2, 3]), document([4, 5])])
+    assert file[0].ids.tolist() == [1, 2, 3]
+    size = path.stat().st_size
+    path.write_bytes(b"other content")
+    with pytest.raises(DataError, match=rf"has changed while it was read: {size:,} bytes of .*, now 13 bytes") as error:
+        file[1]
+    assert error.value.where == str(path)
+
+
+def test_file_that_is_replaced_or_removed_while_it_is_read_goes_on_as_it_was(tmp_path):
+    path = tmp_path / "a.tokens"
+    file = write(path, [document([1, 2, 3])])
+    write(path, [document([7])])
+    assert file[0].ids.tolist() == [1, 2, 3]
+    path.unlink()
+    assert file[0].ids.tolist() == [1, 2, 3]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny import tiny_shape
+from tests.tiny import packed_batch, tiny_shape
 from trainer import loop
-from trainer.batch import LossSum
+from trainer.batch import Batch, LossSum
 from trainer.building import build_run, check_length, seed_everything
 from trainer.config import config_from_dict
 from trainer.data.loader import build_data
@@ -129,6 +129,33 @@ def test_step_is_as_long_as_the_clipped_gradient(rows, tmp_path, max_grad_norm):
     moved = (torch.nn.utils.parameters_to_vector(run.module.parameters()) - before).norm().item()
     assert moved == pytest.approx(max_grad_norm or norm, rel=1e-3)
     assert norm > 0.1
+
+
+class NoTargets:
+    """In the place of a TrainLoader: a step whose rows have no target on any rank."""
+
+    def step_batches(self, step: int) -> list[Batch]:
+        batch = packed_batch([[4, 4]], length=8)
+        return [replace(batch, labels=torch.full_like(batch.labels, -100))] * 2
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_step_without_any_target_has_a_loss_of_zero_and_finite_weights(rows, tmp_path, max_grad_norm):
+    run = build(rows, tmp_path)
+    run.config = replace(run.config, optim=replace(run.config.optim, max_grad_norm=max_grad_norm))
+    run.data = replace(run.data, train=NoTargets())
+    assert train_step(run, 0, lr=1e-2).read()[:5] == [0.0, 0.0, 16.0, 0.0, 1.0]
+    assert all(parameter.isfinite().all() for parameter in run.module.parameters())
+
+
+def test_products_in_bf16_leave_weights_and_optimizer_state_in_fp32_where_small_steps_count(rows, tmp_path):
+    run = build(rows, tmp_path, precision="bf16")
+    for step in range(50):
+        train_step(run, step, lr=1e-4)
+    state = [value for entry in run.optimizer.state.values() for value in entry.values()]
+    assert {tensor.dtype for tensor in [*run.module.parameters(), *state]} == {torch.float32}
+    norm = run.module.model.norm.weight  # 1.0 at first, where bf16 has no number nearer than 0.4 %
+    assert 5e-4 < (norm - 1.0).abs().max() < 6e-3
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])

@@ -434,3 +434,38 @@ def test_resumed_run_ends_with_the_same_adapters(whole_run, base, rows, tmp_path
     files = [run / "export/adapter/adapter_model.safetensors" for run in (whole_run, tmp_path / "run")]
     expected, got = map(load_file, files)
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def unbroken_and_resumed(dist: Dist, base: str, folder: str, rows: str) -> list[list[float]]:
+    """The losses of a run with dropout, and of one that stopped after two steps and went on."""
+    lora = {"dropout": 0.5}
+    found = [lora_run(dist, base, f"{folder}/whole", rows, {"lora": lora})]
+    lora_run(dist, base, f"{folder}/parts", rows, {"lora": lora, "train": {"stop_after_steps": 2}})
+    torch.rand(7)
+    found.append(lora_run(dist, base, f"{folder}/parts", rows, {"lora": lora}))
+    return [losses(records) for records in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dropout_after_a_resume_is_that_of_the_unbroken_run_on_every_rank(base, rows, tmp_path, whole_run, world_size):
+    whole, resumed = run_ranks(unbroken_and_resumed, world_size, base, str(tmp_path), rows)[0]
+    assert resumed == whole
+    without = losses([json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()])
+    assert max(abs(a - b) for a, b in zip(whole, without, strict=True)) > 1e-4
+
+
+def adapter_of_a_wrapped_module(dist: Dist, folder: str) -> None:
+    parallel = ParallelConfig(activation_checkpointing="full", compile=True)
+    _, module = prepared(dist, config("fsdp" if dist.world_size > 1 else "pytorch", parallel=parallel))
+    tensors = gather_full(module, dist)
+    if tensors is not None:
+        write_adapter(Path(folder), split_adapter(tensors)[1], spec=lora_of(module), shape=SHAPE, base_name=None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_adapter_of_a_compiled_recomputed_sharded_model_has_the_names_of_pefts_own(tmp_path, world_size):
+    run_ranks(adapter_of_a_wrapped_module, world_size, str(tmp_path / "ours"))
+    theirs = peft_adapter(tmp_path / "theirs", target_modules="all-linear")
+    ours, expected = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "ours", theirs))
+    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in expected.items()}
+    assert all(tensor.any() for tensor in ours.values())

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
@@ -59,12 +60,16 @@ def test_fields_of_a_fresh_model_decide_its_logits_as_in_transformers(changed, t
     assert (sequence_logits(from_folder(tmp_path, plain), ids) - expected).abs().max() > 1e-2
 
 
-def test_one_documents_tokens_never_reach_another():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["plain", "flash"])
+def test_one_documents_tokens_never_reach_another(kernel, dtype):
     decoder = tiny_decoder()
+    decoder.compute_dtype = dtype
     batch = packed_batch([[6, 10, 5]], length=24)
     other = batch.input_ids.clone()
     other[0, 6:16] = (other[0, 6:16] + 1) % 101
-    before, after = all_logits(decoder, batch)[0], all_logits(decoder, replace(batch, input_ids=other))[0]
+    with sdpa_kernel(kernel):
+        before, after = all_logits(decoder, batch)[0], all_logits(decoder, replace(batch, input_ids=other))[0]
     assert torch.equal(before[:6], after[:6])
     assert torch.equal(before[16:21], after[16:21])
     assert not torch.equal(before[6:16], after[6:16])

@@ -210,6 +210,20 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(backend, world_size)
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
+def buffers_of_all_backends(dist: Dist) -> list[dict[str, Tensor]]:
+    names = ["ddp", "fsdp"] if dist.world_size > 1 else ["pytorch", "ddp", "fsdp"]
+    modules = (prepared(dist, config(name, precision="bf16"), tiny_shape())[1] for name in names)
+    return [{name.removeprefix("module."): full(tensor) for name, tensor in m.named_buffers()} for m in modules]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_buffer_made_without_storage_is_that_of_a_model_made_on_the_cpu(world_size):
+    expected = dict(Decoder(tiny_shape()).named_buffers())
+    for found in (one for rank in run_ranks(buffers_of_all_backends, world_size) for one in rank):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def load_and_gather(dist: Dist, cfg: Config, shape: DecoderShape, folder: Path) -> tuple[dict | None, int, Tensor]:
     module = make_backend(cfg, dist).prepare(build_decoder(cfg, shape))
     load_pretrained(module, folder)

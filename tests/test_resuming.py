@@ -14,6 +14,7 @@ from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.config import config_from_dict, config_to_dict
+from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.resuming import render_horizon
@@ -118,12 +119,19 @@ def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_ne
     [
         ("model", {"num_layers": 3}, "another model: num_layers 2 -> 3"),
         ("model", {"hidden_size": 64}, "another model: hidden_size 32 -> 64"),
+        ("model", {"family": "llama"}, "another model: family qwen3 -> llama"),
+        ("data", {"tokenizer": "with more ids"}, "another model: vocab_size 260 -> 262"),
         ("lora", {"rank": 4}, "a run that trains something else: .*lora.rank none -> 4"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message):  # noqa: F811
+def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message, tmp_path):  # noqa: F811
     config = config_to_dict(config_of(rows, backend="pytorch", **FIELDS))
     config[section] |= changes
+    if section == "data":
+        tokenizer = build_bytes_tokenizer()
+        tokenizer.add_tokens(["one more", "and one"])
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        config["data"]["tokenizer"] = str(tmp_path / "tokenizer")
     with pytest.raises(ModelError, match=message):
         build_of(config_from_dict(config), run_dir)
 

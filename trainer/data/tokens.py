@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -168,11 +169,16 @@ class TokenWriter:
 
 
 class TokenFile:
-    """A token file as a sequence of documents: `file[i]` reads one, `file.lengths` [docs] int64 needs none of them."""
+    """A token file as a sequence of documents: `file[i]` reads one, `file.lengths` [docs] int64 needs none of them.
 
-    def __init__(self, path: Path, header: TokenHeader, data: np.ndarray) -> None:
+    Reading raises DataError when the file has been written over since it was opened. A file that was put in its place
+    or that was removed changes nothing: what was opened is still there.
+    """
+
+    def __init__(self, path: Path, header: TokenHeader, data: np.ndarray, found: os.stat_result) -> None:
         self.path = path
         self.header = header
+        self._found = found
         arrays = {name: data[start : start + size] for name, (start, size) in header.sections.items()}
         self._ids = arrays["ids"].view(f"<{np.dtype(header.dtype).str[1:]}")
         self._offsets = arrays["offsets"].view("<u8").astype(np.int64)
@@ -186,11 +192,12 @@ class TokenFile:
         """Raises DataError when it is no token file, of another format version, or truncated."""
         path = Path(path)
         try:
-            size = path.stat().st_size
-            data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8)) if size else np.zeros(0, np.uint8)
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                data = np.asarray(np.memmap(file, mode="r", dtype=np.uint8)) if found.st_size else np.zeros(0, np.uint8)
         except OSError as error:
             raise DataError(f"{path.absolute()} cannot be read: {error.strerror}") from None
-        return cls(path, _read_header(path, data), data)
+        return cls(path, _read_header(path, data), data, found)
 
     def __len__(self) -> int:
         return self.header.num_docs
@@ -203,6 +210,7 @@ class TokenFile:
 
     def part(self, index: int, begin: int, end: int) -> Encoded:
         """Tokens `begin` to `end` of document `index`; nothing else is read."""
+        self._check_unchanged()
         first = int(self._offsets[index])
         ids = self._ids[first + begin : first + end]
         return Encoded(self.name(index), _as_int32(ids), self._is_target(first + begin, first + end))
@@ -258,6 +266,22 @@ class TokenFile:
         if found != self.header.content_hash:
             message = f"the file is damaged: its content has hash {found[:16]}, not {self.header.content_hash[:16]}"
             raise DataError(message, where=str(self.path.absolute()), hint="tokenize the texts again")
+
+    def _check_unchanged(self) -> None:
+        """The map shows whatever is written into the file, and a file that got shorter ends the process (SIGBUS)."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return
+        before = self._found
+        if (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
+            return
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise DataError(
+                f"the token file has changed while it was read: {_bytes_and_time(before)}, now {_bytes_and_time(now)}",
+                where=str(self.path.absolute()),
+                hint="put the file back as it was and resume; to replace one, move the new one into its place",
+            )
 
     def _is_target(self, begin: int, end: int) -> np.ndarray:
         if not self.header.has_targets:
@@ -319,6 +343,10 @@ def _read_header(path: Path, data: np.ndarray) -> TokenHeader:
         return TokenHeader(**{name: value for name, value in values.items() if name in known})
     except (ValueError, TypeError, AttributeError):
         raise DataError("the token file's header is damaged", where=where, hint="copy it again") from None
+
+
+def _bytes_and_time(found: os.stat_result) -> str:
+    return f"{found.st_size:,} bytes of {datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}"
 
 
 def _pad(file: IO[bytes]) -> int:
