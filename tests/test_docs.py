@@ -85,10 +85,20 @@ def test_first_screen_commands_are_understood_as_they_stand(tmp_path, monkeypatc
 
 
 def test_every_test_that_the_hardening_page_names_exists():
-    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", (REPO / "docs" / "hardening.md").read_text())
-    have = {path.stem: path.read_text() for path in (REPO / "tests").glob("test_*.py")}
-    assert len(named) > 100
+    named = re.findall(r"`((?:gpu/)?test_\w+)\.py::(test_\w+)`", (REPO / "docs" / "hardening.md").read_text())
+    paths = [path for folder in ("", "gpu") for path in (REPO / "tests" / folder).glob("test_*.py")]
+    have = {str(path.relative_to(REPO / "tests").with_suffix("")): path.read_text() for path in paths}
+    assert len(named) > 250
     assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in have.get(file, "")] == []
+
+
+def test_every_comparison_that_the_hardening_page_names_exists():
+    training = (REPO / "docs" / "hardening.md").read_text().partition("## Training")[2]
+    lists = re.findall(r"_of_the_oracle` \(([^)]*)\)", training)
+    named = {name for text in lists for name in re.findall(r"\*([^*]+)\*", text)}
+    rows = (REPO / "docs" / "correctness.md").read_text().splitlines()
+    assert len(named) > 5
+    assert named - {row.split(" | ")[0].removeprefix("| ") for row in rows} == set()
 
 
 def test_list_of_commands_is_whole_on_80_columns():

@@ -164,6 +164,16 @@ def test_token_file_of_another_tokenizer_is_refused(tmp_path):
         load(config_of(str(path)), tmp_path)
 
 
+def test_token_file_that_is_written_over_during_the_run_is_an_error(tmp_path):
+    path = Path(corpus_file(tmp_path / "a.tokens", [16] * 9))
+    train = load(config_of(str(path), global_batch_size=1), tmp_path).train
+    train.step_batches(0)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match="has changed while it was read"):
+        for step in range(1, 9):
+            train.step_batches(step)
+
+
 def test_token_file_with_an_id_that_the_model_lacks_is_refused(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", [8, 9])
     with pytest.raises(DataError, match=r"document 0 \(0\) holds id 7 at token 7"):
