@@ -156,6 +156,25 @@ def test_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, ranks):
     assert not any(left for _, left in results)
 
 
+def prepare_where_one_rank_has_no_room(dist: Dist, folder: str) -> tuple[str | None, bool]:
+    model, optimizer = start(dist)
+    step(model, optimizer)
+    writer = Writer(dist, asynchronous=True, available=0 if dist.rank == 1 else GIB)
+    reason = writer.prepare(model, optimizer)
+    begin(writer, folder, 1, model, optimizer)
+    ended = writer.has_ended()  # a save that is not beside the training is over when start returns
+    writer.result()
+    writer.close()
+    return reason, ended
+
+
+def test_no_room_for_a_copy_on_one_rank_is_told_by_all_and_none_saves_beside(tmp_path):
+    first, second = run_ranks(prepare_where_one_rank_has_no_room, 2, str(tmp_path))
+    assert first == second
+    assert first[0].endswith("of which 0.00 GiB are available")
+    assert first[1]
+
+
 def test_buffers_are_used_again_and_grow_with_the_state(tmp_path):
     model, optimizer = start(ALONE)
     writer = Writer(ALONE, asynchronous=True)

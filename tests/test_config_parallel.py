@@ -97,7 +97,7 @@ def test_what_cannot_be_honoured_is_refused(options, message):
 
 def test_a_full_state_needs_the_export():
     check_config(config(state_dict_type="FULL_STATE_DICT"))
-    with pytest.raises(ConfigError, match="FULL_STATE_DICT, the whole state in one piece, but"):
+    with pytest.raises(ConfigError, match="FULL_STATE_DICT, all weights in one piece, but"):
         check_config(Config(parallel=ParallelConfig(state_dict_type="FULL_STATE_DICT"), run=RunConfig(export=False)))
 
 
@@ -122,6 +122,11 @@ def test_what_has_no_effect_is_said(options, backend, note):
     notes = [line for line in config_notes(config(**options), backend=backend, deployed=True) if "parallel." in line]
     assert len(notes) == 1
     assert notes[0].startswith(note)
+
+
+def test_a_full_state_is_told_how_to_be_had():
+    (note,) = (n for n in config_notes(config(state_dict_type="FULL_STATE_DICT"), backend="fsdp", deployed=True))
+    assert "the export has all weights (of LoRA the adapter), `train.py export RUN --full-state FILE` writes" in note
 
 
 def test_no_shard_in_force_is_nothing_to_note():

@@ -208,6 +208,15 @@ def test_savings_name_only_what_is_not_in_use_yet():
 
 
 @pytest.mark.parametrize(
+    ("backend", "change"), [("fsdp", "target.gpu_ranks=auto:4"), ("ddp", "target.train_backend=fsdp")]
+)
+def test_more_gpus_are_offered_to_a_run_that_is_sharded_already(backend, change):
+    config = config_of(target={"train_backend": backend, "gpu_ranks": [0, 1]})
+    changes = [saving.change for saving in savings(tiny_shape(), config, world_size=2)]
+    assert [text for text in changes if text.startswith("target.")] == [change]
+
+
+@pytest.mark.parametrize(
     ("accumulates", "total"), [(False, 1 + 2 + 4 + 50 + 60 + 7), (True, 1 + 3 + 2 + 4 + 50 + 60 + 7)]
 )
 def test_gradients_and_activations_are_there_together_only_with_several_forwards(accumulates, total):

@@ -22,7 +22,7 @@ from trainer.config import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.finishing import finish
-from trainer.metrics import MetricsLog
+from trainer.metrics import MetricsLog, render_train
 from trainer.reading import NonFiniteError, Window
 from trainer.recipes import sft
 from trainer.run import Run
@@ -113,6 +113,12 @@ def test_straggler_is_the_slowest_ranks_time_over_the_median():
     window.add_busy([1.0, 1.0, 4.0])
     window.add_busy([1.0, 1.0, 2.0])
     assert window.straggler() == {"straggler": 3.0, "slowest_rank": 2}
+
+
+@pytest.mark.parametrize(("mem_gib", "words"), [(None, "rank 1 slow x2.0"), (1.0, "rank 1 slow x2.0 on the host")])
+def test_slow_rank_on_a_gpu_is_said_to_be_slow_on_the_host(mem_gib, words):
+    record = {"step": 1, "loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s_per_gpu": 5.0, "mem_gib": mem_gib}
+    assert render_train({**record, "straggler": 2.0, "slowest_rank": 1}, 9, None).split("  ")[-1] == words
 
 
 def test_straggler_of_two_ranks_is_told_in_the_records(rows, tmp_path):

@@ -194,6 +194,15 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
     assert not backend.clip(1.0).isfinite()
 
 
+def test_gradients_on_two_devices_are_scaled_each_on_its_own():
+    backend = make_backend(config("pytorch"), ALONE)
+    backend.module = nn.ModuleList([nn.Linear(2, 2, bias=False, device="meta"), nn.Linear(2, 2, bias=False)])
+    for parameter in backend.module.parameters():  # meta stands for a second device
+        parameter.grad = torch.ones_like(parameter)
+    backend.scale_grads(torch.tensor(0.5))
+    assert backend.module[1].weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,12 @@ def test_own_evaluation_data_is_read_up_to_its_limit(tmp_path):
     assert (data.report.train.rows_read, data.report.eval.rows_read) == (9, 5)
 
 
+def test_evaluation_documents_that_are_trained_on_are_called_documents(tmp_path):
+    path = corpus_file(tmp_path / "a.tokens", [8] * 9)
+    (note,) = load(config_of(path, data={"eval": [path]}), tmp_path).report.notes
+    assert note.startswith("warning: 9 of 9 held-out documents are word for word in the training data too")
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 

@@ -161,15 +161,27 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_p
         build_of(config, tmp_path, hashes={"tokenizer": "bbbb"})
 
 
+def test_learning_rate_of_another_length_is_the_scaled_one(rows, tmp_path, capsys):  # noqa: F811
+    optim = {"learning_rate": 1.0, "warmup_steps": 0, "schedule": "linear", "lr_scaling": "linear"}
+    for steps in (4, 8):
+        config = config_to_dict(config_of(rows, backend="pytorch", **{**FIELDS, "steps": steps, "stop_after_steps": 2}))
+        config["optim"] |= {**optim, "base_batch_size": 3}
+        run = build_of(config_from_dict(config), tmp_path)
+        assert run.data.train.global_batch_size == 6
+        loop.train(run)
+        run.log.close()
+    assert "learning rate of step 3 is 1.5, not 1\n" in capsys.readouterr().out
+
+
 def test_longer_and_shorter_run_say_what_becomes_of_the_learning_rate():
     config = config_from_dict({"optim": {"learning_rate": 1.0, "warmup_steps": 0, "schedule": "linear"}})
     assert config.optim == OptimConfig(learning_rate=1.0, warmup_steps=0, schedule="linear")
-    assert render_horizon(config, step=5, before=10, now=20) == (
+    assert render_horizon(config, step=5, before=10, now=20, peak=1.0) == (
         "the run had 10 steps and has 20: the schedule is that of 20 steps from here on, "
         "so the learning rate of step 6 is 0.75, not 0.5"
     )
-    assert render_horizon(config, step=5, before=20, now=20) is None
-    assert render_horizon(config, step=5, before=None, now=20) is None
+    assert render_horizon(config, step=5, before=20, now=20, peak=1.0) is None
+    assert render_horizon(config, step=5, before=None, now=20, peak=1.0) is None
 
 
 def test_run_resumed_with_more_steps_has_the_rates_of_a_run_of_that_length(rows, run_dir, tmp_path, capfd):  # noqa: F811

@@ -42,6 +42,21 @@ def test_of_equal_losses_the_later_is_the_better_and_nan_is_none():
     assert to_delete(saved, Keep(last=1, best=1), newest=4) == [1, 3]
 
 
+def test_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_is_complete(tmp_path):
+    def occupy(point: str) -> None:
+        if point == "committed":  # the name that a checkpoint takes to be deleted
+            (tmp_path / ".tmp_step_000001_removed" / "taken").mkdir(parents=True, exist_ok=True)
+
+    model, optimizer = start(ALONE)
+    writer = Writer(ALONE, asynchronous=False, at=occupy)
+    for number in (1, 2):
+        writer.start(tmp_path, number, model, optimizer, {}, keep=Keep(last=1))
+        written = writer.result()
+    writer.close()
+    assert list(steps_in(tmp_path)) == [1, 2]
+    assert written.note.startswith(f"older checkpoints in {tmp_path} were not deleted: OSError: ")
+
+
 KEEPS = st.builds(Keep, st.integers(0, 4), st.integers(0, 4), st.integers(0, 7))
 SAVED = st.dictionaries(st.integers(1, 60), st.none() | st.floats(), max_size=20)
 

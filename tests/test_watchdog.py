@@ -18,6 +18,7 @@ import torch
 from tests.ranks import run_ranks
 from trainer.dist import Dist, barrier
 from trainer.heartbeat import Beat, Observer, Seen, judge, late_ranks
+from trainer.rank import comm_timeout_s
 from trainer.watchdog import machine_id, process_ended, watching
 
 TIMEOUT_S = 2.0
@@ -180,3 +181,7 @@ def test_failure_of_one_rank_ends_the_others_with_its_words(tmp_path):
     assert time.monotonic() - began < 30
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["rank"], outcome["error"]) == (1, "Error: a row is broken")
+
+
+def test_without_a_watchdog_a_collective_may_take_as_long_as_a_barrier():
+    assert (comm_timeout_s(600), comm_timeout_s(0)) == (660, 1800)

@@ -26,7 +26,7 @@ from trainer.models.freezing import freeze, is_partly_frozen, store_as
 from trainer.models.lora import attach, linear_names, render_lora
 from trainer.optim.build import build_optimizer
 from trainer.optim.groups import render_groups
-from trainer.optim.schedules import render_lr_scaling
+from trainer.optim.schedules import peak_learning_rate, render_lr_scaling
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import DTYPES
 from trainer.resuming import Identity, choose, render_changes, resume
@@ -66,7 +66,8 @@ def build_run(
     )
     if dist.is_main:
         log.trackers += open_trackers(config, run_dir, keep_through=start_step, tell=log.note)
-    for note in [*notes, *render_changes(extra, config, step=start_step, total_steps=data.train.total_steps)]:
+    total, peak = data.train.total_steps, peak_learning_rate(config.optim, data.train.global_batch_size)
+    for note in [*notes, *render_changes(extra, config, step=start_step, total_steps=total, peak=peak)]:
         log.note(note)
     now = {"config": config_to_dict(config), "shape": asdict(shape), "part": part, "hashes": dict(hashes)}
     return Run(

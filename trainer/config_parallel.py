@@ -10,6 +10,7 @@ from trainer.schema import Config, ParallelConfig, gpu_count
 
 STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+WHOLE_STATE = "`train.py export RUN --full-state FILE` writes weights and optimizer in one piece"
 KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 FSDP_KEYS = [
@@ -63,8 +64,8 @@ def broken_rules(config: Config) -> Iterator[Broken]:
     if config.parallel.state_dict_type == "FULL_STATE_DICT" and not config.run.export:
         yield Broken(
             "parallel.state_dict_type",
-            "parallel.state_dict_type is FULL_STATE_DICT, the whole state in one piece, but run.export is false",
-            "set run.export=true, which writes it, or drop state_dict_type: sharded checkpoints load anywhere",
+            "parallel.state_dict_type is FULL_STATE_DICT, all weights in one piece, but run.export is false",
+            f"set run.export=true, which writes them, or drop state_dict_type: {WHOLE_STATE}",
             ("run.export",),
         )
     world_size = gpu_count(config.target.gpu_ranks) if config.target.gpu_ranks else 1
@@ -169,4 +170,7 @@ def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], st
     yield ["parallel.backward_prefetch"], ", it is built in: the backward gathers one group ahead always"
     yield ["parallel.limit_all_gathers"], ", it is built in: FSDP2 frees memory in a fixed order"
     yield ["parallel.use_orig_params"], ", FSDP2 has no flat parameter and the mathematics is the same"
-    yield ["parallel.state_dict_type"], " on checkpoints, which are sharded always; the export is the whole state"
+    yield (
+        ["parallel.state_dict_type"],
+        f" on checkpoints, which are sharded always: the export has all weights (of LoRA the adapter), {WHOLE_STATE}",
+    )

@@ -21,7 +21,8 @@ from trainer.progress import Progress
 T = TypeVar("T")
 
 COMM_TIMEOUT_ENV = "TORCHFERRY_COMM_TIMEOUT_S"
-"""Seconds until a collective on the devices counts as hung (default: a minute after train.hang_timeout_s)."""
+"""Seconds until a collective on the devices counts as hung (default: a minute after train.hang_timeout_s, or
+CONTROL_TIMEOUT_ENV where that is 0)."""
 CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
 """Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
 

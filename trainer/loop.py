@@ -32,29 +32,29 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
         steps = Reader(run)
         step, stopping = run.start_step, False
         watchers = step_watchers(run)
-        while step < total and not stopping and not evaluator.early_stop:
-            with watched(watchers, step + 1):
-                values = train_step(run, step, lr=peak * multiplier(step))
-            step += 1
-            saver.after_step()
-            try:
+        try:
+            while step < total and not stopping and not evaluator.early_stop:
+                with watched(watchers, step + 1):
+                    values = train_step(run, step, lr=peak * multiplier(step))
+                step += 1
+                saver.after_step()
                 steps.push(values)
-            except NonFiniteError:  # on every rank at this step, so the save under way can be waited for
-                saver.finish()
-                raise
-            flags.post([int(is_stop_requested())])
-            (asked,) = flags.read()
-            stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
-            if stopping or evaluator.is_due(step) or saver.is_due(step):
-                steps.drain()
-                # a run that is asked to stop saves at once and looks at nothing more
-                if evaluator.is_due(step) and (not stopping or step == total):
-                    evaluator.evaluate(step, is_stop_requested=is_stop_requested)
-                ending = stopping or evaluator.early_stop is not None
-                if saver.is_due(step) or ending:
-                    saver.save(step, must_succeed=ending or step == total)
-                steps.restart_clock()
-        steps.drain()
+                flags.post([int(is_stop_requested())])
+                (asked,) = flags.read()
+                stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
+                if stopping or evaluator.is_due(step) or saver.is_due(step):
+                    steps.drain()
+                    # a run that is asked to stop saves at once and looks at nothing more
+                    if evaluator.is_due(step) and (not stopping or step == total):
+                        evaluator.evaluate(step, is_stop_requested=is_stop_requested)
+                    ending = stopping or evaluator.early_stop is not None
+                    if saver.is_due(step) or ending:
+                        saver.save(step, must_succeed=ending or step == total)
+                    steps.restart_clock()
+            steps.drain()
+        except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
+            saver.finish()
+            raise
         saver.finish()
         flags.read(keep=0)
     return Result(

@@ -202,7 +202,10 @@ def _other_spreads(config: Config, world_size: int) -> Iterator[tuple[str, Confi
     sharded = target.train_backend == "fsdp" or (target.train_backend == "auto" and world_size > 1)
     if parallel.dp_replicate is None and parallel.sharding_strategy != "NO_SHARD":
         spread, ranks = replace(config, target=replace(target, train_backend="fsdp")), 2 * world_size
-        yield "target.train_backend=fsdp", spread, ranks, f"over {ranks} GPUs"
+        if sharded:
+            yield f"target.gpu_ranks=auto:{ranks}", spread, ranks, "or name as many GPUs"
+        else:
+            yield "target.train_backend=fsdp", spread, ranks, f"over {ranks} GPUs"
         if sharded and not parallel.cpu_offload:
             changed = replace(config, parallel=replace(parallel, cpu_offload=True))
             yield "parallel.cpu_offload=true", changed, world_size, "each step waits for the CPU"

@@ -187,7 +187,9 @@ def render_train(record: Record, total_steps: int, seconds_left: float | None) -
     parts += [f"mem {record['mem_gib']:.1f} GiB"] if on_gpu else []
     parts += [f"eta {render_duration(seconds_left)}"] if seconds_left is not None else []
     parts += (
-        [f"rank {record['slowest_rank']} slow x{record['straggler']:.1f}"] if record.get("straggler", 1) >= 2 else []
+        [f"rank {record['slowest_rank']} slow x{record['straggler']:.1f}{' on the host' if on_gpu else ''}"]
+        if record.get("straggler", 1) >= 2
+        else []
     )
     parts += ["skipped: gradient not finite"] if record.get("skipped") else []
     return "  ".join(parts)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer import diagnose, launch
-from trainer.dist import Dist, on_rank0, start_dist, stop_dist
+from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.heartbeat import SILENT_S
 from trainer.runlock import release_all, taken_by
@@ -36,7 +36,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     dist = None
     try:
         check_trackers(config)
-        dist = start_dist(_usable_device(config), comm_timeout_s=config.train.hang_timeout_s + COMM_MARGIN_S)
+        dist = start_dist(_usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
         taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
         if taken:
             run_dir = None  # the other run's: nothing of ours is told there
@@ -71,6 +71,11 @@ def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int
             if dist.world_size > 1:
                 leave(code)
             return code
+
+
+def comm_timeout_s(hang_timeout_s: float) -> float:
+    """Seconds until a collective on the devices counts as hung; without a watchdog as long as a barrier may take."""
+    return hang_timeout_s + COMM_MARGIN_S if hang_timeout_s > 0 else control_timeout_s()
 
 
 def _usable_device(config: Config) -> launch.DeviceKind:

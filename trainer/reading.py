@@ -144,7 +144,7 @@ class Window:
     seconds: float = 0.0
     wait: float = 0.0
     busy: list[float] = field(default_factory=list)
-    """Seconds of each rank until its backward passes, where it waits for the others."""
+    """Seconds of each rank's host until its backward passes, where it waits for the others."""
 
     def add(self, loss: float, targets: float, tokens: float, *, finite: bool, seconds: float, wait: float) -> None:
         self.steps += 1
@@ -161,7 +161,11 @@ class Window:
         self.busy = [sum(pair) for pair in zip(self.busy or [0.0] * len(busy), busy, strict=True)]
 
     def straggler(self) -> Record:
-        """The slowest rank, and how many times the median of all ranks its seconds are; nothing for a single rank."""
+        """The slowest rank, and how many times the median of all ranks its seconds are; nothing for a single rank.
+
+        On CUDA these are the host's seconds, until its forward passes are launched: data and Python that are slow show
+        here, a GPU that is slow does not.
+        """
         if len(self.busy) < 2:
             return {}
         slowest = max(range(len(self.busy)), key=lambda rank: self.busy[rank])

@@ -122,22 +122,24 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{key} {old} -> {new}" for key, old, new in pairs if before and old != new]
 
 
-def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int) -> list[str]:
+def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int, peak: float) -> list[str]:
     """A line for what is not as the checkpoint's run had it, and one for another length; none for a run begun anew."""
     changed = changed_keys(extra.get("config", {}), config_to_dict(config))
-    horizon = render_horizon(config, step=step, before=extra.get("total_steps"), now=total_steps)
+    horizon = render_horizon(config, step=step, before=extra.get("total_steps"), now=total_steps, peak=peak)
     lines = [f"changed since the checkpoint, in force from here on: {', '.join(changed)}"] if changed else []
     return [f"note: {line}" for line in [*lines, *([horizon] if horizon else [])]]
 
 
-def render_horizon(config: Config, *, step: int, before: int | None, now: int) -> str | None:
+def render_horizon(config: Config, *, step: int, before: int | None, now: int, peak: float) -> str | None:
     """What another length of the run does to the learning rate; None where it is the same length, or unknown.
+
+    `peak`: the highest learning rate of the schedule.
 
     The rule: the schedule is always that of the run's present length, as if it had had this length from the start.
     """
     if before is None or before == now:
         return None
-    rates = [config.optim.learning_rate * lr_multiplier(config.optim, total)(step) for total in (before, now)]
+    rates = [peak * lr_multiplier(config.optim, total)(step) for total in (before, now)]
     return (
         f"the run had {before} steps and has {now}: the schedule is that of {now} steps from here on, "
         f"so the learning rate of step {step + 1} is {rates[1]:.3g}, not {rates[0]:.3g}"

@@ -90,3 +90,5 @@ class Saver:
         if written is not None:
             times = f"the training waited {written.blocked_s:.2f} s, written in {written.seconds:.2f} s"
             self._run.log.note(f"saved {written.path} ({times})")
+            if written.note:
+                self._run.log.note(f"warning: {written.note}")

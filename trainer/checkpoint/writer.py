@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.checkpoint.agreeing import gather
 from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import sharded_state
@@ -34,15 +35,21 @@ class Written:
     """From the copy to the last file deleted."""
     blocked_s: float = 0.0
     """How long the training stood still for it."""
+    note: str = ""
+    """What did not go well beside it; on rank 0."""
 
 
 class Writer:
-    """`start` begins a save; `result` gives its outcome. One process needs no process group."""
+    """`start` begins a save; `result` gives its outcome. One process needs no process group.
 
-    def __init__(self, dist: Dist, *, asynchronous: bool, at: AtPoint = nothing) -> None:
+    `available`: bytes of host memory that the copies may count on; None: what the host says.
+    """
+
+    def __init__(self, dist: Dist, *, asynchronous: bool, at: AtPoint = nothing, available: int | None = None) -> None:
         self._dist = dist
         self._group = new_control_group(dist)
         self._at = at
+        self._available = available
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_on_device(dist.device))
         self._staging = Staging(dist.device) if asynchronous else None
         self._allocated: Future[None] | None = None
@@ -52,11 +59,15 @@ class Writer:
         """The step of the save whose outcome has not been asked for."""
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-        """Begin to make the buffers, once the optimizer has its state; or why saves will be synchronous."""
+        """Begin to make the buffers, once the optimizer has its state; or why saves will be synchronous.
+
+        Every rank calls this at the same step, and gets the same answer: the first rank's that has no room.
+        """
         if self._staging is None or self._allocated is not None:
             return None
         state = sharded_state(model, optimizer)
-        reason = why_no_room(local_bytes(state))
+        reasons = gather(why_no_room(local_bytes(state), available=self._available), self._group)
+        reason = next((reason for reason in reasons if reason), None)
         if reason:
             self._staging = None
         else:
@@ -120,8 +131,8 @@ class Writer:
     def _write(self, order: Order, state: State, ready: Callable[[], None]) -> Written:
         began = time.perf_counter()
         ready()
-        path = write(order, state, self._group, self._at)
-        return Written(path, time.perf_counter() - began)
+        note = write(order, state, self._group, self._at)
+        return Written(order.final, time.perf_counter() - began, note=note)
 
 
 def _on_device(device: torch.device) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from trainer.checkpoint.agreeing import Group, gather, on_all
-from trainer.checkpoint.errors import CheckpointError, cannot_write
+from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause
 from trainer.checkpoint.folders import commit, make_empty, step_name
 from trainer.checkpoint.integrity import Manifest
 from trainer.checkpoint.random_state import write_random_state
@@ -52,8 +52,10 @@ class Order:
         return self.folder / f".tmp_{step_name(self.step)}"
 
 
-def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> Path:
-    """Write `folder/step_NNNNNN` and return it; every rank calls this with its part of the state.
+def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> str:
+    """Write `folder/step_NNNNNN`; every rank calls this with its part of the state.
+
+    Returns a note, on rank 0, when older checkpoints could not be deleted: this one is complete all the same.
 
     Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
     there before is then as it was, and the partial folder is gone.
@@ -69,10 +71,17 @@ def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> Pa
             shutil.rmtree(order.aside, ignore_errors=True)
         raise
     at("committed")
-    if order.rank == 0:
-        prune(order.folder, order.keep, newest=order.step)
+    note = _prune(order) if order.rank == 0 else ""
     at("pruned")
-    return order.final
+    return note
+
+
+def _prune(order: Order) -> str:
+    try:
+        prune(order.folder, order.keep, newest=order.step)
+    except OSError as error:
+        return f"older checkpoints in {order.folder} were not deleted: {first_cause(error)}"
+    return ""
 
 
 def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:

@@ -58,9 +58,11 @@ class Backend:
 
     def scale_grads(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar tensor on the device, without waiting for its value."""
-        grads = [local_tensor(grad) for grad in self._grads()]
-        if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].device, grads[0].dtype))
+        by_device: dict[torch.device, list[Tensor]] = {}  # two of them with offloaded and ignored parameters
+        for grad in self._grads():
+            by_device.setdefault(grad.device, []).append(local_tensor(grad))
+        for device, grads in by_device.items():
+            torch._foreach_mul_(grads, factor.to(device, grads[0].dtype))
 
     def clip(self, max_norm: float) -> Tensor:
         """The global L2 norm of the gradients, a plain fp32 scalar equal on all ranks, from before they are clipped.
