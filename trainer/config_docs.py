@@ -82,7 +82,7 @@ Its settings go over those of the config, and overrides go over both.
 | use_orig_params | no effect: FSDP2 has no flat parameter |
 | sync_module_states true | rank 0 reads the weights and sends them; false: every rank reads its own share |
 | buffer_dtype | fp32; anything less is refused |
-| state_dict_type | SHARDED_STATE_DICT always; FULL_STATE_DICT asks for the export (weights); LOCAL_STATE_DICT is refused |
+| state_dict_type | SHARDED_STATE_DICT always; FULL_STATE_DICT asks for the export too; LOCAL_STATE_DICT is refused |
 | fsdp_cpu_ram_efficient_loading | no effect: no rank reads more than its share |
 | fsdp_version 1 | FSDP2 runs it, with these meanings |
 """

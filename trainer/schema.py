@@ -355,7 +355,8 @@ class ParallelConfig:
     """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoints are sharded always and load at any number of ranks. FULL_STATE_DICT asks for the weights in one
-    piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`. LOCAL_STATE_DICT is refused."""
+    piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`.
+    LOCAL_STATE_DICT is refused."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """`full`: a block's activations are computed again in the backward pass; `selective`: all but the outputs of
     matrix products and attention."""

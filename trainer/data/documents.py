@@ -237,8 +237,8 @@ def overlap_note(train: Documents, held_out: Documents) -> list[str]:
     if not both:
         return []
     return [
-        f"warning: {both:,} of {len(held_out.keys):,} held-out {held_out.report.noun} are word for word in the training "
-        "data too; the evaluation loss is too low"
+        f"warning: {both:,} of {len(held_out.keys):,} held-out {held_out.report.noun} are word for word in the "
+        "training data too; the evaluation loss is too low"
     ]
 
 
