@@ -29,7 +29,7 @@ _PRELOAD = [
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
     "transformers.quantizers.auto",  # which imports torchao, where it is installed
-    "trainer.models.hf",
+    "trainer.models.build",
 ]
 
 

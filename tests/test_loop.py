@@ -17,14 +17,15 @@ from tests.ranks import run_ranks
 from tests.tiny import packed_batch, tiny_shape
 from trainer import loop
 from trainer.batch import Batch, LossSum
-from trainer.building import build_run, check_length, seed_everything
+from trainer.building import build_run, seed_everything
 from trainer.config import config_from_dict
 from trainer.data.loader import build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.losses import sft_loss
-from trainer.models import hf
+from trainer.models.build import check_length
+from trainer.models.shapes import shape_from_config
 from trainer.reading import NonFiniteError
 from trainer.recipes import sft
 from trainer.run import Run
@@ -102,7 +103,7 @@ def alone(rows, tmp_path_factory) -> list[dict]:
 def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> Run:
     config = config_of(rows, **fields)
     tokenizer = load_tokenizer(config)
-    shape = hf.shape_from_config(config.model, len(tokenizer))
+    shape = shape_from_config(config.model, len(tokenizer))
     run_dir.mkdir(exist_ok=True)
     seed_everything(config, dist)
     data = build_data(config, dist, tokenizer)

@@ -19,12 +19,13 @@ from tests.ranks import run_ranks
 from tests.test_loop import losses
 from tests.test_parallel import assert_same_grads, backward, full, micro_batches
 from tests.tiny import ALONE, tiny_shape
-from trainer.building import build_decoder, fill_weights, flops_per_token
 from trainer.config import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.flops import flops_per_token
 from trainer.models.adapter_export import verify_adapter, write_adapter
 from trainer.models.adapter_files import adapter_weights, lora_spec
+from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
 from trainer.models.fingerprint import base_fingerprint
 from trainer.models.hf import base_weights, gather_full

@@ -10,11 +10,11 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.tiny import packed_batch, tiny_shape
-from trainer.building import build_decoder, fill_weights
 from trainer.config import config_from_dict
 from trainer.dist import Dist
 from trainer.losses import sft_loss
 from trainer.memory import MemoryEstimate, estimate_memory, micro_batches, render_bytes, savings
+from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer

@@ -16,18 +16,10 @@ from tests.tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape, logits_head
+from trainer.models.export import export_model, plain_decoder, verify_export, write_export
 from trainer.models.generate import greedy, sequence_logits
-from trainer.models.hf import (
-    export_model,
-    gather_full,
-    load_pretrained,
-    model_folder,
-    plain_decoder,
-    shape_from_config,
-    shape_to_hf_config,
-    verify_export,
-    write_export,
-)
+from trainer.models.hf import gather_full, load_pretrained
+from trainer.models.shapes import model_folder, shape_from_config, shape_to_hf_config
 from trainer.schema import ModelConfig
 
 

@@ -16,7 +16,6 @@ from tests.oracles.reference import save_hf
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
-from trainer.building import build_decoder
 from trainer.dist import (
     Dist,
     DistError,
@@ -30,8 +29,10 @@ from trainer.dist import (
 )
 from trainer.errors import ModelError
 from trainer.losses import sft_loss
+from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.models.hf import export_model, gather_full, init_random, load_pretrained, named_weights
+from trainer.models.export import export_model
+from trainer.models.hf import gather_full, init_random, load_pretrained, named_weights
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor

@@ -29,11 +29,11 @@ from tests.test_parallel import (
     prepared,
 )
 from tests.tiny import ALONE, packed_batch, tiny_shape
-from trainer.building import build_decoder, fill_weights
 from trainer.checkpoint import loading
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.losses import sft_loss
+from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import load_pretrained, named_weights
 from trainer.optim.build import build_optimizer

@@ -52,7 +52,7 @@ def config_of(*sources: Any, data: dict[str, Any] | None = None, **train: Any) -
 
 
 def load(config: Config, tmp_path: Path, *, vocab_size: int = 260) -> Data:
-    return build_corpus(config, ALONE, BYTES, run_dir=tmp_path / "run", vocab_size=vocab_size)
+    return build_corpus(config, ALONE, BYTES, run_dir=tmp_path / "run", model_vocab=vocab_size)
 
 
 def epoch(data: Data) -> list[str]:

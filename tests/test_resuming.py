@@ -144,10 +144,10 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
     from trainer.data.loader import build_data
     from trainer.data.tokenizer import load_tokenizer
     from trainer.losses import sft_loss
-    from trainer.models import hf
+    from trainer.models.shapes import shape_from_config
 
     tokenizer = load_tokenizer(config)
-    shape = hf.shape_from_config(config.model, len(tokenizer))
+    shape = shape_from_config(config.model, len(tokenizer))
     data, loss_fn = build_data(config, dist, tokenizer), partial(sft_loss, packed=config.data.packing)
     return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
 

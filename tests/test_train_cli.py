@@ -17,8 +17,9 @@ import yaml
 
 from trainer import cli, diagnose, launch, torchrun
 from trainer.config import ConfigError, config_from_dict, load_config
+from trainer.flops import card_peak_flops
 from trainer.launch import HostGpus
-from trainer.metrics import Screen, drop_records_after, peak_flops, render_bar, render_duration, render_train
+from trainer.metrics import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 
 PROJECT = Path(__file__).parent.parent
@@ -254,12 +255,12 @@ def test_bar_and_durations():
     [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
 )
 def test_peak_of_known_cards(card, peak):
-    assert peak_flops(card) == peak
+    assert card_peak_flops(card) == peak
 
 
 @pytest.mark.parametrize("card", ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 4090"])
 def test_other_cards_have_no_peak(card):
-    assert peak_flops(card) is None
+    assert card_peak_flops(card) is None
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -11,28 +11,21 @@ from types import MappingProxyType
 
 import torch
 
-from trainer import metrics
-from trainer.config import config_notes, config_to_dict
-from trainer.config_length import length_notes
-from trainer.config_optim import base_dtype
+from trainer.config import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.errors import ConfigError
-from trainer.models import hf
-from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.flops import flops_per_token, peak_flops
+from trainer.metrics import MetricsLog
+from trainer.models.build import build_decoder, fill_weights
+from trainer.models.decoder import DecoderShape
 from trainer.models.fingerprint import trained_part
-from trainer.models.freezing import freeze, is_partly_frozen, store_as
-from trainer.models.lora import attach, linear_names, render_lora
+from trainer.models.freezing import is_partly_frozen
 from trainer.optim.build import build_optimizer
-from trainer.optim.groups import render_groups
-from trainer.optim.schedules import peak_learning_rate, render_lr_scaling
+from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import DTYPES
 from trainer.resuming import Identity, choose, render_changes, resume
 from trainer.run import LossFn, Run
-from trainer.schema import JOB_ID_ENV, METRICS_FILE, Config
-from trainer.summary import summarize
+from trainer.schema import METRICS_FILE, Config
 from trainer.trackers import open_trackers
 
 
@@ -61,7 +54,7 @@ def build_run(
     identity = Identity(asdict(shape), part, hashes)
     resumed, notes = resume(choice, identity, module, optimizer, data.train, dist)
     start_step, extra = (0, {}) if resumed is None else (resumed.step, resumed.extra)
-    log = metrics.MetricsLog(
+    log = MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
     )
     if dist.is_main:
@@ -87,21 +80,6 @@ def build_run(
     )
 
 
-def build_decoder(config: Config, shape: DecoderShape) -> Decoder:
-    """The model as configured, on the meta device: every parameter is there, none has storage.
-
-    What is not trained is frozen, before any backend wraps the model.
-    """
-    with torch.device("meta"):
-        decoder = Decoder(shape, compute_dtype=DTYPES[config.train.precision])
-        spec = lora_spec(config.lora, linear_names(decoder))
-        if spec is not None:
-            store_as(decoder, DTYPES[base_dtype(config)])
-            attach(decoder, spec)
-    freeze(decoder, config.model.freeze)
-    return decoder
-
-
 def seed_everything(config: Config, dist: Dist) -> None:
     """Seed the generators, each rank differently; and choose deterministic kernels when asked."""
     random.seed(config.train.seed + dist.rank)
@@ -109,80 +87,3 @@ def seed_everything(config: Config, dist: Dist) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries start
         torch.use_deterministic_algorithms(True)
-
-
-def pretrained_folder(config: Config, dist: Dist) -> Path | None:
-    """The local folder of a named model; None when the model is built from the config's fields."""
-    if config.model.name is None:
-        return None
-    return hf.model_folder(config.model.name, dist, weights=config.model.init != "random")
-
-
-def check_length(config: Config, shape: DecoderShape) -> None:
-    """Raise ConfigError for rows longer than the model knows positions; a named model brings that number itself."""
-    if config.data.seq_len > shape.max_position_embeddings:
-        limit = f"max_position_embeddings of {config.model.name}, {shape.max_position_embeddings}"
-        raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
-
-
-def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist | None = None) -> None:
-    """Give a new run its first weights: the pretrained ones, or random ones by seed; and so for adapters.
-
-    `dist`: who may send them with parallel.sync_module_states; None: every process reads for itself.
-    """
-    if folder is not None and config.model.init != "random":
-        hf.load_pretrained(module, folder, sender=dist if config.parallel.sync_module_states else None)
-    else:
-        hf.init_random(module, config.train.seed)
-    if config.lora.adapter is not None:
-        load_adapter(module, adapter_folder(config.lora))
-    else:
-        init_adapter(module, config.train.seed)
-
-
-def tell_plan(train: Run) -> None:
-    """Say what is about to happen, before the first step."""
-    config, loader = train.config, train.data.train
-    notes = [
-        f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
-    ]
-    notes += [f"note: {note}" for note in length_notes(config, loader.total_steps)]
-    resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
-    row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
-    summary = summarize(train.module).render()
-    size = f"{loader.global_batch_size} rows {row}"
-    plan = f"{loader.total_steps} steps of {size}, {_epoch_text(loader.steps_per_epoch)}"
-    rates = [*render_lora(train.module), *render_groups(train.optimizer.param_groups)]
-    rates += render_lr_scaling(config.optim, loader.global_batch_size)
-    backend = train.backend.describe().splitlines()
-    for line in [*notes, *train.data.report.render(), *backend, *summary, *rates, plan, *resumed]:
-        train.log.note(line)
-
-
-def _epoch_text(steps: float | None) -> str:
-    return "the length of an epoch is not known" if steps is None else f"{steps:.1f} steps an epoch"
-
-
-def flops_per_token(module: torch.nn.Module, shape: DecoderShape, config: Config) -> float:
-    """Of a trained token, forward and backward. An untied embedding is looked up, not multiplied with, and counts for
-    nothing. A frozen parameter takes part in two products instead of three: it has no gradient."""
-    sizes = [
-        (parameter.numel(), parameter.requires_grad)
-        for name, parameter in module.named_parameters()
-        if shape.tie_embeddings or not name.endswith("embed_tokens.weight")
-    ]
-    flops = metrics.flops_per_token(
-        sum(size for size, _ in sizes),
-        layers=shape.num_layers,
-        heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        seq_len=config.data.seq_len,
-    )
-    return flops - 2.0 * sum(size for size, trained in sizes if not trained)
-
-
-def peak_flops(config: Config, dist: Dist) -> float | None:
-    """The bf16 peak of this rank's card; None for other cards and for fp32 runs, whose peak is another."""
-    if dist.device.type != "cuda" or config.train.precision != "bf16":
-        return None
-    return metrics.peak_flops(torch.cuda.get_device_name(dist.device))

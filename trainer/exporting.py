@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from trainer.building import build_decoder, fill_weights, pretrained_folder
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import is_complete, newest_complete, steps_in
 from trainer.checkpoint.loading import Resumed, load_model, read_full, read_info
@@ -21,6 +20,7 @@ from trainer.errors import ModelError
 from trainer.finishing import export, render_export
 from trainer.memory import render_bytes
 from trainer.models.adapter_files import CONFIG_FILE
+from trainer.models.build import build_decoder, fill_weights, pretrained_folder
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
 from trainer.models.fingerprint import base_fingerprint
 from trainer.models.freezing import is_partly_frozen

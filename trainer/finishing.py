@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from trainer.dist import Dist, on_rank0
-from trainer.models import hf
 from trainer.models.adapter_export import export_adapter
 from trainer.models.decoder import DecoderShape
+from trainer.models.export import export_tensors
+from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
 from trainer.run import Result, Run
 from trainer.schema import ADAPTER_DIR, EXPORT_DIR, OUTCOME_FILE
@@ -70,11 +71,11 @@ def export(
     model says to a fixed question, for anyone to compare with what another library makes of the export.
     """
     prompt_ids, spec = greedy_prompt(tokenizer), lora_of(module)
-    tensors = hf.gather_full(module, dist)
+    tensors = gather_full(module, dist)
     written: dict[str, Any] = {"export": None, "adapter": None}
     if spec is None or merged:
         whole = tensors if spec is None or tensors is None else merge(tensors, spec)
-        tokens = hf.export_tensors(
+        tokens = export_tensors(
             folder, whole, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist, dtype=dtype
         )
         written["export"] = folder.name

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.building import build_decoder, check_length
 from trainer.config import config_notes, num_processes
 from trainer.config_length import length_notes
-from trainer.data.corpus import build_corpus
-from trainer.data.loader import Data, DataReport, build_data
+from trainer.data.loader import Data, DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.memory import MemoryEstimate, Saving, estimate_memory, savings
-from trainer.models import hf
+from trainer.models.build import build_decoder, check_length
 from trainer.models.lora import render_lora
+from trainer.models.shapes import model_folder, shape_from_config
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.plan import WrapPlan
@@ -74,16 +74,14 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
     tokenizer = load_tokenizer(config)
-    folder = None if config.model.name is None else hf.model_folder(config.model.name, alone, weights=False)
-    shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
+    folder = None if config.model.name is None else model_folder(config.model.name, alone, weights=False)
+    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
     decoder = build_decoder(config, shape)
     plan = plan_wrapping(decoder, config, ranks.world_size)
-    with TemporaryDirectory() as scratch:  # of pretraining texts, whose tokens a run keeps in its folder
-        if config.recipe == "pretrain":
-            data = build_corpus(config, ranks, tokenizer, run_dir=Path(scratch), vocab_size=shape.vocab_size)
-        else:
-            data = build_data(config, ranks, tokenizer, model_vocab=shape.vocab_size)
+    build_data = import_module(f"trainer.recipes.{config.recipe}").RECIPE.build_data
+    with TemporaryDirectory() as scratch:  # for the tokens, which a run keeps in its folder
+        data = build_data(config, ranks, tokenizer, run_dir=Path(scratch), model_vocab=shape.vocab_size)
         shown = _samples(data, tokenizer, samples)
     return Inspection(
         samples=shown,

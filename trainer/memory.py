@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.activations import activation_bytes, logits_bytes
-from trainer.building import build_decoder
+from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.optim.low_bit import BLOCK, is_quantised
 from trainer.parallel.plan import WrapPlan

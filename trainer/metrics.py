@@ -1,4 +1,4 @@
-"""Where a run's numbers go: one JSON object a line, a readable console line, a progress bar on a terminal; and MFU."""
+"""Where a run's numbers go: one JSON object a line, a readable console line, a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,23 +14,6 @@ from typing import Any, TextIO
 from trainer.trackers import Tracker, numbers_of
 
 Record = dict[str, Any]
-
-PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bf16 peak per card, by a part of the name that CUDA reports (SXM figures of NVIDIA's data sheets)."""
-LIMITED_VARIANTS = ("PCIe", "NVL", "MIG")
-"""Variants of those cards with another peak."""
-
-
-def peak_flops(card: str) -> float | None:
-    """The card's dense bf16 peak in FLOP/s; None for a card whose peak is not known for sure."""
-    if any(variant in card for variant in LIMITED_VARIANTS):
-        return None
-    return next((tflops * 1e12 for name, tflops in PEAK_BF16_TFLOPS.items() if name in card), None)
-
-
-def flops_per_token(num_params: int, *, layers: int, heads: int, head_dim: int, seq_len: int) -> float:
-    """Floating point operations of one trained token: 6N + 12·L·H·Dh·T, without a discount for causality."""
-    return 6.0 * num_params + 12.0 * layers * heads * head_dim * seq_len
 
 
 class MetricsLog:

@@ -18,13 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trainer.batch import Batch
-from trainer.building import build_decoder
 from trainer.checkpoint.agreeing import on_any
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
 from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist, start_dist, stop_dist
 from trainer.losses import sft_loss
+from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.tiny import packed_batch
-from trainer.building import build_decoder, fill_weights
 from trainer.config import config_from_dict
 from trainer.dist import start_dist, stop_dist
 from trainer.losses import sft_loss
 from trainer.memory import GIB, estimate_memory
+from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend

@@ -16,8 +16,8 @@ from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.batch import Batch
 from trainer.losses import sft_loss
 from trainer.models.decoder import DecoderShape, logits_head
+from trainer.models.export import export_model
 from trainer.models.generate import sequence_logits
-from trainer.models.hf import export_model
 
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = [5, 9, 7, 3, 8]

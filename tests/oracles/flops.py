@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.oracles.measure import Oracle
 from tests.oracles.reference import hf_model
 from tests.tiny import tiny_shape
-from trainer.building import flops_per_token
+from trainer.flops import flops_per_token
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.schema import Config, DataConfig
 

@@ -14,8 +14,8 @@ from transformers import optimization as hf
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, series_difference, worst
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, tiny_shape
-from trainer.building import build_decoder
 from trainer.dist import Dist
+from trainer.models.build import build_decoder
 from trainer.models.hf import gather_full, init_random, named_weights, own_slices
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier

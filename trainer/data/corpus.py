@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 def build_corpus(
-    config: Config, dist: Dist, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path, vocab_size: int
+    config: Config, dist: Dist, tokenizer: PreTrainedTokenizerFast, *, run_dir: Path, model_vocab: int
 ) -> Data:
     """Maps the token files, tokenizes the texts where that is still to do, and lays out all; every rank calls it.
 
-    `vocab_size`: rows of the model's embedding. Raises DataError when something cannot be read, when a token file was
+    `model_vocab`: rows of the model's embedding. Raises DataError when something cannot be read, when a token file was
     made for another tokenizer or model, or when nothing is left to train on.
     """
     started = time.perf_counter()
     sources = list_corpus(config)
     files = open_corpus(config, sources, tokenizer, dist, run_dir / TOKENS_DIR)
     for file in files:
-        file.check(vocab_size=vocab_size, tokenizer=vocabulary_hash(tokenizer))
+        file.check(vocab_size=model_vocab, tokenizer=vocabulary_hash(tokenizer))
     store = PieceStore(files, seq_len=config.data.seq_len)
     table = read_table(files, sources)
     chosen, held_out_docs = divide_corpus(table, config)

@@ -16,8 +16,9 @@ from torch import Tensor
 from trainer.errors import ModelError
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
 from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.export import plain_decoder
 from trainer.models.generate import greedy, sequence_logits
-from trainer.models.hf import named_weights, plain_decoder
+from trainer.models.hf import named_weights
 from trainer.models.lora import LoraSpec, attach, linear_names, split_adapter
 from trainer.models.shapes import shape_to_hf_config
 

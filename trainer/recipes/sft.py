@@ -1,35 +1,18 @@
-"""Supervised fine-tuning of a causal language model, from tokenizer to verified export."""
+"""Supervised fine-tuning of a causal language model on conversations."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from trainer import loop
-from trainer.building import build_run, check_length, pretrained_folder, seed_everything, tell_plan
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer, quiet_transformers, tokenizer_hash, vocab_size
+from trainer.data.tokenizer import tokenizer_hash
 from trainer.dist import Dist
-from trainer.finishing import finish
-from trainer.losses import sft_loss
-from trainer.models import hf
-from trainer.oom import oom_advice
+from trainer.recipes.causal_lm import CausalLM, train_causal_lm
 from trainer.schema import Config
+
+RECIPE = CausalLM(build_data, hash_of=tokenizer_hash)
 
 
 def run(config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
-    tokenizer = load_tokenizer(config)
-    quiet_transformers()
-    folder = pretrained_folder(config, dist)
-    shape = hf.shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
-    check_length(config, shape)
-    seed_everything(config, dist)
-    data = build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
-    loss_fn = partial(sft_loss, packed=config.data.packing)
-    hashes = {"tokenizer": tokenizer_hash(tokenizer)}
-    with oom_advice(config, shape, dist):
-        train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
-        tell_plan(train)
-        result = loop.train(train)
-        return finish(train, result, shape=shape, tokenizer=tokenizer)
+    return train_causal_lm(config, run_dir, dist, RECIPE)

@@ -1,0 +1,53 @@
+"""Training of a causal language model, from tokenizer to verified export: what its recipes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import loop
+from trainer.building import build_run, seed_everything
+from trainer.data.loader import Data
+from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.dist import Dist
+from trainer.finishing import finish
+from trainer.losses import sft_loss
+from trainer.models.build import check_length, pretrained_folder
+from trainer.models.shapes import shape_from_config
+from trainer.oom import oom_advice
+from trainer.schema import Config
+from trainer.telling import tell_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """What sets one recipe apart from another."""
+
+    build_data: Callable[..., Data]
+    """Called as build_data(config, dist, tokenizer, run_dir=…, model_vocab=…)."""
+    hash_of: Callable[[PreTrainedTokenizerFast], str]
+    """Changes with whatever of the tokenizer the data depends on."""
+
+
+def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM) -> int:
+    """Train as configured, write everything into `run_dir`, and return the exit code."""
+    tokenizer = load_tokenizer(config)
+    quiet_transformers()
+    folder = pretrained_folder(config, dist)
+    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
+    check_length(config, shape)
+    seed_everything(config, dist)
+    data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
+    loss_fn = partial(sft_loss, packed=config.data.packing)
+    hashes = {"tokenizer": recipe.hash_of(tokenizer)}
+    with oom_advice(config, shape, dist):
+        train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
+        tell_plan(train)
+        result = loop.train(train)
+        return finish(train, result, shape=shape, tokenizer=tokenizer)
