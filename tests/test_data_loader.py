@@ -322,6 +322,15 @@ def test_held_out_rows_are_not_trained_on(rows_file):
     assert real_rows(data.eval.batches()).keys().isdisjoint(real_rows(trained))
 
 
+def test_copies_of_a_row_are_held_out_together(rows_file):
+    path = Path(rows_file)
+    path.write_text(path.read_text() * 2)
+    report = load(make_config(rows_file, data={"eval_fraction": 0.35})).report
+    assert (report.eval.rows_kept, report.eval.duplicates) == (22, 11)
+    assert (report.train.rows_kept, report.train.duplicates) == (38, 19)
+    assert not any("word for word in the training data" in line for line in report.notes)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_divide_the_evaluation_rows(rows_file, world_size):
     config = make_config(rows_file, data={"eval": [rows_file], "max_eval_rows": 11})

@@ -133,7 +133,8 @@ def test_rows_that_cannot_be_used_are_not_held_out_in_place_of_others(tmp_path):
     file = tmp_path / "some.jsonl"
     bad = {"messages": [{"role": "system", "content": "only"}]}
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    file.write_text("".join(json.dumps(row) + "\n" for row in [bad] * 30 + [good, good]))
+    other = {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [bad] * 30 + [good, other]))
     data = load([str(file)], eval_fraction=0.01)
     assert data.report.eval is not None
     assert (data.report.eval.rows_read, data.report.eval.rows_kept) == (1, 1)

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.test_loop import ALONE, config_of
 from tests.tiny import tiny_shape
 from trainer.comm_errors import comm_facts, explain
-from trainer.diagnose import describe
+from trainer.diagnose import describe, is_lost_peer
 from trainer.dist import Dist
 from trainer.launch import build_debug_env, build_launch_env
 from trainer.oom import OutOfMemory, oom_advice, parse_oom, render_oom
@@ -100,7 +100,7 @@ TEXTS = {
     ),
     NCCL + "remote process exited or there was a network error, NCCL version 2.20.5\nncclRemoteError: A call failed "
     "possibly due to a network error or a remote process exiting prematurely.": (
-        "another rank ended, or its connection broke"
+        "another rank ended without a word, or the connection to it broke"
     ),
     "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to "
     "complete": "another rank did not come to a collective within 1800000 ms",
@@ -126,6 +126,24 @@ def test_text_that_people_met_is_explained(text, cause):
     known = explain(text)
     assert known is not None
     assert known.cause == cause
+
+
+LOST = "another rank ended without a word, or the connection to it broke"
+
+
+def test_lost_peer_keeps_its_advice_and_this_ranks_facts():
+    text = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:2"
+    told = describe(RuntimeError(text)).splitlines()
+    assert told[0] == f"Error: {LOST}"
+    assert told[1].endswith(f": RuntimeError: {text}")
+    assert told[2].startswith("hint: look for the first failing rank's message; without one a signal ended it")
+    assert "  interfaces: lo 127.0.0.1" in "\n".join(told)
+
+
+def test_network_errors_that_are_not_the_ranks_own_are_no_lost_peer():
+    refused = next(text for text in TEXTS if "socketStartConnect" in text).replace("No route to host", "Broken pipe")
+    assert not is_lost_peer(RuntimeError(refused))
+    assert not is_lost_peer(BrokenPipeError(32, "Broken pipe"))
 
 
 def test_text_of_something_else_is_not_explained():

@@ -16,7 +16,8 @@ from tests.test_data_tokens import document, write
 from tests.test_models import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
 from trainer.config import check_config, config_from_dict, config_notes
-from trainer.data.corpus import build_corpus, pick_held_out
+from trainer.data.corpus import build_corpus
+from trainer.data.documents import pick_held_out
 from trainer.data.loader import Data
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.data.tokens import TokenFile

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SIGNS = re.compile(r"NCCL|nccl|[Gg]loo|TCPStore|connectFullMesh|mismatch between collectives|socket has (timed|failed)")
+SIGNS = re.compile(
+    r"NCCL|nccl|[Gg]loo|TCPStore|SocketImpl|pair\.cc|connectFullMesh|mismatch between collectives|"
+    r"socket has (timed|failed)"
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Explanation:
 
     cause: str
     advice: str
+    is_lost_peer: bool = False
+    """Whether a connection to another rank broke, which mostly ended it: that one has the reason."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Known:
     pattern: str
     cause: str
     advice: str
+    is_lost_peer: bool = False
 
 
 KNOWN = (
@@ -69,9 +75,12 @@ KNOWN = (
         "something in the code depends on the rank (or on its data) before a collective; the text names both calls",
     ),
     Known(
-        r"ncclRemoteError|remote process exit(?:ing|ed)",
-        "another rank ended, or its connection broke",
-        "look for the first failing rank's message; without one a signal ended it (dmesg: the out-of-memory killer)",
+        r"ncclRemoteError|remote process exit(?:ing|ed)|"
+        r"[Cc]onnection (?:closed|reset) by (?:remote )?peer|Broken pipe",
+        "another rank ended without a word, or the connection to it broke",
+        "look for the first failing rank's message; without one a signal ended it: -9 or SIGKILL is mostly the "
+        "system's out-of-memory killer (see dmesg)",
+        is_lost_peer=True,
     ),
     Known(
         r"ibv_(?:reg_mr|create_cq|create_qp)\S* failed|Got completion (?:from|with) .*error",
@@ -138,7 +147,7 @@ def explain(message: str) -> Explanation | None:
     for known in KNOWN:
         found = re.search(known.pattern, message, re.DOTALL)
         if found:
-            return Explanation(known.cause.format(*found.groups()), known.advice)
+            return Explanation(known.cause.format(*found.groups()), known.advice, known.is_lost_peer)
     return None
 
 

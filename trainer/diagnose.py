@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainer.comm_errors import comm_facts, explain, is_comm_error
-from trainer.schema import OUTCOME_FILE
+from trainer.outcome import write_outcome
 
 FAILURE_FILE = "control/failure.json"
 """In the run folder, by the first rank that fails: the others end quietly, for theirs are only consequences."""
@@ -27,10 +27,6 @@ HINTS = (
     ("No space left on device", "free some space, or move run.dir to a larger disk"),
 )
 
-LOST_PEER_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-LOST_PEER = "another rank ended without a word, and this one lost its connection to it"
-LOST_PEER_HINT = "its signal is named below; -9 or SIGKILL is mostly the system's out-of-memory killer (see dmesg)"
-
 
 def hint_for(message: str) -> str:
     """What to try, for the failures that people meet most; empty when we do not know."""
@@ -44,7 +40,8 @@ def is_ours(error: BaseException) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a connection to another rank broke, which mostly ended it."""
-    return any(sign in str(error) for sign in LOST_PEER_SIGNS)
+    known = explain(str(error))
+    return known is not None and known.is_lost_peer
 
 
 def describe(error: BaseException) -> str:
@@ -57,19 +54,16 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         code = "" if error.code is None else error.code
         return f"Error: exit({code}) was called in the middle of the run\n  in {place_of(error)}"
-    if is_lost_peer(error):
-        return f"Error: {LOST_PEER}\n  in {place_of(error)}\nhint: {LOST_PEER_HINT}"
-    lines = [f"Error: {type(error).__name__}: {message.splitlines()[0]}", f"  in {place_of(error)}"]
-    return "\n".join([*lines, *_explanation(message)])
-
-
-def _explanation(message: str) -> list[str]:
-    """What is known of such a failure, for one of the ranks' communication with what decides it here."""
-    known = explain(message)
+    known, own = explain(message), f"{type(error).__name__}: {message.splitlines()[0]}"
+    if known is None:
+        lines = [f"Error: {own}", f"  in {place_of(error)}"]
+    elif known.is_lost_peer:  # no fault of this rank
+        lines = [f"Error: {known.cause}", f"  in {place_of(error)}: {own}"]
+    else:
+        lines = [f"Error: {own}", f"  in {place_of(error)}", f"cause: {known.cause}"]
     hint = hint_for(message) if known is None else known.advice
-    lines = [] if known is None else [f"cause: {known.cause}"]
-    lines += [f"hint: {hint}"] if hint else []
-    return lines + ([f"  {fact}" for fact in comm_facts()] if is_comm_error(message) else [])
+    facts = [f"  {fact}" for fact in comm_facts()] if is_comm_error(message) else []
+    return "\n".join([*lines, *([f"hint: {hint}"] if hint else []), *facts])
 
 
 def place_of(error: BaseException) -> str:
@@ -96,9 +90,7 @@ def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
             return False
         with os.fdopen(descriptor, "w") as file:
             json.dump({"start": start_id(), "rank": rank, "message": message}, file)
-        (run_dir / OUTCOME_FILE).write_text(
-            json.dumps({"state": "failed", "rank": rank, "error": message}, indent=1) + "\n"
-        )
+        write_outcome(run_dir, {"state": "failed", "rank": rank, "error": message})
     return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.export import export_tensors
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
+from trainer.outcome import write_outcome
 from trainer.run import Result, Run
-from trainer.schema import ADAPTER_DIR, EXPORT_DIR, OUTCOME_FILE
+from trainer.schema import ADAPTER_DIR, EXPORT_DIR
 
 GREEDY_QUESTION = "What does os.path.join do?"
 
@@ -115,14 +115,6 @@ def greedy_prompt(tokenizer: Any) -> list[int]:
         return list(tokenizer(GREEDY_QUESTION)["input_ids"])
     turns = [{"role": "user", "content": GREEDY_QUESTION}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-
-
-def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
-    """Write outcome.json in one piece; it is the last file of a run."""
-    aside = run_dir / f".tmp_{OUTCOME_FILE}"
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items()]
-    aside.write_text("{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line
-    aside.replace(run_dir / OUTCOME_FILE)
 
 
 def render_outcome(outcome: dict[str, Any], total_steps: int) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.config_corpus import is_token_file
 from trainer.data.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
-from trainer.data.documents import Documents, Source, overlap_note, source_shares
+from trainer.data.documents import Documents, Source, overlap_note, pick_held_out, source_shares
 from trainer.data.loader import Data, EvalSet, TrainLoader
 from trainer.data.order import Mixture, epoch_documents
 from trainer.data.pieces import PieceStore
@@ -183,22 +183,6 @@ def divide_corpus(table: DocumentTable, config: Config) -> tuple[np.ndarray, np.
         return train, np.flatnonzero(allowed & for_eval)[: data.max_eval_rows]
     held_out = pick_held_out(table.key[train], data.eval_fraction, data.max_eval_rows)
     return train[~held_out], train[held_out]
-
-
-def pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
-    """[docs] bool, true for `share` of them (one at least, if two are there), chosen by what they say.
-
-    Documents that say the same stay together: a copy in the training data would make the evaluation worthless. So
-    there may be more of them than `share` or `limit`.
-    """
-    different, counts = np.unique(keys, return_counts=True)
-    if share <= 0 or len(different) < 2:
-        return np.zeros(len(keys), dtype=bool)
-    wanted = max(1, round(len(keys) * share))
-    if limit is not None:
-        wanted = min(wanted, limit)
-    enough = int(np.searchsorted(np.cumsum(counts), wanted)) + 1
-    return np.isin(keys, different[: min(enough, len(different) - 1)])
 
 
 def select_pieces(name: str, store: PieceStore, table: DocumentTable, docs: np.ndarray, config: Config) -> Documents:

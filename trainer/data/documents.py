@@ -157,9 +157,9 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
         builtin = np.array([source.path.startswith("builtin:") for source in sources])
         usable = table.document >= 0  # a row that is dropped tells nothing about the model
         own = np.flatnonzero(~held_out & ~builtin[table.source] & usable)
-        picked = _pick_held_out(table.key[own], config.data.eval_fraction, config.data.max_eval_rows)
+        picked = pick_held_out(table.key[own], config.data.eval_fraction, config.data.max_eval_rows)
         if config.data.max_eval_rows is not None:
-            room = config.data.max_eval_rows - len(picked)
+            room = config.data.max_eval_rows - int(picked.sum())
             held_out = held_out & (np.cumsum(held_out) <= room)
         held_out[own[picked]] = True
     training = ~held_out & ~held_out_sources[table.source]
@@ -167,14 +167,20 @@ def divide(store: Store, table: RowTable, config: Config) -> tuple[Documents, Do
     return train, _documents("eval", store, table, np.flatnonzero(held_out), config)
 
 
-def _pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
-    """`share` of the rows, chosen by what they say; of two or more one at least, and never all."""
-    if share <= 0 or len(keys) < 2:
-        return np.zeros(0, dtype=np.int64)
-    count = min(max(round(len(keys) * share), 1), len(keys) - 1)
+def pick_held_out(keys: np.ndarray, share: float, limit: int | None) -> np.ndarray:
+    """[rows] bool, true for `share` of them (one at least, if two are there), chosen by what they say.
+
+    Rows that say the same stay together: a copy in the training data would make the evaluation worthless. So there may
+    be more of them than `share` or `limit`, and none where all say the same.
+    """
+    different, counts = np.unique(keys, return_counts=True)
+    if share <= 0 or len(different) < 2:
+        return np.zeros(len(keys), dtype=bool)
+    wanted = max(1, round(len(keys) * share))
     if limit is not None:
-        count = min(count, limit)
-    return np.argsort(keys, kind="stable")[:count]
+        wanted = min(wanted, limit)
+    enough = int(np.searchsorted(np.cumsum(counts), wanted)) + 1
+    return np.isin(keys, different[: min(enough, len(different) - 1)])
 
 
 def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, config: Config) -> Documents:
