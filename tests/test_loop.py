@@ -195,6 +195,11 @@ def test_log_every_averages_over_the_window(alone, rows, tmp_path):
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
+def test_last_steps_are_recorded_also_where_log_every_ends_in_between(rows, tmp_path):
+    records = train(1, rows, tmp_path, log_every=3, micro_batch_size=6, stop_after_steps=5)
+    assert [record["step"] for record in records if "loss" in record] == [3, 5]
+
+
 def test_resume_takes_the_newest_complete_and_drops_later_records(alone, rows, tmp_path):
     run = tmp_path / "run"
     train(1, rows, run, micro_batch_size=6, save_every=2, stop_after_steps=5, keep_last=0)

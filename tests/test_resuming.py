@@ -96,9 +96,23 @@ def test_ranks_that_see_other_folders_go_on_from_what_rank_0_sees(rows, run_dir,
 def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, name):  # noqa: F811
     for step in (2, 4):
         truncate(run_dir / "checkpoints" / f"step_{step:06d}" / name)
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* can be loaded. cannot load .*step_000004"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the 2 checkpoints .* can be loaded: step_000004: .*; step_000002: "
+    ):
         build(rows, run_dir, ALONE, backend="pytorch", **FIELDS)
     assert list(steps_in(run_dir / "checkpoints")) == [2, 4]
+
+
+def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):  # noqa: F811
+    state = run_dir / "checkpoints" / "step_000004" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "data": None}))
+    assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
+    assert "state.json does not say what a save writes there: data" in capfd.readouterr().out
+
+
+def test_start_behind_saved_checkpoints_says_that_its_saves_delete_them(rows, run_dir, capfd):  # noqa: F811
+    build(rows, run_dir, ALONE, backend="pytorch", **{**FIELDS, "resume": "never"})
+    assert "holds checkpoints of later steps (2, 4) than this start begins from (0)" in capfd.readouterr().out
 
 
 def test_named_checkpoint_that_is_damaged_is_an_error(rows, run_dir, tmp_path):  # noqa: F811

@@ -108,6 +108,17 @@ def test_run_folder_of_a_dying_run_is_waited_for(tmp_path, holder):
     assert taken_by(tmp_path, patience_s=20) is None
 
 
+def test_second_start_changes_nothing_in_a_folder_in_use(tmp_path, holder):
+    (tmp_path / "config.yaml").write_text("of the first")
+    (tmp_path / "control" / "stop.json").write_text("asked of the first")
+    command = [sys.executable, "train.py", "configs/01_debug_sft.py", "target.device=cpu", "--run-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as second:
+        assert f"{tmp_path} is in use by another run" in second.stdout.readline()
+        second.kill()
+    assert (tmp_path / "config.yaml").read_text() == "of the first"
+    assert (tmp_path / "control" / "stop.json").exists()
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A run folder whose checkpoints lie on a file system of 12 MiB; needs the right to mount."""

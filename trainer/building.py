@@ -23,7 +23,7 @@ from trainer.models.freezing import is_partly_frozen
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.choose import make_backend
-from trainer.resuming import Identity, choose, render_changes, resume
+from trainer.resuming import Identity, choose, render_changes, render_doomed, resume
 from trainer.run import LossFn, Run
 from trainer.schema import METRICS_FILE, Config
 from trainer.trackers import open_trackers
@@ -60,7 +60,8 @@ def build_run(
     if dist.is_main:
         log.trackers += open_trackers(config, run_dir, keep_through=start_step, tell=log.note)
     total, peak = data.train.total_steps, peak_learning_rate(config.optim, data.train.global_batch_size)
-    for note in [*notes, *render_changes(extra, config, step=start_step, total_steps=total, peak=peak)]:
+    notes += render_changes(extra, config, step=start_step, total_steps=total, peak=peak)
+    for note in [*notes, *(render_doomed(run_dir, start_step) if dist.is_main else [])]:
         log.note(note)
     now = {"config": config_to_dict(config), "shape": asdict(shape), "part": part, "hashes": dict(hashes)}
     return Run(

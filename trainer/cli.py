@@ -19,6 +19,7 @@ from trainer import launch
 from trainer.config import ConfigError, load_config, num_processes
 from trainer.config_accelerate import read_fsdp_config
 from trainer.errors import UserError
+from trainer.runlock import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 
 COMMANDS = {
@@ -155,6 +156,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     launch.check_target(here, launch.read_host_gpus(), os.environ)
     os.environ.update(launch.build_launch_env(here, os.environ, cores=launch.available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
+    await_folder(run_dir)
     launch.write_config(config, run_dir)
     forget_stop(run_dir)
     click.echo(f"run folder: {run_dir}")
@@ -165,6 +167,24 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
         sys.executable, sys.argv[0], run_dir / CONFIG_FILE, processes=processes, debug=debug
     )
     launch.relaunch(argv, run_dir)
+
+
+def await_folder(run_dir: Path) -> None:
+    """Return when no other run uses the folder, before anything in it is changed; its rank takes it for good.
+
+    Raises ConfigError when it stays in use, or cannot be written.
+    """
+    try:
+        taken = taken_by(run_dir, patience_s=0)
+        if taken:
+            click.echo(f"waiting up to {PATIENCE_S:.0f} s: {taken}")
+            taken = taken_by(run_dir)
+    except OSError as error:
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.filename}: {error.strerror}") from error
+    finally:
+        release_all()
+    if taken:
+        raise ConfigError(taken, hint=IN_USE_HINT)
 
 
 def prepare_rank(config: Config, run_dir: Path | None) -> None:

@@ -43,7 +43,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
                 if stopping or evaluator.is_due(step) or saver.is_due(step):
-                    steps.drain()
+                    steps.drain(at_end=stopping or step == total)
                     # a run that is asked to stop saves at once and looks at nothing more
                     if evaluator.is_due(step) and (not stopping or step == total):
                         evaluator.evaluate(step, is_stop_requested=is_stop_requested)
@@ -51,7 +51,7 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                     if saver.is_due(step) or ending:
                         saver.save(step, must_succeed=ending or step == total)
                     steps.restart_clock()
-            steps.drain()
+            steps.drain(at_end=True)
         except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
             saver.finish()
             raise

@@ -15,7 +15,7 @@ from trainer import diagnose, launch
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.heartbeat import SILENT_S
-from trainer.runlock import release_all, taken_by
+from trainer.runlock import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.trackers import check_trackers
 from trainer.watchdog import leave, watching
@@ -40,7 +40,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
         taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
         if taken:
             run_dir = None  # the other run's: nothing of ours is told there
-            raise ConfigError(taken, hint="wait for it, stop it, or name another --run-dir")
+            raise ConfigError(taken, hint=IN_USE_HINT)
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
             diagnose.write_line(

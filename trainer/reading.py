@@ -23,6 +23,8 @@ class Reader:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._late: StepValues | None = None
+        self._newest: tuple[StepValues, float] | None = None
+        """The step read last, and its gradient norm."""
         self._window = Window()
         self._skipped_in_a_row = 0
         self._clock = StepClock(run.dist.device)
@@ -35,11 +37,13 @@ class Reader:
         if values.ready is None:
             self.drain()
 
-    def drain(self) -> None:
-        """Read what is left."""
+    def drain(self, *, at_end: bool = False) -> None:
+        """Read what is left; `at_end` records the steps since the last record too, wherever `train.log_every` is."""
         late, self._late = self._late, None
         if late is not None:
             self._read(late)
+        if at_end and self._newest is not None and self._window.steps:
+            self._log(*self._newest)
 
     def restart_clock(self) -> None:
         """Do not count what came since the last step (evaluation, saving) as time of the next one."""
@@ -52,12 +56,16 @@ class Reader:
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._window.add_busy(busy)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        self._newest = late, norm
         if late.step % self._run.config.train.log_every == 0:
-            self._run.log.train(self._record(late, norm))
-            self._window = Window()
+            self._log(late, norm)
         if not finite:
             self._tell_skipped(late.step, norm, ranks=[rank for rank, is_bad in enumerate(bad) if is_bad])
         self._check_finite(late.step, loss, norm)
+
+    def _log(self, late: StepValues, norm: float) -> None:
+        self._run.log.train(self._record(late, norm))
+        self._window = Window()
 
     def _record(self, late: StepValues, norm: float) -> Record:
         window, run = self._window, self._run

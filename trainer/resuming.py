@@ -13,8 +13,16 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.agreeing import on_all
-from trainer.checkpoint.errors import CheckpointError, cannot_load
-from trainer.checkpoint.folders import incomplete_in, is_complete, missing, newest_complete, set_aside, steps_in
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load
+from trainer.checkpoint.folders import (
+    STATE_FILE,
+    incomplete_in,
+    is_complete,
+    missing,
+    newest_complete,
+    set_aside,
+    steps_in,
+)
 from trainer.checkpoint.loading import Resumed, load, verify
 from trainer.checkpoint.shards import differences
 from trainer.config import config_to_dict
@@ -85,6 +93,7 @@ def resume(
         try:
             saved = verify(path, dist)
             tensors = _differences(path, module, optimizer, dist)
+            _check_whole(path, saved)
             _check(path, saved, identity, tensors, data)
             load(path, module, optimizer, dist, verified=saved)
         except CheckpointError as error:
@@ -95,8 +104,23 @@ def resume(
         raise failures[0][1]
     if failures:
         folder = choice.paths[0].parent
-        raise CheckpointError(f"none of the {len(failures)} checkpoints in {folder} can be loaded. {failures[0][1]}")
+        told = "; ".join(f"{path.name}: {_reason(path, error)}" for path, error in failures)
+        raise CheckpointError(
+            f"none of the {len(failures)} checkpoints in {folder} can be loaded: {told}. Restore one of them, or start "
+            f"anew in another --run-dir"
+        )
     return None, []
+
+
+def render_doomed(run_dir: Path, start_step: int) -> list[str]:
+    """A line where the folder holds checkpoints later than the step the run begins from: its saves delete them."""
+    later = [str(step) for step in steps_in(run_dir / CHECKPOINTS_DIR) if step > start_step]
+    if not later:
+        return []
+    return [
+        f"warning: {run_dir / CHECKPOINTS_DIR} holds checkpoints of later steps ({', '.join(later)}) than this start "
+        f"begins from ({start_step}); its saves delete them. Copy them away, or stop and name another --run-dir"
+    ]
 
 
 def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
@@ -163,6 +187,15 @@ def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     return found
 
 
+def _check_whole(path: Path, saved: Resumed) -> None:
+    """Raise CheckpointError where state.json lacks what every save writes: its checksum is nowhere."""
+    kinds = {name: saved.extra.get(name, {}) for name in ("shape", "part", "hashes", "config")}
+    wrong = [name for name, value in kinds.items() if not isinstance(value, Mapping)]
+    wrong += [] if isinstance(saved.extra.get("data"), Mapping) else ["data"]
+    if wrong:
+        raise cannot_load(path, f"{STATE_FILE} does not say what a save writes there: {', '.join(wrong)}")
+
+
 def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: TrainLoader) -> None:
     """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
     before = saved.extra.get("shape", identity.shape)
@@ -188,10 +221,13 @@ def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str
 
 
 def _notes(path: Path, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
-    reasons = {bad: str(error) for bad, error in failures}
+    reasons = {bad: f"cannot load {bad}: {_reason(bad, error)}" for bad, error in failures}
     reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in choice.incomplete}
     aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
-    told = [
-        f"warning: {reason.split('. If a file')[0]}; it is {aside[bad].name} now" for bad, reason in reasons.items()
-    ]
+    told = [f"warning: {reason}; it is {aside[bad].name} now" for bad, reason in reasons.items()]
     return [*told, f"going on from {path.name}, the one before"] if told else []
+
+
+def _reason(path: Path, error: CheckpointError) -> str:
+    """What is wrong, without the advice for one that was named and without its path."""
+    return str(error).removesuffix(f". {DAMAGED}").replace(f"cannot load {path}: ", "")

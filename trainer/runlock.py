@@ -12,6 +12,7 @@ LOCK_FILE = "control/trainer.lock"
 """Held by rank 0 as long as its process lives, however it ends. It holds that process's host and id."""
 PATIENCE_S = 30.0
 """A restart may come while the ranks of the start before are still dying."""
+IN_USE_HINT = "wait for it, stop it, or name another --run-dir"
 _held: list[int] = []  # descriptors that stay open to the end of this process
 
 
@@ -28,7 +29,7 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
         if time.monotonic() >= deadline:
             owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
             os.close(descriptor)
-            return f"{run_dir} is in use by another run ({owner}), for {patience_s:.0f} s and more"
+            return f"{run_dir} is in use by another run ({owner})"
         time.sleep(0.1)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {os.uname().nodename}, process {os.getpid()}\n".encode(), 0)

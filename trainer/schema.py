@@ -268,7 +268,7 @@ class TrainConfig:
     deterministic: bool = False
     """Deterministic kernels (slower on CUDA): bitwise repeatable runs."""
     log_every: int = 1
-    """Steps between records of the metrics, each over all steps since the one before."""
+    """Steps between records of the metrics, each over all steps since the one before; the end of a run adds one."""
     eval_every: int = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     eval_batches: int | None = None

@@ -88,7 +88,7 @@ def read_info(path: Path) -> Resumed:
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing(path)}")
     try:
-        info = json.loads((path / STATE_FILE).read_text())
+        info = dict(json.loads((path / STATE_FILE).read_text()))
         info.pop("format", None)
         return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
