@@ -7,15 +7,20 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.test_models import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
 from trainer.batch import Batch
-from trainer.data.documents import read_rows
+from trainer.data.chat import Encoded
+from trainer.data.documents import Documents, read_rows
 from trainer.data.encoding import RowEncoder
-from trainer.data.loader import Data, build_data
+from trainer.data.loader import Data, EvalSet, TrainLoader, build_data
+from trainer.data.order import Mixture
+from trainer.data.report import SplitReport
+from trainer.data.store import ListStore, Selection
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import DataError
 from trainer.losses import sft_loss
@@ -310,6 +315,33 @@ def test_processes_tokenize_to_the_same_rows_however_often_they_are_asked():
     for _ in range(2):
         assert [(row.key, row.document.id, row.document.ids.tolist()) for row in several.encode(rows)] == expected
     several.close()
+
+
+class Reads(ListStore):
+    """Notes which documents are read."""
+
+    def __init__(self, docs: list[Encoded]) -> None:
+        super().__init__(docs)
+        self.seen: set[int] = set()
+
+    def __getitem__(self, index: int) -> Encoded:
+        self.seen.add(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("made_of", [TrainLoader, EvalSet])
+def test_a_rank_reads_the_documents_of_its_own_rows_alone(packing, made_of):
+    config = make_config("unused", data={"packing": packing, "seq_len": 16}, steps=1, global_batch_size=20)
+    docs = [Encoded(str(n), np.full(9 + n % 7, n, np.int32), np.ones(9 + n % 7, bool)) for n in range(20)]
+    stores = [Reads(docs) for _ in range(2)]
+    for rank, store in enumerate(stores):
+        documents = Documents(Selection(store, np.arange(20)), SplitReport("train"), Mixture.of_one(20))
+        made = made_of(documents, config=config, ranks=Rank(rank, 2), pad_id=0)
+        batches = made.step_batches(0) if made_of is TrainLoader else made.batches()
+        assert {int(id) for batch in batches for id in batch.input_ids[batch.doc_ids >= 0]} == store.seen
+    assert stores[0].seen | stores[1].seen == set(range(20))
+    assert not stores[0].seen & stores[1].seen
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

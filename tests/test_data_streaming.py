@@ -255,6 +255,31 @@ def test_ranks_documents_are_those_of_the_step_until_their_window_is_given_back(
     assert train.rank_documents(0, 0) == []
 
 
+def test_rows_dropped_later_are_noted_once_and_nothing_is_printed(tmp_path, capsys):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 25
+    rows[15] = {"messages": [{"role": "system", "content": "only"}]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = load(make_config([str(tmp_path / "rows.jsonl")], data={"packing": False})).train
+    train.step_batches(0)
+    for step in range(1, 5):
+        train.step_batches(step)
+    (note,) = train.take_notes()
+    assert note.startswith("train: window 2 of epoch 0: 1 dropped, no target token: ")
+    assert train.take_notes() == []
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_closed_data_prepares_no_more_steps(tmp_path, streaming):
+    source = write_rows(tmp_path, "a", 30)
+    config = make_config([source])
+    data = load(config if streaming else replace(config, data=replace(config.data, streaming=False)))
+    data.train.step_batches(0)
+    data.close()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        data.train.step_batches(5)
+
+
 def lone_system_turns() -> Iterator[dict[str, Any]]:
     return ({"messages": [{"role": "system", "content": str(number)}]} for number in count())
 

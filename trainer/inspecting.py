@@ -6,7 +6,9 @@ No weights are read and none are made: the model stays on the meta device, plann
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,9 +81,11 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
     check_length(config, shape)
     decoder = build_decoder(config, shape)
     plan = plan_wrapping(decoder, config, ranks.world_size)
-    build_data = import_module(f"trainer.recipes.{config.recipe}").RECIPE.build_data
-    with TemporaryDirectory() as scratch:  # for the tokens, which a run keeps in its folder
-        data = build_data(config, ranks, tokenizer, run_dir=Path(scratch), model_vocab=shape.vocab_size)
+    build = partial(import_module(f"trainer.recipes.{config.recipe}").RECIPE.build_data, config, ranks, tokenizer)
+    with (
+        TemporaryDirectory() as scratch,  # for the tokens, which a run keeps in its folder
+        closing(build(run_dir=Path(scratch), model_vocab=shape.vocab_size)) as data,
+    ):
         shown = _samples(data, tokenizer, samples)
     return Inspection(
         samples=shown,

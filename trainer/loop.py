@@ -38,6 +38,8 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                     values = train_step(run, step, lr=peak * multiplier(step))
                 step += 1
                 saver.after_step()
+                for note in run.data.train.take_notes():
+                    run.log.note(note)
                 steps.push(values)
                 flags.post([int(is_stop_requested())])
                 (asked,) = flags.read()

@@ -6,14 +6,15 @@ All ranks get the same number of micro-batches, for a forward that only some of 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from trainer.batch import Batch
+from trainer.data.chat import Encoded
 from trainer.data.packing import PackedRow, build_row
 from trainer.schema import Config
 
@@ -68,9 +69,20 @@ class MicroBatch:
         return self.num_rows * self.length
 
 
-def build_batches(rows: Sequence[Sequence[Any]], *, ranks: Ranks, rules: BatchRules, pad_id: int) -> list[Batch]:
-    """This rank's share of `rows` (lists of documents), as many micro-batches on every rank."""
-    lengths = [sum(len(doc.ids) for doc in row) for row in rows]
+def build_batches(
+    rows: Sequence[Iterable[Encoded]],
+    *,
+    ranks: Ranks,
+    rules: BatchRules,
+    pad_id: int,
+    lengths: Sequence[int] | None = None,
+) -> list[Batch]:
+    """This rank's share of `rows` (documents each), as many micro-batches on every rank.
+
+    With `lengths`, the tokens of each row, only this rank's rows are iterated over, and once: they may be generators
+    that read their documents.
+    """
+    lengths = [sum(len(doc.ids) for doc in row) for row in rows] if lengths is None else lengths
     plan = plan_micro_batches(lengths, world_size=ranks.world_size, rules=rules)[ranks.rank]
     return [_build(micro, rows, pad_id) for micro in plan]
 
@@ -186,8 +198,8 @@ def _deal(batches: Sequence[MicroBatch], world_size: int) -> list[list[MicroBatc
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
-def _build(micro: MicroBatch, rows: Sequence[Sequence[Any]], pad_id: int) -> Batch:
-    filler: list[Sequence[Any]] = [[]] * (micro.num_rows - len(micro.rows))
+def _build(micro: MicroBatch, rows: Sequence[Iterable[Encoded]], pad_id: int) -> Batch:
+    filler: list[Iterable[Encoded]] = [[]] * (micro.num_rows - len(micro.rows))
     packed = [
         build_row(docs, seq_len=micro.length, pad_id=pad_id) for docs in [*(rows[i] for i in micro.rows), *filler]
     ]

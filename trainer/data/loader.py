@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
+from trainer.data.ahead import Ahead
 from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, plan_micro_batches, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
@@ -58,6 +58,10 @@ class Data:
     train: Loader
     eval: EvalSet
     report: DataReport
+
+    def close(self) -> None:
+        """End the threads and processes that prepare what comes next: nothing is trained on any more."""
+        self.train.close()
 
 
 def build_data(
@@ -150,8 +154,7 @@ class TrainLoader:
         self._plans: dict[int, Plan] = {}  # the last two that were asked for
         self._planning = Lock()  # the caller and the thread both ask for epochs
         self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead = Ahead(self._build_step, ranks)
         self.global_batch_size = global_batch_size(config, ranks.world_size)
         first = self._epoch(0)
         documents.report.packed_rows = len(first)
@@ -178,13 +181,13 @@ class TrainLoader:
 
         Rows without targets fill up (see `trainer.data.batching`). The next step is laid out in a thread meanwhile.
         """
-        if self._ahead is not None and self._ahead[0] == step:
-            batches = self._ahead[1].result()
-        else:
-            batches = self._thread.submit(self._build_step, step).result()
-        if step + 1 < self.total_steps:
-            self._ahead = step + 1, self._thread.submit(self._build_step, step + 1)
-        return batches
+        return self._ahead.take(step, total_steps=self.total_steps)
+
+    def take_notes(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self._ahead.close()
 
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
@@ -193,8 +196,7 @@ class TrainLoader:
     def rank_documents(self, step: int, rank: int) -> list[str]:
         """The ids of the conversations that one rank trains on in a step."""
         rows = self._rows_of(step)
-        lengths = [sum(self._lengths[index] for index in row) for row in rows]
-        plan = plan_micro_batches(lengths, world_size=self._ranks.world_size, rules=self._rules)[rank]
+        plan = plan_micro_batches(self._row_lengths(rows), world_size=self._ranks.world_size, rules=self._rules)[rank]
         return [self._documents.docs.name(index) for micro in plan for row in micro.rows for index in rows[row]]
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class TrainLoader:
                 hint="restore them, or start anew with train.resume=never",
             )
         self._first_step, self._first_row = int(state["step"]), int(state["row"])
-        self._ahead = None
+        self._ahead.forget()
 
     def fingerprint(self) -> str:
         """Changes with the order or the content of the rows."""
@@ -223,7 +225,7 @@ class TrainLoader:
 
     def _padding_share(self, epoch: Plan) -> float:
         return padding_share(
-            [sum(self._lengths[index] for index in row) for row in epoch],
+            self._row_lengths(epoch),
             step_rows=self.global_batch_size,
             world_size=self._ranks.world_size,
             rules=self._rules,
@@ -232,11 +234,15 @@ class TrainLoader:
     def _build_step(self, step: int) -> list[Batch]:
         rows = self._rows_of(step)
         return build_batches(
-            [[self._documents.docs[index] for index in row] for row in rows],
+            [(self._documents.docs[index] for index in row) for row in rows],
+            lengths=self._row_lengths(rows),
             ranks=self._ranks,
             rules=self._rules,
             pad_id=self._pad_id,
         )
+
+    def _row_lengths(self, rows: Plan) -> list[int]:
+        return [sum(self._lengths[index] for index in row) for row in rows]
 
     def _rows_of(self, step: int) -> Plan:
         if step < self._first_step:
@@ -301,8 +307,8 @@ class EvalSet:
         if config.train.eval_batches is not None:
             limit = config.train.eval_batches
             plan = plan[: rows_within(lengths, micro_batches=limit, world_size=world, rules=rules)]
-        rows = [[documents.docs[index] for index in row] for row in plan]
-        self._batches = build_batches(rows, ranks=ranks, rules=rules, pad_id=pad_id)
+        rows = [(documents.docs[index] for index in row) for row in plan]
+        self._batches = build_batches(rows, lengths=lengths[: len(plan)], ranks=ranks, rules=rules, pad_id=pad_id)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -7,7 +7,7 @@ Legend: N documents, R rows, T tokens per row (seq_len).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,7 @@ def _best_fit(sizes: Sequence[int], indices: Sequence[int], seq_len: int) -> Pla
     return rows
 
 
-def build_row(documents: Sequence[Encoded], *, seq_len: int, pad_id: int) -> PackedRow:
+def build_row(documents: Iterable[Encoded], *, seq_len: int, pad_id: int) -> PackedRow:
     """The documents one after another, then padding; no documents make a row of padding only."""
     input_ids = np.full(seq_len, pad_id, dtype=np.int64)
     labels = np.full(seq_len, IGNORE, dtype=np.int64)

@@ -28,6 +28,12 @@ class Loader(Protocol):
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of `step`, equally many on every rank."""
 
+    def take_notes(self) -> list[str]:
+        """What was met in the data since the last call, for the user."""
+
+    def close(self) -> None:
+        """End what prepares the next batches; no step can be asked for any more."""
+
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together."""
 

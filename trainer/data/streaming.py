@@ -7,11 +7,12 @@ import json
 import math
 from bisect import bisect_right
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
+from trainer.data.ahead import Ahead
 from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, plan_micro_batches
 from trainer.data.chat import Encoded
 from trainer.data.documents import Source
@@ -47,7 +48,8 @@ class StreamLoader:
         self._tokenizer_hash = tokenizer_hash(tokenizer)
         self._maker = WindowMaker(config, sources, tokenizer)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="windows")
-        self._laying = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead = Ahead(self._build_step, ranks)
+        self._notes: deque[str] = deque()  # filled by the thread that lays out the next step
         self._lock = Lock()  # the caller and the thread that lays out the next step both ask for rows
         self._first_step, self._first_row = 0, 0
         self._begin(start or first_window(sources))
@@ -70,13 +72,19 @@ class StreamLoader:
 
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`; the next step is laid out in a thread meanwhile."""
-        if self._ahead is not None and self._ahead[0] == step:
-            batches = self._ahead[1].result()
-        else:
-            batches = self._laying.submit(self._build_step, step).result()
-        if step + 1 < self.total_steps:
-            self._ahead = step + 1, self._laying.submit(self._build_step, step + 1)
-        return batches
+        return self._ahead.take(step, total_steps=self.total_steps)
+
+    def take_notes(self) -> list[str]:
+        """A line for each reason for which rows of the windows begun since were dropped."""
+        notes = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        return notes
+
+    def close(self) -> None:
+        self._ahead.close()
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        self._maker.close()
 
     def step_documents(self, step: int) -> list[list[str]]:
         """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
@@ -123,7 +131,7 @@ class StreamLoader:
     # --- windows ---
 
     def _begin(self, start: WindowStart) -> None:
-        self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self._ahead.forget()
         self._windows: deque[Window] = deque()
         self._borders: list[tuple[int, float]] = [(start.row, start.position.epoch)]  # first row, epoch
         self._coming = self._reading.submit(self._maker.make, start)
@@ -159,9 +167,9 @@ class StreamLoader:
         self._coming = self._reading.submit(self._maker.make, window.next)
         self._windows.append(window)
         self._borders.append((window.end_row, window.next.position.epoch))
-        if self._ranks.rank == 0 and window.start.row > 0:  # the first one is in the report
-            for line in window.describe_losses():
-                print(f"train: window {window.start.number + 1} of epoch {window.start.position.epoch}: {line}")
+        if window.start.row > 0:  # the first one is in the report
+            place = f"train: window {window.start.number + 1} of epoch {window.start.position.epoch}"
+            self._notes.extend(f"{place}: {line}" for line in window.describe_losses())
 
     def _start_of(self, row: int) -> WindowStart:
         with self._lock:

@@ -106,6 +106,10 @@ class WindowMaker:
             )
         return window
 
+    def close(self) -> None:
+        """End the tokenizing processes."""
+        self._encoder.close()
+
     def _fill(self, start: WindowStart) -> Window:
         docs: list[Encoded] = []
         dropped: dict[str, list[str]] = {}

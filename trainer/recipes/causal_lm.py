@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
     data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     hashes = {"tokenizer": recipe.hash_of(tokenizer)}
-    with oom_advice(config, shape, dist):
+    with closing(data), oom_advice(config, shape, dist):
         train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
         tell_plan(train)
         result = loop.train(train)
