@@ -58,6 +58,13 @@ def test_broken_rule_is_named_with_its_numbers(config: Config, error: str) -> No
             Config(train=TrainConfig(memory_snapshot_steps=[3]), target=TargetConfig(device="cpu")),
             "train.memory_snapshot_steps: no effect on the CPU: it shows a GPU's allocations",
         ),
+        (
+            Config(
+                data=DataConfig(eval_fraction=0.0, max_eval_rows=5), train=TrainConfig(eval_every=7, eval_batches=2)
+            ),
+            "data.max_eval_rows, train.eval_every, train.eval_batches: no effect, there is no held-out data "
+            "(data.eval, data.eval_fraction)",
+        ),
     ],
 )
 def test_key_without_effect_is_noted(config: Config, note: str) -> None:
