@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
+
+from trainer.dist import Dist
 
 _ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 _PRELOAD = [
@@ -119,3 +122,9 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def barrier(dist: Dist) -> None:
+    """Wait until every rank is here (on the CPU; does not wait for the GPU)."""
+    if dist.control_group is not None:
+        torch_dist.barrier(group=dist.control_group)

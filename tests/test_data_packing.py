@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny import pack
 from trainer.data.chat import Encoded
-from trainer.data.packing import pack, plan_rows
+from trainer.data.packing import plan_rows
 
 
 def document(first: int, length: int, *, name: str = "d") -> Encoded:

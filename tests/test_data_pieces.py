@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_data_tokens import document, write
-from trainer.data.packing import pack
+from tests.tiny import pack
 from trainer.data.pieces import PieceStore, cut_documents
 
 

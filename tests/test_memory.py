@@ -13,7 +13,7 @@ from tests.tiny import packed_batch, tiny_shape
 from trainer.config import config_from_dict
 from trainer.dist import Dist
 from trainer.losses import sft_loss
-from trainer.memory import MemoryEstimate, estimate_memory, micro_batches, render_bytes, savings
+from trainer.memory import MemoryEstimate, estimate_memory, micro_batches, savings
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
 from trainer.models.hf import init_random
@@ -22,6 +22,7 @@ from trainer.parallel.choose import make_backend
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
+from trainer.words import render_bytes
 
 ROWS, LENGTH = 3, 64
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
@@ -91,7 +92,8 @@ def test_adapters_alone_have_gradients_and_state_and_the_base_is_stored_in_bf16(
 def test_offloaded_run_holds_no_parameters_and_no_state_on_the_device():
     config = config_of(target={"train_backend": "fsdp"}, parallel={"cpu_offload": True})
     estimate = estimate_memory(tiny_shape(), config, world_size=1)
-    assert (estimate.static, estimate.offloaded) == (0, 16 * tiny_shape().num_params)
+    assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
+    assert estimate.offloaded == 16 * tiny_shape().num_params
 
 
 def test_8_bit_state_of_large_matrices_takes_a_quarter():

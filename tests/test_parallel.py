@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.oracles.reference import save_hf
-from tests.ranks import run_ranks
+from tests.ranks import barrier, run_ranks
 from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
 from trainer.dist import (
     Dist,
     DistError,
     FlagBoard,
-    barrier,
     on_rank0,
     rank0_first,
     read_ranks,

@@ -259,8 +259,8 @@ def test_an_untied_embedding_may_be_a_group_and_a_tied_one_or_a_head_never():
         ),
         (
             {"ignored_modules": ["model.embedding"]},
-            "parallel.ignored_modules names 'model.embedding', no module of this model",
-            "known: model, model.embed_tokens, model.layers, model.layers.0",
+            "parallel.ignored_modules has 'model.embedding', which matches nothing in this model",
+            "did you mean model.embed_tokens or model.norm or model.layers?",
         ),
     ],
     ids=["class", "size", "ignored"],

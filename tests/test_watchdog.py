@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-from trainer.dist import Dist, barrier
+from tests.ranks import barrier, run_ranks
+from trainer.dist import Dist
 from trainer.heartbeat import Beat, Observer, Seen, judge, late_ranks
 from trainer.rank import comm_timeout_s
 from trainer.watchdog import machine_id, process_ended, watching

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from trainer.batch import IGNORE, Batch
+from trainer.data.chat import Encoded
+from trainer.data.packing import PackedRow, build_row, plan_rows
 from trainer.dist import Dist
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import init_random
@@ -55,3 +58,10 @@ def packed_batch(rows: list[list[int]], *, length: int, seed: int = 0, vocab_siz
 
 def rows_of(batch: Batch, start: int, end: int) -> Batch:
     return Batch(*(x[start:end] for x in (batch.input_ids, batch.labels, batch.positions, batch.doc_ids)))
+
+
+def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: bool = True) -> list[PackedRow]:
+    """All documents, none longer than `seq_len`, in rows."""
+    lengths = [len(document.ids) for document in encoded]
+    plan = plan_rows(lengths, range(len(encoded)), seq_len=seq_len, packing=packing)
+    return [build_row([encoded[i] for i in row], seq_len=seq_len, pad_id=pad_id) for row in plan]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -52,8 +52,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss before normalisation: the sum over targets, their number, and sums of further quantities."""
+    """A loss before normalisation: the sum over targets, and their number."""
 
     total: torch.Tensor  # scalar fp32, with gradient
     count: torch.Tensor  # scalar int64
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -99,17 +99,6 @@ def render_page() -> str:
     return "\n".join([*parts, FSDP_WORDS])
 
 
-def undocumented() -> list[str]:
-    """Fields of the schema without a docstring, as `Class.field`."""
-    docs = field_docs()
-    return [
-        f"{cls.__name__}.{field.name}"
-        for cls in _classes(Config)
-        for field in dataclasses.fields(cls)
-        if not is_section(field_kinds(cls)[field.name]) and (cls.__name__, field.name) not in docs
-    ]
-
-
 def field_docs() -> dict[tuple[str, str], str]:
     """(class, field) -> the docstring that follows the field; of fields that share one, each has it."""
     found = {}
@@ -125,15 +114,6 @@ def _docs_of(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and is_text:
             assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             yield before.target.id, re.sub(r"\bNone\b", "null", " ".join(str(after.value.value).split()))
-
-
-def _classes(cls: Any) -> Iterator[Any]:
-    """A class of the schema and those of its fields, entries of lists among them, each once."""
-    yield cls
-    inner = [kind for kind in field_kinds(cls).values() if is_section(kind)]
-    inner += [entry for _, entry in _entries(cls, "")]
-    for kind in dict.fromkeys(inner):
-        yield from _classes(kind)
 
 
 def _entries(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:

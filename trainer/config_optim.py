@@ -9,9 +9,6 @@ from trainer.config_fields import show
 from trainer.config_keys import field_kinds
 from trainer.schema import Config, LoraConfig
 
-STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 128}
-"""Of the optimizer's state for a trained parameter; 8-bit: two codes, and two fp32 scales for 128 values."""
-
 
 def has_lora(config: Config) -> bool:
     """Whether adapters are trained in place of the model."""

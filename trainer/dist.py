@@ -148,12 +148,6 @@ def sum_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
     return result
 
 
-def barrier(dist: Dist) -> None:
-    """Wait until every rank is here (on the CPU; does not wait for the GPU)."""
-    if dist.control_group is not None:
-        torch_dist.barrier(group=dist.control_group)
-
-
 def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """What `function` returned on rank 0, on every rank (it must be picklable).
 

@@ -58,8 +58,7 @@ class Evaluator:
         self._no_better: int = run.extra.get("evals_without_gain", 0)
 
     def is_due(self, step: int) -> bool:
-        every = self._run.config.train.eval_every
-        return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
+        return self._run.is_due(step, every=self._run.config.train.eval_every)
 
     @property
     def early_stop(self) -> str | None:

@@ -18,7 +18,6 @@ from trainer.data.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.finishing import export, render_export
-from trainer.memory import render_bytes
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
@@ -27,6 +26,7 @@ from trainer.models.freezing import is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.parallel.tensors import DTYPES
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config
+from trainer.words import render_bytes
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 HEADROOM_BYTES = 64 * 2**20  # the tokenizer's files and the file system's own blocks

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.inspecting import Inspection, Schedule
-from trainer.memory import GIB
 from trainer.samples import Label, Piece, Sample
+from trainer.words import GIB
 
 SHOWN_SAVINGS = 4
 SHOWN_TOKENS = 1500

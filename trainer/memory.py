@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.activations import activation_bytes, logits_bytes
+from trainer.data.steps import global_batch_size
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.optim.low_bit import BLOCK, is_quantised
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.tensors import DTYPES
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import Config
+from trainer.words import render_bytes
 
-GIB = 2**30
 FP32 = 4
-ADAM_STATES = 2
 
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "communication")
@@ -58,22 +57,12 @@ class MemoryEstimate:
         moving = batch + self.gradients if self.accumulates else max(batch, self.gradients)
         return self.parameters + self.optimizer + self.gathered + self.communication + moving
 
-    @property
-    def static(self) -> int:
-        """What stays from step to step, whatever the batch."""
-        return self.parameters + self.gradients + self.optimizer
-
     def render(self) -> list[str]:
         """A table of a few lines, in GiB."""
         rows = [(name, getattr(self, name)) for name in PARTS] + [("at the peak", self.total)]
         if self.offloaded:
             rows.append(("on the CPU", self.offloaded))
         return [f"  {name:<14}{render_bytes(size):>12}" for name, size in rows]
-
-
-def render_bytes(size: int) -> str:
-    """`12.34 GiB`, or in MiB below a tenth of one."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> MemoryEstimate:
@@ -83,7 +72,7 @@ def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> 
     activations, logits = activation_bytes(decoder, config), logits_bytes(decoder, config)
     accumulates = micro_batches(config, world_size) > 1
     waiting = plan.unsharded_grad_bytes if accumulates else 0
-    stored = (plan.local_bytes, FP32 * plan.local_trainable, _optimizer_bytes(decoder, config, plan))
+    stored = (plan.local_bytes, FP32 * plan.local_trainable, round(plan.state_bytes * plan.local_trainable))
     on_device = (0, 0, 0) if plan.offloaded else stored
     return MemoryEstimate(
         parameters=on_device[0],
@@ -96,15 +85,6 @@ def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> 
         offloaded=sum(stored) if plan.offloaded else 0,
         accumulates=accumulates,
     )
-
-
-def _optimizer_bytes(decoder: Decoder, config: Config, plan: WrapPlan) -> int:
-    """AdamW's two fp32 moments of this rank's share; of quantised ones a byte a value and a scale a block."""
-    trained = [p for p in decoder.parameters() if p.requires_grad]
-    if config.optim.optimizer == "adamw":
-        return ADAM_STATES * FP32 * plan.local_trainable
-    small = sum(p.numel() for p in trained if is_quantised(p)) / sum(p.numel() for p in trained)
-    return round(ADAM_STATES * plan.local_trainable * (small * (1 + FP32 / BLOCK) + (1 - small) * FP32))
 
 
 def _cast_bytes(decoder: Decoder, config: Config) -> int:
@@ -183,7 +163,7 @@ def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int
 def _smaller_batches(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:
     train, data = config.train, config.data
     if train.micro_batch_tokens is None and train.micro_batch_size > 1:
-        rows, batch = train.micro_batch_size // 2, global_batch(config, world_size)
+        rows, batch = train.micro_batch_size // 2, global_batch_size(config, world_size)
         smaller = replace(train, micro_batch_size=rows, grad_accum_steps=None, global_batch_size=batch)
         note = f"train.global_batch_size={batch} keeps the batch"
         yield f"train.micro_batch_size={rows}", replace(config, train=smaller), world_size, note
@@ -209,9 +189,3 @@ def _other_spreads(config: Config, world_size: int) -> Iterator[tuple[str, Confi
         if sharded and not parallel.cpu_offload:
             changed = replace(config, parallel=replace(parallel, cpu_offload=True))
             yield "parallel.cpu_offload=true", changed, world_size, "each step waits for the CPU"
-
-
-def global_batch(config: Config, world_size: int) -> int:
-    """Rows of an optimizer step over all ranks."""
-    train = config.train
-    return train.global_batch_size or world_size * train.micro_batch_size * micro_batches(config, world_size)

@@ -11,10 +11,11 @@ import torch
 
 from trainer.diagnose import place_of
 from trainer.dist import Dist
-from trainer.memory import Saving, estimate_memory, render_bytes, savings
+from trainer.memory import Saving, estimate_memory, savings
 from trainer.models.decoder import DecoderShape
 from trainer.progress import render_place
 from trainer.schema import Config
+from trainer.words import render_bytes
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 FRAGMENTED_SHARE, FRAGMENTED_BYTES = 0.1, 2**30

@@ -11,6 +11,7 @@ import torch
 from trainer.metrics import Record
 from trainer.run import Run
 from trainer.step import StepValues
+from trainer.words import first_few
 
 
 class NonFiniteError(Exception):
@@ -92,8 +93,7 @@ class Reader:
             cause = f"gradient norm {norm}, though every rank's loss was finite"
         else:
             ids = self._run.data.train.rank_documents(step - 1, ranks[0])
-            shown = ", ".join(ids[:SHOWN_ROWS]) + (f" and {len(ids) - SHOWN_ROWS} more" if ids[SHOWN_ROWS:] else "")
-            rows = f"; rows of rank {ranks[0]}: {shown}" if ids else ""
+            rows = f"; rows of rank {ranks[0]}: {first_few(ids, SHOWN_ROWS)}" if ids else ""
             cause = f"the loss of rank {', '.join(map(str, ranks))} was not finite{rows}"
         self._run.log.note(f"warning: step {step} skipped, the weights are as before it: {cause}")
 

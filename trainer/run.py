@@ -39,6 +39,10 @@ class Run:
     """Goes into every checkpoint's state.json."""
     start_step: int = 0
 
+    def is_due(self, step: int, *, every: int) -> bool:
+        """Whether what is done every so many steps (0: never), and after the last one, is due."""
+        return step == self.data.train.total_steps or (every > 0 and step % every == 0)
+
 
 @dataclass(frozen=True)
 class Result:

@@ -28,8 +28,7 @@ class Saver:
         self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
 
     def is_due(self, step: int) -> bool:
-        every = self._run.config.train.save_every
-        return step == self._run.data.train.total_steps or (every > 0 and step % every == 0)
+        return self._run.is_due(step, every=self._run.config.train.save_every)
 
     def after_step(self) -> None:
         """Tell the outcome of a save that has ended meanwhile; and, after the first step, make the copy's buffers."""

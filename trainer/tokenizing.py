@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ from trainer.data.chat import Encoded
 from trainer.data.texts import Text, read_texts
 from trainer.data.tokenizer import vocab_size, vocabulary_hash
 from trainer.data.tokens import TokenWriter
+from trainer.data.workers import Workers, chunks
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -110,10 +108,10 @@ Tokens = tuple[str, np.ndarray, int]
 
 def encode_texts(texts: Iterable[Text], tokenizer: PreTrainedTokenizerFast, *, workers: int) -> Iterator[Tokens]:
     """Every text as tokens, in order; by `workers` processes, or by this one when that is 0."""
-    chunks = _chunks(texts)
+    parts = chunks(texts, CHUNK_TEXTS)
     if workers == 0:
-        return (tokens for chunk in chunks for tokens in encode_chunk(chunk, tokenizer))
-    return _encode_in_processes(chunks, tokenizer, workers)
+        return (tokens for part in parts for tokens in encode_chunk(part, tokenizer))
+    return _encode_in_processes(parts, tokenizer, workers)
 
 
 def encode_chunk(texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast) -> list[Tokens]:
@@ -132,35 +130,11 @@ def _with_end(ids: Sequence[int], eos: int) -> np.ndarray:
     return np.asarray(ids if ids and ids[-1] == eos else [*ids, eos], dtype=np.int32)
 
 
-def _chunks(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    texts = iter(texts)
-    while chunk := list(islice(texts, CHUNK_TEXTS)):
-        yield chunk
-
-
 def _encode_in_processes(
-    chunks: Iterator[list[Text]], tokenizer: PreTrainedTokenizerFast, workers: int
+    parts: Iterator[list[Text]], tokenizer: PreTrainedTokenizerFast, count: int
 ) -> Iterator[Tokens]:
-    context = multiprocessing.get_context("spawn")  # a fork would copy the tokenizer's threads in any state
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(tokenizer,)) as pool:
-        waiting: deque[Future[list[Tokens]]] = deque()
-        try:
-            while (chunk := next(chunks, None)) or waiting:
-                if chunk:
-                    waiting.append(pool.submit(_encode_in_worker, chunk))
-                if len(waiting) > 2 * workers or not chunk:
-                    yield from waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-_worker: list[PreTrainedTokenizerFast] = []  # set once in each tokenizing process
-
-
-def _start(tokenizer: PreTrainedTokenizerFast) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker.append(tokenizer)
-
-
-def _encode_in_worker(texts: list[Text]) -> list[Tokens]:
-    return encode_chunk(texts, _worker[0])
+    workers = Workers(partial(encode_chunk, tokenizer=tokenizer), count)
+    try:
+        yield from chain.from_iterable(workers.map(parts))
+    finally:
+        workers.close()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trainer.batch import Batch
-from trainer.checkpoint.agreeing import on_any
+from trainer.checkpoint.agreeing import gather
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
 from trainer.checkpoint.writer import Writer
@@ -74,7 +74,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     reason = writer.prepare(module, optimizer)
     result: dict[str, Any] = {"synchronous": reason}
     began, result["while_allocating"] = time.perf_counter(), []
-    while on_any(not writer.is_ready(), dist.control_group):
+    while any(gather(not writer.is_ready(), dist.control_group)):
         result["while_allocating"].append(step())
     result["allocated_after_s"] = time.perf_counter() - began
     result["before"] = [step() for _ in range(10)]
@@ -88,7 +88,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
         with torch.no_grad():
             norm.add_(1.0)  # at once, before the copy can have been written
         during = []
-        while on_any(not writer.has_ended(), dist.control_group):
+        while any(gather(not writer.has_ended(), dist.control_group)):
             during.append(step())
         result[f"{save}_during"] = during
         written = writer.result()

@@ -11,11 +11,12 @@ from tests.tiny import packed_batch
 from trainer.config import config_from_dict
 from trainer.dist import start_dist, stop_dist
 from trainer.losses import sft_loss
-from trainer.memory import GIB, estimate_memory
+from trainer.memory import estimate_memory
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
+from trainer.words import GIB
 
 LENGTH, ROWS = 1024, 4
 SHAPE = DecoderShape(

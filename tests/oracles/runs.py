@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import barrier
 from tests.tiny import ALONE
 from trainer.config import config_from_dict
-from trainer.dist import Dist, barrier
+from trainer.dist import Dist
 from trainer.schema import METRICS_FILE, Config
 
 SEQ_LEN = 96

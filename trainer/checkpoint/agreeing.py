@@ -29,11 +29,6 @@ def on_all(act: Callable[[], None], group: Group, failure: Failure) -> None:
             raise CheckpointError(reason if len(reasons) == 1 else f"rank {rank}: {reason}") from caught
 
 
-def on_any(flag: bool, group: Group) -> bool:
-    """Whether the flag is set on any rank."""
-    return any(gather(flag, group))
-
-
 def gather(value: Any, group: Group) -> list[Any]:
     """The ranks' values, in rank order."""
     if group is None:

@@ -23,7 +23,7 @@ from trainer.checkpoint.shards import (
     read_shards,
     sharded_state,
 )
-from trainer.checkpoint.states import State, not_finite
+from trainer.checkpoint.states import State, check_finite
 from trainer.dist import Dist
 
 
@@ -48,12 +48,12 @@ def load(
     a file missing, cut or changed, all raise CheckpointError; model and optimizer are then undefined, the random state
     is as it was. `verified`: what `verify` has returned for it just before.
     """
-    group = dist.control_group
+    group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verified or verify(path, dist)
     failure = partial(cannot_load, path)
     random: list[dict[str, Any]] = []
     on_all(lambda: read_shards(path, model, optimizer, group), group, failure)
-    on_all(lambda: _check_finite(sharded_state(model, optimizer), path), group, failure)
+    on_all(lambda: check_finite(sharded_state(model, optimizer), verdict), group, failure)
     if resumed.world_size == dist.world_size:
         on_all(lambda: random.append(read_random_state(path, dist.rank)), group, failure)
         set_random_state(random[0])
@@ -65,10 +65,10 @@ def load_model(path: Path, model: nn.Module, dist: Dist) -> Resumed:
 
     Frozen parameters are not in a checkpoint and stay as they are. One process needs no process group.
     """
-    group = dist.control_group
+    group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
     resumed = verify(path, dist)
     on_all(lambda: read_model_shards(path, model, group), group, partial(cannot_load, path))
-    on_all(lambda: _check_finite({"model": model_state(model)}, path), group, partial(cannot_load, path))
+    on_all(lambda: check_finite({"model": model_state(model)}, verdict), group, partial(cannot_load, path))
     return resumed
 
 
@@ -110,9 +110,3 @@ def verify(path: Path, dist: Dist) -> Resumed:
 
     on_all(look, dist.control_group, partial(cannot_load, path))
     return read[0]
-
-
-def _check_finite(state: State, path: Path) -> None:
-    bad = not_finite(state)
-    if bad:
-        raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; cannot load {path}. {DAMAGED}")

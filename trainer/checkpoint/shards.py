@@ -26,6 +26,7 @@ from trainer.checkpoint.agreeing import Group
 from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
 from trainer.checkpoint.states import State, leaves
 from trainer.parallel.tensors import fsdp_modules
+from trainer.words import first_few
 
 # torch takes a run without a process group for one process: it is one. (A context would not do: it is for one thread.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -118,10 +119,7 @@ def _is_of_model(name: str, kept: State) -> bool:
 
 
 def _names(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return [f"{what} {', '.join(names[:2])}{more}"]
+    return [f"{what} {first_few(names, 2)}"] if names else []
 
 
 def _read(path: Path, state: State, group: Group) -> None:

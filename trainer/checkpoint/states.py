@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.errors import CheckpointError
 from trainer.parallel.tensors import local_tensor
+from trainer.words import first_few
 
 State = dict[str, Any]
 """Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
@@ -61,3 +63,10 @@ def not_finite(state: State) -> list[str]:
         for path, leaf in leaves(state)
         if isinstance(leaf, Tensor) and not is_finite(local_tensor(leaf))
     ]
+
+
+def check_finite(state: State, verdict: str) -> None:
+    """Raise CheckpointError that names what is not finite, and tells the verdict."""
+    bad = not_finite(state)
+    if bad:
+        raise CheckpointError(f"{first_few(bad, 3)}: values that are not finite; {verdict}")

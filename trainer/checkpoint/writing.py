@@ -18,7 +18,7 @@ from trainer.checkpoint.integrity import Manifest
 from trainer.checkpoint.random_state import write_random_state
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
-from trainer.checkpoint.states import State, local_bytes, not_finite
+from trainer.checkpoint.states import State, check_finite, local_bytes
 
 FORMAT = 2  # of the folder: 2 has the optimizer's state by parameter name without its groups, and `files`
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
@@ -60,7 +60,7 @@ def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> st
     Raises CheckpointError on every rank when any rank could not write or holds a value that is not finite; what was
     there before is then as it was, and the partial folder is gone.
     """
-    on_all(lambda: _check_finite(state, order.final), group, partial(cannot_write, order.final))
+    on_all(lambda: check_finite(state, f"{order.final} not written"), group, partial(cannot_write, order.final))
     _check_space(order, state, group)
     try:
         _write_aside(order, state, group, at)
@@ -102,12 +102,6 @@ def _write_aside(order: Order, state: State, group: Group, at: AtPoint) -> None:
         "files": {name: entry for part in gather(files, group) for name, entry in part.items()},
     }
     on_all(lambda: commit(aside, order.final, info, at) if main else None, group, failure)
-
-
-def _check_finite(state: State, final: Path) -> None:
-    bad = not_finite(state)
-    if bad:
-        raise CheckpointError(f"{', '.join(bad[:3])}: values that are not finite; {final} not written")
 
 
 def _check_space(order: Order, state: State, group: Group) -> None:

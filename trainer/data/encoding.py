@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.chat import Encoded, encode
 from trainer.data.messages import Row
+from trainer.data.workers import Workers, chunks
 from trainer.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ class RowEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> None:
         self._one = partial(_encode_row, tokenizer=tokenizer, loss_on=data.loss_on, system_prompt=data.system_prompt)
         self._workers = data.workers
-        self._pool: ProcessPoolExecutor | None = None
+        self._processes: Workers[list[SourceRow], list[EncodedRow]] | None = None
 
     def encode(self, rows: Iterable[SourceRow]) -> Iterator[EncodedRow]:
         """Each row encoded, read as far ahead as the processes have work for."""
@@ -50,18 +48,14 @@ class RowEncoder:
         rows = chain(first, rows)
         if len(first) <= CHUNK_ROWS:
             return map(self._one, rows)
-        if self._pool is None:
-            # spawned, not forked: the training process may have threads and a CUDA context
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(
-                self._workers, mp_context=context, initializer=_start_worker, initargs=(self._one,)
-            )
-        return _encode_in_processes(rows, self._pool, ahead=2 * self._workers)
+        if self._processes is None:
+            self._processes = Workers(partial(_encode_chunk, one=self._one), self._workers)
+        return chain.from_iterable(self._processes.map(chunks(rows, CHUNK_ROWS)))
 
     def close(self) -> None:
         """End the processes."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
 
 
 def encode_rows(
@@ -89,21 +83,5 @@ def _encode_row(
     return EncodedRow(source, content_key(row), document)
 
 
-def _encode_in_processes(rows: Iterator[SourceRow], pool: ProcessPoolExecutor, *, ahead: int) -> Iterator[EncodedRow]:
-    waiting: deque[Future[list[EncodedRow]]] = deque()
-    while (chunk := list(islice(rows, CHUNK_ROWS))) or waiting:
-        if chunk:
-            waiting.append(pool.submit(_encode_in_worker, chunk))
-        if len(waiting) > ahead or not chunk:
-            yield from waiting.popleft().result()
-
-
-_worker: list[partial[EncodedRow]] = []  # set once in each tokenizing process
-
-
-def _start_worker(one: partial[EncodedRow]) -> None:
-    _worker.append(one)
-
-
-def _encode_in_worker(chunk: list[SourceRow]) -> list[EncodedRow]:
-    return [_worker[0](pair) for pair in chunk]
+def _encode_chunk(chunk: list[SourceRow], *, one: partial[EncodedRow]) -> list[EncodedRow]:
+    return [one(pair) for pair in chunk]

@@ -83,10 +83,3 @@ def build_row(documents: Iterable[Encoded], *, seq_len: int, pad_id: int) -> Pac
         begin = end
     positions[begin:] = np.arange(seq_len - begin)  # padding looks like one more document to whoever reads positions
     return PackedRow(input_ids, labels, positions, doc_ids)
-
-
-def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: bool = True) -> list[PackedRow]:
-    """All documents, none longer than `seq_len`, in rows."""
-    lengths = [len(document.ids) for document in encoded]
-    plan = plan_rows(lengths, range(len(encoded)), seq_len=seq_len, packing=packing)
-    return [build_row([encoded[i] for i in row], seq_len=seq_len, pad_id=pad_id) for row in plan]

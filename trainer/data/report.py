@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trainer.words import first_few
+
 SHOWN_IDS = 5
 
 
@@ -87,5 +89,4 @@ class DataReport:
 
 def some(ids: Sequence[str]) -> str:
     """The first few of the ids, and how many more there are."""
-    more = f" and {len(ids) - SHOWN_IDS:,} more" if len(ids) > SHOWN_IDS else ""
-    return ", ".join(ids[:SHOWN_IDS]) + more
+    return first_few(ids, SHOWN_IDS)

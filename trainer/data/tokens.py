@@ -259,14 +259,6 @@ class TokenFile:
                 hint="tokenize the texts again with the model's own tokenizer",
             )
 
-    def verify(self) -> None:
-        """Read all of it and raise DataError when a byte has changed since it was written."""
-        with self.path.open("rb") as file:
-            found = _hash_sections(file, self.header.sections)
-        if found != self.header.content_hash:
-            message = f"the file is damaged: its content has hash {found[:16]}, not {self.header.content_hash[:16]}"
-            raise DataError(message, where=str(self.path.absolute()), hint="tokenize the texts again")
-
     def _check_unchanged(self) -> None:
         """The map shows whatever is written into the file, and a file that got shorter ends the process (SIGBUS)."""
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.optim.groups import parameter_groups
-from trainer.optim.low_bit import build_adamw8bit
+from trainer.optim.low_bit import BLOCK, build_adamw8bit, is_quantised
 from trainer.schema import OptimConfig
 
 
@@ -24,3 +26,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         return build_adamw8bit(groups, settings)
     # fused: one kernel for all parameters, and the only variant that can skip a step on the device (`found_inf`)
     return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def state_bytes(parameters: Iterable[Tensor], config: OptimConfig) -> float:
+    """Bytes of the optimizer's state for a trained parameter, on average: two fp32 moments, or a byte a value and an
+    fp32 scale a block where they are quantised."""
+    trained = [p for p in parameters if p.requires_grad]
+    total = sum(p.numel() for p in trained)
+    small = sum(p.numel() for p in trained if is_quantised(p)) if config.optimizer == "adamw8bit" else 0
+    return 2 * (4 * (total - small) + (1 + 4 / BLOCK) * small) / max(1, total)

@@ -12,11 +12,6 @@ from torch.distributed.tensor import DTensor
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The config's word for a dtype; torch's own for one that no config names."""
-    return next((name for name, value in DTYPES.items() if value == dtype), str(dtype).removeprefix("torch."))
-
-
 def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
     """The modules in `module`, itself included, that are FSDP groups."""
     return (child for child in module.modules() if isinstance(child, FSDPModule))

@@ -6,16 +6,16 @@ The plan is made from a model on the meta device, so that `--inspect` can show i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from math import ceil
 
 import torch
 from torch import nn
 
-from trainer.config_optim import STATE_BYTES
 from trainer.config_parallel import Sharding, backend_of, sharding
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
+from trainer.models.patterns import matching
+from trainer.optim.build import state_bytes
 from trainer.parallel.plan import ROOT, Group, WrapPlan
 from trainer.parallel.tensors import DTYPES
 from trainer.schema import Config, ParallelConfig
@@ -45,7 +45,7 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
         compute_dtype=config.train.precision,
         reduce_dtype=options.reduce_dtype,
         reduce_bytes=DTYPES[options.reduce_dtype].itemsize,
-        state_bytes=STATE_BYTES[config.optim.optimizer],
+        state_bytes=state_bytes(decoder.parameters(), config.optim),
         forward_ahead=int(options.forward_prefetch) if fsdp else 0,
         backward_ahead=options.backward_prefetch_depth if fsdp else 0,
         offloaded=options.cpu_offload and fsdp,
@@ -55,15 +55,7 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
 def ignored_names(decoder: nn.Module, patterns: Iterable[str]) -> list[str]:
     """The modules that the patterns name. Raises ConfigError for a pattern that names none."""
     names = [name for name, _ in decoder.named_modules() if name]
-    found = []
-    for pattern in patterns:
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            known = ", ".join(name for name in names if ".layers.1" not in name)[:300]
-            raise ConfigError(
-                f"parallel.ignored_modules names {pattern!r}, no module of this model", hint=f"known: {known}"
-            )
-        found += matching
+    found = [name for pattern in patterns for name in matching(pattern, names, "parallel.ignored_modules")]
     return list(dict.fromkeys(found))
 
 

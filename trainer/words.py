@@ -1,0 +1,18 @@
+"""Sizes and lists of names in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MIB, GIB = 2**20, 2**30
+
+
+def render_bytes(size: float) -> str:
+    """`12.34 GiB`, or in MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
+
+
+def first_few(names: Sequence[str], count: int) -> str:
+    """`a, b and 7 more`: the first `count` names, and how many more there are."""
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
