@@ -220,8 +220,9 @@ def test_random_weights_are_the_same_on_any_number_of_ranks(backend, world_size)
 
 
 def buffers_of_all_backends(dist: Dist) -> list[dict[str, Tensor]]:
-    names = ["ddp", "fsdp"] if dist.world_size > 1 else ["pytorch", "ddp", "fsdp"]
-    modules = (prepared(dist, config(name, precision="bf16"), tiny_shape())[1] for name in names)
+    cfgs = [config("ddp", precision="bf16"), config("fsdp", precision="bf16"), config("fsdp", cpu_offload=True)]
+    cfgs += [config("pytorch", precision="bf16")] if dist.world_size == 1 else []
+    modules = (prepared(dist, cfg, tiny_shape())[1] for cfg in cfgs)
     return [{name.removeprefix("module."): full(tensor) for name, tensor in m.named_buffers()} for m in modules]
 
 
