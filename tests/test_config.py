@@ -458,9 +458,9 @@ OVERRIDE_ERRORS = [
     ),
     ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0], it names 0 twice\n  on the command line\nhint: one"),
     (
-        "train.steps=5",
-        "Error: optim.warmup_steps is 10, more than train.steps, 5\n  on the command line\n"
-        "hint: set optim.warmup_steps=0",
+        "optim.warmup_steps=500",
+        "Error: optim.warmup_steps is 500, more than train.steps, 60\n  on the command line\n"
+        "hint: set optim.warmup_steps=6",
     ),
 ]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.config_length import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig
@@ -58,3 +59,8 @@ def test_found_inf_leaves_weights_and_moments_as_they_were():
     optimizer.step()
     after = [model.weight, optimizer.state[model.weight]["exp_avg"]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("given", "steps", "warmup"), [(None, 200, 10), (None, 6, 1), (None, 3, 0), (7, 6, 7)])
+def test_warm_up_is_as_given_else_ten_steps_and_at_most_a_fifth_of_the_run(given, steps, warmup):
+    assert warmup_steps(OptimConfig(warmup_steps=given), steps) == warmup

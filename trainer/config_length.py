@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.schema import Config
+from trainer.schema import Config, OptimConfig
+
+WARMUP_STEPS, LEAST_PARTS = 10, 5
+
+
+def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """The steps of warm-up: as given, else 10, and never more than a fifth of the run."""
+    return min(WARMUP_STEPS, total_steps // LEAST_PARTS) if optim.warmup_steps is None else optim.warmup_steps
 
 
 def length_notes(config: Config, total_steps: int) -> list[str]:
@@ -17,10 +24,11 @@ def length_notes(config: Config, total_steps: int) -> list[str]:
 
 def _beyond(config: Config, total_steps: int) -> Iterator[tuple[str, int, str]]:
     optim, train = config.optim, config.train
-    if optim.warmup_steps > total_steps:
-        yield "optim.warmup_steps", optim.warmup_steps, "the learning rate never peaks"
-    elif optim.decay_steps is not None and optim.warmup_steps + optim.decay_steps > total_steps:
-        both = optim.warmup_steps + optim.decay_steps
+    warmup = warmup_steps(optim, total_steps)
+    if warmup > total_steps:
+        yield "optim.warmup_steps", warmup, "the learning rate never peaks"
+    elif optim.decay_steps is not None and warmup + optim.decay_steps > total_steps:
+        both = warmup + optim.decay_steps
         yield "optim.warmup_steps + decay_steps", both, "the decay does not reach its end"
     for key in ("profile_steps", "memory_snapshot_steps"):
         late = [step for step in getattr(train, key) if step > total_steps]

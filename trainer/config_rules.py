@@ -13,6 +13,7 @@ from trainer.config_corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, cor
 from trainer.config_data import data_rules, data_without_effect
 from trainer.config_fields import show
 from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
+from trainer.config_length import warmup_steps
 from trainer.config_optim import groups_rules, lora_rules, optim_without_effect
 from trainer.config_saving import best_rules, saving_without_effect
 from trainer.errors import ConfigError
@@ -330,11 +331,12 @@ def _schedule(config: Config) -> Iterator[Broken]:
             f"optim.decay_steps is {o.decay_steps}, but optim.schedule is {o.schedule}; only wsd has a decay of its own"
         )
         yield Broken("optim.decay_steps", message, "drop decay_steps or set optim.schedule=wsd", ("optim.schedule",))
-    if steps is not None and o.warmup_steps > steps:
-        message = f"optim.warmup_steps is {o.warmup_steps}, more than train.steps, {steps}"
+    warmup = 0 if steps is None else warmup_steps(o, steps)
+    if steps is not None and warmup > steps:
+        message = f"optim.warmup_steps is {warmup}, more than train.steps, {steps}"
         yield Broken("optim.warmup_steps", message, f"set optim.warmup_steps={steps // 10}", ("train.steps",))
-    if steps is not None and o.decay_steps is not None and o.warmup_steps + o.decay_steps > steps:
-        total = f"optim.warmup_steps {o.warmup_steps} + decay_steps {o.decay_steps} = {o.warmup_steps + o.decay_steps}"
+    if steps is not None and o.decay_steps is not None and warmup + o.decay_steps > steps:
+        total = f"optim.warmup_steps {warmup} + decay_steps {o.decay_steps} = {warmup + o.decay_steps}"
         yield Broken(
             "optim.decay_steps", f"{total}, more than train.steps, {steps}", "", ("train.steps", "optim.warmup_steps")
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer.config import config_notes, num_processes
-from trainer.config_length import length_notes
+from trainer.config_length import length_notes, warmup_steps
 from trainer.data.loader import Data, DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
@@ -123,11 +123,12 @@ def plan_schedule(config: Config, data: Data) -> Schedule:
     steps = loader.total_steps
     multiplier = lr_multiplier(config.optim, steps)
     peak = peak_learning_rate(config.optim, loader.global_batch_size)
-    highest = min(config.optim.warmup_steps, steps - 1)  # it rises until there, and never again
+    warmup = warmup_steps(config.optim, steps)
+    highest = min(warmup, steps - 1)  # it rises until there, and never again
     tokens_per_row = report.tokens / max(1, report.packed_rows)
     return Schedule(
         steps=steps,
-        warmup_steps=config.optim.warmup_steps,
+        warmup_steps=warmup,
         rows_per_step=loader.global_batch_size,
         epochs=None if loader.steps_per_epoch is None else steps / loader.steps_per_epoch,
         tokens=round(steps * loader.global_batch_size * tokens_per_row),

@@ -220,8 +220,9 @@ class OptimConfig:
     """Where the decay ends, same unit as learning_rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls after the warm-up. wsd: it stays, and falls in the last `decay_steps` (a cosine)."""
-    warmup_steps: int = 10
-    """Steps in which the learning rate rises linearly from 0 (wsd: from min_learning_rate)."""
+    warmup_steps: int | None = None
+    """Steps in which the learning rate rises linearly from 0 (wsd: from min_learning_rate); null: 10, and never more
+    than a fifth of the run."""
     decay_steps: int | None = None
     """WSD only: length of the final decay; None: a fifth of all steps."""
     beta1: float = 0.9

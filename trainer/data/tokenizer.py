@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,10 +49,12 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
 
 
 def quiet_transformers() -> None:
-    """No progress bars of transformers between our lines."""
-    from transformers.utils import logging
+    """No progress bars of transformers between our lines, nor words of torchao, which it imports where it is."""
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    for name in ("torchao", "torch.utils._pytree"):  # kernels for cards that are not here, and a change of torch's own
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from trainer.config_length import warmup_steps
 from trainer.schema import OptimConfig
 
 Multiplier = Callable[[int], float]
@@ -16,7 +17,7 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
     The values are those of transformers' schedules of the same name: the warm-up starts at 0 (WSD: at
     `min_learning_rate`), and `total_steps` steps later the decay has reached `min_learning_rate`.
     """
-    warmup = config.warmup_steps
+    warmup = warmup_steps(config, total_steps)
     floor = config.min_learning_rate / config.learning_rate if config.learning_rate else 0.0
     if config.schedule == "constant":
         return _with_warmup(lambda step: 1.0, warmup)
