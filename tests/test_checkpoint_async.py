@@ -171,7 +171,7 @@ def prepare_where_one_rank_has_no_room(dist: Dist, folder: str) -> tuple[str | N
 def test_no_room_for_a_copy_on_one_rank_is_told_by_all_and_none_saves_beside(tmp_path):
     first, second = run_ranks(prepare_where_one_rank_has_no_room, 2, str(tmp_path))
     assert first == second
-    assert first[0].endswith("of which 0.00 GiB are available")
+    assert first[0].endswith("of which 0.00 MiB are available")
     assert first[1]
 
 

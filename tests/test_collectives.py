@@ -28,6 +28,8 @@ COLLECTIVES = {
     "full_tensor",
     "sum_over_ranks",
     "on_rank0",
+    "on_all",
+    "on_each_node",
     "rank0_first",
     "train_step",
     "evaluate",

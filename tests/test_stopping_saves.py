@@ -139,7 +139,7 @@ def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, smal
         if point == "pruned" and not (small_disk / "ballast").exists():
             (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
 
-    with pytest.raises(CheckpointError, match=r"it needs \d+.\d MiB and \d.\d MiB are free"):
+    with pytest.raises(CheckpointError, match=r"it needs \d+.\d+ MiB and \d.\d+ MiB are free"):
         loop.train(run, at=fill)  # the last save must succeed
     run.log.close()
     told = capfd.readouterr().out

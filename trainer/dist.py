@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -25,6 +25,10 @@ COMM_TIMEOUT_ENV = "TORCHFERRY_COMM_TIMEOUT_S"
 CONTROL_TIMEOUT_ENV where that is 0)."""
 CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
 """Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
+
+
+Group = torch_dist.ProcessGroup | None
+"""A gloo group of all ranks; None in a world of one."""
 
 
 class DistError(Exception):
@@ -148,6 +152,15 @@ def sum_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
     return result
 
 
+def gather(value: Any, group: Group) -> list[Any]:
+    """The ranks' values, in rank order; they must be picklable."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """What `function` returned on rank 0, on every rank (it must be picklable).
 
@@ -155,19 +168,19 @@ def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """
     if dist.control_group is None:
         return function()
-    answer: list = [None, None]
+    answer, failed = None, None
     caught: Exception | None = None
     if dist.is_main:
         try:
-            answer[0] = function()
+            answer = function()
         except Exception as error:
-            caught, answer[1] = error, f"{type(error).__name__}: {error}"
-    torch_dist.broadcast_object_list(answer, src=0, group=dist.control_group)
+            caught, failed = error, f"{type(error).__name__}: {error}"
+    answer, failed = gather((answer, failed), dist.control_group)[0]
     if caught is not None:
         raise caught
-    if answer[1] is not None:
-        raise DistError(f"rank 0 failed: {answer[1]}")
-    return answer[0]
+    if failed is not None:
+        raise DistError(f"rank 0 failed: {failed}")
+    return answer
 
 
 def rank0_first(dist: Dist, function: Callable[[], T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from trainer.config import config_from_dict
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
+from trainer.files import lack_of_room
 from trainer.finishing import export, render_export
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder
@@ -207,9 +207,6 @@ def _size(state: Mapping[str, Any]) -> int:
 def check_space(target: Path, size: int) -> None:
     """Raise ModelError before anything is written when the disk has no room."""
     parent = next(folder for folder in target.parents if folder.is_dir())
-    free, needed = shutil.disk_usage(parent).free, size + HEADROOM_BYTES
-    if free < needed:
-        raise ModelError(
-            f"no room for {target}: it needs {render_bytes(needed)} and {render_bytes(free)} are free",
-            hint="free some space, or name another disk",
-        )
+    lack = lack_of_room(parent, size + HEADROOM_BYTES)
+    if lack:
+        raise ModelError(f"no room for {target}: {lack}", hint="free some space, or name another disk")

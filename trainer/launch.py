@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config import ConfigError, config_to_yaml, local_data_paths, num_processes
+from trainer.files import replace_text
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
 from trainer.trackers import check_trackers
 
@@ -209,11 +210,9 @@ def new_run_dir(config: Config, started: time.struct_time) -> Path:
 
 def write_config(config: Config, run_dir: Path) -> None:
     """Keep the resolved config in the run folder, created where needed; what stood there goes only when it is whole."""
-    aside = run_dir / f".tmp_{CONFIG_FILE}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        aside.write_text(config_to_yaml(config))
-        aside.replace(run_dir / CONFIG_FILE)
+        replace_text(run_dir / CONFIG_FILE, config_to_yaml(config))
     except OSError as error:
         raise ConfigError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
 

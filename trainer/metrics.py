@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.files import replace_bytes
 from trainer.trackers import Tracker, numbers_of
 
 Record = dict[str, Any]
@@ -134,9 +135,7 @@ def drop_records_after(path: Path, step: int) -> None:
     kept = [line for line in lines if _recorded_step(line) <= step]
     if kept == lines:
         return
-    aside = path.with_suffix(".tmp")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)
+    replace_bytes(path, b"".join(kept))
 
 
 def _recorded_step(line: bytes) -> float:

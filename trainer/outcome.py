@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.files import replace_text
 from trainer.schema import OUTCOME_FILE
 
 
 def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
     """Write outcome.json in one piece: whoever follows the run may read it at any time."""
-    aside = run_dir / f".tmp_{OUTCOME_FILE}"
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items()]
-    aside.write_text("{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line
-    aside.replace(run_dir / OUTCOME_FILE)
+    replace_text(run_dir / OUTCOME_FILE, "{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line

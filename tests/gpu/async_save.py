@@ -18,11 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trainer.batch import Batch
-from trainer.checkpoint.agreeing import gather
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
 from trainer.checkpoint.writer import Writer
-from trainer.dist import Dist, start_dist, stop_dist
+from trainer.dist import Dist, gather, start_dist, stop_dist
 from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch.distributed as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.errors import CheckpointError, first_cause
+from trainer.dist import Group, gather
 
-Group = torch_dist.ProcessGroup | None
-"""A gloo group of all ranks; None in a world of one."""
 Failure = Callable[[str], CheckpointError]
 """From a reason to the error that tells it."""
 
@@ -27,15 +24,6 @@ def on_all(act: Callable[[], None], group: Group, failure: Failure) -> None:
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise CheckpointError(reason if len(reasons) == 1 else f"rank {rank}: {reason}") from caught
-
-
-def gather(value: Any, group: Group) -> list[Any]:
-    """The ranks' values, in rank order."""
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _reason(error: BaseException, failure: Failure) -> str:

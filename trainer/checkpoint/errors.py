@@ -6,6 +6,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.words import render_bytes
+
 DAMAGED = "If a file is damaged, remove this folder: an earlier checkpoint is taken then"
 
 
@@ -19,7 +21,7 @@ def cannot_load(path: Path, reason: str) -> CheckpointError:
 
 def cannot_write(path: Path, reason: str) -> CheckpointError:
     with suppress(OSError):
-        reason += f" ({shutil.disk_usage(path.parent).free / 2**20:.0f} MiB free)"
+        reason += f" ({render_bytes(shutil.disk_usage(path.parent).free)} free)"
     return CheckpointError(f"cannot write the checkpoint {path}: {reason}")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trainer.files import sync_folder
 from trainer.schema import CHECKPOINT_MARKER
 
 STATE_FILE = "state.json"
@@ -69,17 +70,17 @@ def make_empty(folder: Path) -> None:
 def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], None] = lambda point: None) -> None:
     """Give a completely written folder its marker and its name; `at` hears of each point that is passed."""
     _write_synced(aside / STATE_FILE, json.dumps(info, indent=1))
-    _sync_folder(aside)
+    sync_folder(aside)
     at("state")
     _write_synced(aside / CHECKPOINT_MARKER, "")
-    _sync_folder(aside)
+    sync_folder(aside)
     at("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
         final.rename(replaced)  # in one piece: half deleted it could still look complete
         at("replaced")
     aside.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     at("renamed")
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -101,11 +102,3 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trainer.checkpoint.agreeing import Group
 from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
 from trainer.checkpoint.states import State, leaves
+from trainer.dist import Group
 from trainer.parallel.tensors import fsdp_modules
 from trainer.words import first_few
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.states import Key, State, is_plain, key_of, leaves, map_leaves
 from trainer.hostmem import available_bytes
 from trainer.parallel.tensors import local_tensor
+from trainer.words import render_bytes
 
 PINNED_FROM_BYTES = 2**20
 """Larger tensors are pinned one by one; smaller ones lie together in one pinned buffer."""
@@ -107,8 +108,7 @@ def why_no_room(needed: int, *, available: int | None = None, ranks: int | None 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
     if available is None or needed * ranks <= SHARE_OF_MEMORY * available:
         return None
-    gib = 2**30
     return (
-        f"{ranks} rank(s) would copy {needed / gib:.2f} GiB each to the host's memory, "
-        f"of which {available / gib:.2f} GiB are available"
+        f"{ranks} rank(s) would copy {render_bytes(needed)} each to the host's memory, "
+        f"of which {render_bytes(available)} are available"
     )

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.agreeing import gather
 from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.staging import Staging, sizes_of, why_no_room
 from trainer.checkpoint.states import State, local_bytes
 from trainer.checkpoint.writing import AtPoint, Order, nothing, write
-from trainer.dist import Dist, new_control_group
+from trainer.dist import Dist, gather, new_control_group
 
 
 @dataclass(frozen=True)

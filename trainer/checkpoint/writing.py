@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from trainer.checkpoint.agreeing import Group, gather, on_all
+from trainer.checkpoint.agreeing import on_all
 from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause
 from trainer.checkpoint.folders import commit, make_empty, step_name
 from trainer.checkpoint.integrity import Manifest
@@ -19,6 +19,8 @@ from trainer.checkpoint.random_state import write_random_state
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
 from trainer.checkpoint.states import State, check_finite, local_bytes
+from trainer.dist import Group, gather
+from trainer.files import lack_of_room
 
 FORMAT = 2  # of the folder: 2 has the optimizer's state by parameter name without its groups, and `files`
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
@@ -111,15 +113,9 @@ def _check_space(order: Order, state: State, group: Group) -> None:
 
     def check() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise CheckpointError(_no_space(folder, needed, free))
+        lack = lack_of_room(folder, needed)
+        if lack:
+            hint = "Free some space, or lower train.keep_last"
+            raise CheckpointError(f"no room for a checkpoint in {folder}: {lack}. {hint}")
 
     on_all(check if order.rank == 0 else lambda: None, group, partial(cannot_write, order.final))
-
-
-def _no_space(folder: Path, needed: int, free: int) -> str:
-    return (
-        f"no room for a checkpoint in {folder}: it needs {needed / 2**20:.1f} MiB and {free / 2**20:.1f} MiB are free. "
-        f"Free some space, or lower train.keep_last"
-    )

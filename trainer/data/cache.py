@@ -23,7 +23,7 @@ from trainer.data.sources import identify
 from trainer.data.store import ListStore, RowTable, Store, collect
 from trainer.data.tokenizer import tokenizer_hash, vocab_size
 from trainer.data.tokens import TokenFile, TokenWriter
-from trainer.dist import Dist, DistError
+from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config
 
@@ -155,9 +155,8 @@ def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
         while not _all_done(dist, future):
             pass
         error = future.exception() if future is not None else None  # type: ignore[assignment]
-    errors: list[Any] = [None] * dist.world_size
     told = error if isinstance(error, UserError) or error is None else DistError(f"rank {dist.rank} failed: {error!r}")
-    torch_dist.all_gather_object(errors, _portable(told), group=dist.control_group)
+    errors = gather(_portable(told), dist.control_group)
     if error is not None:
         raise error
     first = next((found for found in errors if found is not None), None)

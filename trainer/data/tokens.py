@@ -26,6 +26,7 @@ import numpy as np
 from trainer.config_corpus import TOKEN_SUFFIX
 from trainer.data.chat import Encoded
 from trainer.errors import DataError
+from trainer.files import sync_folder
 
 SUFFIX = TOKEN_SUFFIX
 MAGIC = b"TFTOKENS"
@@ -150,7 +151,8 @@ class TokenWriter:
         os.fsync(main.fileno())
         self._aside.chmod(0o666 & ~_umask())  # mkstemp makes files that only the owner reads
         self._aside.replace(self.path)
-        _sync_folder(self.path.parent)
+        with suppress(OSError):  # some network file systems cannot
+            sync_folder(self.path.parent)
 
     def _header(self, sections: dict[str, list[int]], content_hash: str) -> TokenHeader:
         return TokenHeader(
@@ -372,12 +374,3 @@ def _umask() -> int:
     value = os.umask(0)
     os.umask(value)
     return value
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some network file systems cannot
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
