@@ -21,7 +21,13 @@ RESULT_PARTS = (
     "outcome.json",
     "logs",
     "export",
+    "hang",
+    "tensorboard",
+    "profile",
 )
+"""Token files and locks stay: of use on the host only, and as large as the data."""
+WHOLE_PARTS = ("export", "profile")
+"""Of these comes everything or nothing, as the limit allows."""
 CHECKPOINT_PARTS = ("checkpoints",)
 BEYOND_LIMIT = "beyond the limit"
 
@@ -37,7 +43,7 @@ class Wish:
     checkpoints: str | None = None
     """`all`, `latest`, a step or a folder's name; None for none."""
     max_bytes: int | None = None
-    """The export and checkpoints that would exceed it stay on the host."""
+    """The export, traces and checkpoints that would exceed it stay on the host."""
     may_lack: bool = False
     """The named checkpoint may come later."""
     streams: int | None = None
@@ -64,7 +70,7 @@ def choose(
 ) -> tuple[list[RemoteFile], list[LeftOut]]:
     """The files to bring, and what stays on the host and why. UsageError for a checkpoint that is not there.
 
-    Small files always come; then the export, then checkpoints from the newest on, each whole, while the limit holds.
+    Small files always come; then the export, traces, then checkpoints from the newest on, each whole, while the limit holds.
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])
@@ -73,21 +79,21 @@ def choose(
         units.setdefault(file.unit, []).append(file)
     chosen = units.pop("")
     size = sum(file.size for file in chosen)
-    for name in [*(["export"] if "export" in units else []), *_checkpoints(units, wish)]:
+    for name in [*(part for part in WHOLE_PARTS if part in units), *_checkpoints(units, wish)]:
         unit_bytes = sum(file.size for file in units[name])
         if wish.max_bytes is not None and size + unit_bytes > wish.max_bytes:
             left_out.append(LeftOut(name, len(units[name]), unit_bytes, BEYOND_LIMIT))
         else:
             chosen += units[name]
             size += unit_bytes
-    if wish.checkpoints in ("all", "latest") and set(units) <= {"export"}:
+    if wish.checkpoints in ("all", "latest") and set(units) <= set(WHOLE_PARTS):
         left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet"))
     return chosen, left_out
 
 
 def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], wish: Wish) -> list[str]:
     """The wanted ones of the complete checkpoints, the newest first."""
-    complete = [name for name, files in units.items() if name != "export" and any(map(_is_marker, files))]
+    complete = [name for name, files in units.items() if name not in WHOLE_PARTS and any(map(_is_marker, files))]
     there = sorted(complete, key=_age, reverse=True)
     if wish.checkpoints in (None, "all"):
         return there

@@ -37,16 +37,18 @@ class RemoteFile:
 
     @property
     def unit(self) -> str:
-        """The folder that is of use only as a whole: a checkpoint, or the export. Empty for a file of its own."""
+        """The folder that is of use only as a whole: a checkpoint, the export, the traces. Empty for a file of its own."""
         parts = self.path.split("/")
         if parts[0] == "checkpoints":
             return "/".join(parts[:2])
-        return "export" if parts[0] == "export" else ""
+        return parts[0] if parts[0] in ("export", "profile") else ""
 
     @property
     def grows(self) -> bool:
         """Whether a job only ever appends to it."""
-        return self.path == "metrics.jsonl" or (self.path.startswith("logs/") and self.path.endswith(".log"))
+        if self.path == "metrics.jsonl" or self.path.startswith("tensorboard/"):
+            return True
+        return self.path.startswith("logs/") and self.path.endswith(".log")
 
 
 @dataclass(frozen=True, slots=True)

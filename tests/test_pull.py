@@ -294,6 +294,15 @@ def test_limit_keeps_what_fits_whole_and_names_the_rest():
     ]
 
 
+def test_what_a_run_tells_of_itself_comes_home_and_its_token_files_do_not(job, tmp_path):
+    here = {f"{name}/a": noise(50, seed) for seed, name in enumerate(("hang", "tensorboard", "profile"))}
+    for name, data in {**here, "tokens/rows.tokens": noise(50), "control/trainer.lock": b"1"}.items():
+        put(job / name, data)
+    pull(host_of(job), "j1", target=tmp_path / "home")
+    found = files_below(tmp_path / "home")
+    assert here.items() <= found.items() and not [name for name in found if name.startswith(("tokens", "control"))]
+
+
 def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
     files = [RemoteFile("logs/A", 1, 0, 1, 1), RemoteFile("logs/a", 2, 0, 2, 1)]
     kept, left_out = choose(files, Wish(), folds_case=True)
