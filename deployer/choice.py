@@ -70,7 +70,8 @@ def choose(
 ) -> tuple[list[RemoteFile], list[LeftOut]]:
     """The files to bring, and what stays on the host and why. UsageError for a checkpoint that is not there.
 
-    Small files always come; then the export, traces, then checkpoints from the newest on, each whole, while the limit holds.
+    Small files always come; then the export, the traces, and checkpoints from the newest on, each whole, while the
+    limit holds.
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])

@@ -37,7 +37,7 @@ class RemoteFile:
 
     @property
     def unit(self) -> str:
-        """The folder that is of use only as a whole: a checkpoint, the export, the traces. Empty for a file of its own."""
+        """The folder that is of use only as a whole: a checkpoint, the export, the traces; empty for others."""
         parts = self.path.split("/")
         if parts[0] == "checkpoints":
             return "/".join(parts[:2])

@@ -368,6 +368,13 @@ def test_run_exports_an_adapter_that_peft_loads_and_a_merged_model(whole_run, ba
     assert adapted.peft_config["default"].base_model_name_or_path == base
 
 
+def test_merged_model_of_an_earlier_end_does_not_stay_beside_newer_adapters(whole_run, base, rows, tmp_path):
+    shutil.copytree(whole_run, tmp_path / "run")
+    lora_run(ALONE, base, str(tmp_path / "run"), rows, {"lora": {"merge_export": False}})
+    left = {path.name for path in (tmp_path / "run" / "export").iterdir()}
+    assert "adapter" in left and not left & {"config.json", "model.safetensors"}
+
+
 def test_run_says_which_adapters_it_trains(base, rows, tmp_path, capsys):
     lora_run(ALONE, base, str(tmp_path / "run"), rows, {"train": {"stop_after_steps": 1, "eval_every": 0}})
     assert "lora: rank 4, alpha 16, so scaled by 4, dropout 0, beside 4 linear modules" in "".join(capsys.readouterr())

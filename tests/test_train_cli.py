@@ -38,6 +38,16 @@ def run_train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
 
 
+def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
+    command = [sys.executable, str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py")]
+    command += ["target.device=cpu", "--run-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("run folder")
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode == 130 and "interrupted" in said and "Aborted" not in said
+
+
 # --- deciding ---------------------------------------------------------------------------------------------------------
 
 

@@ -84,8 +84,20 @@ def render_commands() -> str:
     return "\n".join(f"  python train.py {usage:<22} {gives}" for _, usage, gives in COMMANDS.values())
 
 
+class Interruptible(click.Command):
+    """Ends with 130 after a Ctrl-C that nothing in it has heard, as while torch is imported; click would say 1."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted before the first step; checkpoints are as they were", err=True)
+            ctx.exit(130)
+
+
 @click.command(
     "train",
+    cls=Interruptible,
     help=HELP.format(commands=render_commands()),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )

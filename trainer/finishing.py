@@ -92,8 +92,17 @@ def export(
                 prompt_ids=prompt_ids,
             ),
         )
+        if not merged:
+            on_rank0(dist, lambda: remove_model(folder))
         written["adapter"] = f"{folder.name}/{ADAPTER_DIR}"
     return {**written, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
+
+
+def remove_model(folder: Path) -> None:
+    """Delete a whole model that an earlier end left beside adapter/: its weights are not those of these adapters."""
+    for pattern in ("model*.safetensors*", "config.json", "generation_config.json"):
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
