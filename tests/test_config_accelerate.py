@@ -179,3 +179,11 @@ def test_deploy_of_a_program_takes_no_fsdp_config(tmp_path):
     done = CliRunner().invoke(cli, ["run", "--fsdp-config", "a.yaml", "--", "python", "a.py"])
     assert isinstance(done.exception, UsageError)
     assert "--fsdp-config goes with a config" in str(done.exception)
+
+
+def test_number_of_processes_beside_a_single_one_is_noted(tmp_path: Path) -> None:
+    """As TRL's single_gpu.yaml has it."""
+    (tmp_path / "single.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
+    accelerate = read_fsdp_config(tmp_path / "single.yaml")
+    assert accelerate.num_processes is None
+    assert "num_processes: no effect, distributed_type NO is one process" in accelerate.notes[0]

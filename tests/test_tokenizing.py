@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from trainer.data.texts import Text, read_texts
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.data.tokens import TokenFile
 from trainer.errors import DataError
-from trainer.tokenizing import write_token_file
+from trainer.tokenizing import CHUNK_CHARS, CHUNK_TEXTS, cut_texts, write_token_file
 
 END = "<|im_end|>"  # of the byte tokenizer
 
@@ -144,3 +148,32 @@ def test_builtin_text_has_a_document_for_each_module():
 
 def test_command_is_known_to_train_py():
     assert COMMANDS["tokenize"][0] == "trainer.commands.tokenize:tokenize"
+
+
+WORKER = """
+import os, signal
+from trainer.data.workers import Workers
+if __name__ == "__main__":
+    print(list(Workers(signal.getsignal, 1).map([signal.SIGINT])) == [signal.SIG_IGN], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_tokenizing_process_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_path):
+    script = tmp_path / "pool.py"
+    script.write_text(WORKER)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environ, text=True) as parent:
+        out, _ = parent.communicate(timeout=60)  # ends when nobody holds the pipe any more
+    assert (out.strip(), parent.returncode) == ("True", -signal.SIGKILL)
+
+
+def test_task_of_a_tokenizing_process_is_bounded_in_texts_and_characters():
+    texts = [Text(str(number), "x" * size) for number, size in enumerate([5, 2 * CHUNK_CHARS, 5, *[1] * CHUNK_TEXTS])]
+    assert [len(chunk) for chunk in cut_texts(texts)] == [1, 1, CHUNK_TEXTS, 1]
+
+
+def test_name_that_no_run_would_take_for_a_token_file_is_refused(folder, tmp_path):
+    result = CliRunner().invoke(tokenize, [str(folder), "-t", "builtin:bytes", "-o", str(tmp_path / "a.bin")])
+    assert (result.exit_code, list(tmp_path.glob("*.bin"))) == (2, [])
+    assert "must end with .tokens" in result.output

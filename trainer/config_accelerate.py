@@ -125,6 +125,9 @@ def read_fsdp_config(path: str | Path) -> Accelerate:
         if given.is_null and rule is not _backward_prefetch:
             continue  # not given
         rule(given, reading)
+    if reading.processes and reading.values.get("target.train_backend", ("", ""))[0] == "pytorch":
+        reading.processes = None
+        reading.notes.append("num_processes: no effect, distributed_type NO is one process")
     if reading.idle:
         reading.notes.append(f"{', '.join(reading.idle)}: no effect here, target and the launcher decide that")
     number, place = reading.processes or (None, "")

@@ -16,13 +16,14 @@ from trainer.data.chat import Encoded
 from trainer.data.texts import Text, read_texts
 from trainer.data.tokenizer import vocab_size, vocabulary_hash
 from trainer.data.tokens import TokenWriter
-from trainer.data.workers import Workers, chunks
+from trainer.data.workers import Workers
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHUNK_TEXTS = 64  # per task of a tokenizing process
+CHUNK_CHARS = 1 << 20  # begins a new task: Ctrl-C waits for the one that runs, and memory holds several
 
 Tell = Callable[[int, int], None]
 """Called as documents are written: (documents, tokens) so far."""
@@ -108,7 +109,7 @@ Tokens = tuple[str, np.ndarray, int]
 
 def encode_texts(texts: Iterable[Text], tokenizer: PreTrainedTokenizerFast, *, workers: int) -> Iterator[Tokens]:
     """Every text as tokens, in order; by `workers` processes, or by this one when that is 0."""
-    parts = chunks(texts, CHUNK_TEXTS)
+    parts = cut_texts(texts)
     if workers == 0:
         return (tokens for part in parts for tokens in encode_chunk(part, tokenizer))
     return _encode_in_processes(parts, tokenizer, workers)
@@ -128,6 +129,20 @@ def encode_chunk(texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast) -> l
 def _with_end(ids: Sequence[int], eos: int) -> np.ndarray:
     """`ids` and the end-of-text token, unless the tokenizer puts it there itself."""
     return np.asarray(ids if ids and ids[-1] == eos else [*ids, eos], dtype=np.int32)
+
+
+def cut_texts(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """The texts in order, as tasks of CHUNK_TEXTS texts and CHUNK_CHARS characters at most, one text at least."""
+    chunk: list[Text] = []
+    chars = 0
+    for text in texts:
+        if len(chunk) == CHUNK_TEXTS or (chunk and chars + len(text.text) > CHUNK_CHARS):
+            yield chunk
+            chunk, chars = [], 0
+        chunk.append(text)
+        chars += len(text.text)
+    if chunk:
+        yield chunk
 
 
 def _encode_in_processes(

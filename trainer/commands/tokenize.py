@@ -45,10 +45,15 @@ def tokenize(
 ) -> None:
     from tqdm import tqdm
 
+    from trainer.config_corpus import TOKEN_SUFFIX
     from trainer.data.tokenizer import load_tokenizer
     from trainer.schema import Config, DataConfig
     from trainer.tokenizing import read_all_texts, write_token_file
 
+    if out.suffix != TOKEN_SUFFIX:
+        raise click.BadParameter(
+            f"{out} must end with {TOKEN_SUFFIX}: a run knows a token file by that", param_hint="--out"
+        )
     loaded = load_tokenizer(Config(data=DataConfig(train=list(sources), tokenizer=tokenizer)))
     texts = read_all_texts(sources, split=split)
     with tqdm(unit="tok", unit_scale=True, disable=None) as bar:  # on stderr, and on a terminal only

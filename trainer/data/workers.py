@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -50,7 +52,17 @@ _function: list[Callable[[Any], Any]] = []  # set once in each process
 
 def _start(function: Callable[[Any], Any]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may want what is under way
+    Thread(target=_end_with_parent, name="parent", daemon=True).start()
     _function.append(function)
+
+
+def _end_with_parent() -> None:
+    """Of a killed parent nobody would ever get work: the other processes keep the queue open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _call(item: Any) -> Any:
