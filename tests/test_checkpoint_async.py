@@ -18,7 +18,7 @@ from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.loading import load, read_full
 from trainer.checkpoint.retention import Keep
-from trainer.checkpoint.staging import Staging, sizes_of, why_no_room
+from trainer.checkpoint.staging import Staging, copy_of, sizes_of, why_no_room
 from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
 from trainer.hostmem import available_bytes
@@ -237,3 +237,11 @@ def test_available_memory_is_what_the_tightest_control_group_leaves(tmp_path, li
 
 def test_available_memory_is_unknown_where_nothing_says_it(tmp_path):
     assert available_bytes(proc=tmp_path, cgroups=tmp_path) is None
+
+
+def test_copy_of_8_bit_state_is_of_its_own_memory():
+    state = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit.zeros((4, 1024), block_size=256)
+    state.copy_(torch.ones(4, 1024))
+    kept = copy_of(state)
+    state.copy_(torch.zeros(4, 1024))
+    assert torch.equal(kept.dequantize(), torch.ones(4, 1024))

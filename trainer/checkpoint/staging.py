@@ -73,7 +73,7 @@ class Staging:
 
     def _copied(self, path: str, local: Tensor) -> Tensor:
         if not is_plain(local):  # e.g. 8-bit optimizer state, which is several tensors in one
-            return local.clone() if local.device.type == "cpu" else local.cpu()
+            return copy_of(local)
         buffer = self._buffers.get(path)
         if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
             buffer = torch.empty(local.shape, dtype=local.dtype)
@@ -87,6 +87,15 @@ class Staging:
         if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
             self._registered.append(buffer.data_ptr())
         return buffer  # not pinned where the system does not let us: the copy is slower, and as right
+
+
+def copy_of(tensor: Any) -> Tensor:
+    """A copy on the CPU, also of one that is several in one: torchao's have no `clone`, and their `cpu` may alias."""
+    if is_plain(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    names, meta = tensor.__tensor_flatten__()
+    parts = {name: copy_of(getattr(tensor, name)) for name in names}
+    return type(tensor).__tensor_unflatten__(parts, meta, tensor.shape, tensor.stride())
 
 
 def sizes_of(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
