@@ -23,7 +23,8 @@ from trainer.config_keys import (
     list_keys,
     unknown_key,
 )
-from trainer.config_rules import LOCAL_SUFFIXES, check_config, config_notes, num_processes
+from trainer.config_rules import LOCAL_SUFFIXES, check_config, config_notes
+from trainer.config_target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config, as_sources
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from trainer.data.chat import Encoded
 from trainer.data.texts import Text, read_texts
+from trainer.data.token_writer import TokenWriter
 from trainer.data.tokenizer import vocab_size, vocabulary_hash
-from trainer.data.tokens import TokenWriter
 from trainer.data.workers import Workers
 from trainer.errors import DataError
 

@@ -16,8 +16,8 @@ from tests.oracles.reference import save_hf
 from tests.oracles.runs import SEQ_LEN, records_of, run_config, write_rows
 from tests.tiny import tiny_shape
 from trainer.data.chat import Encoded
+from trainer.data.token_writer import TokenWriter
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
-from trainer.data.tokens import TokenWriter
 
 if TYPE_CHECKING:
     from datasets import Dataset

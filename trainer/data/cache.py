@@ -21,8 +21,9 @@ from trainer.data.documents import list_sources, read_rows
 from trainer.data.encoding import EncodedRow, encode_rows
 from trainer.data.sources import identify
 from trainer.data.store import ListStore, RowTable, Store, collect
+from trainer.data.token_writer import TokenWriter
 from trainer.data.tokenizer import tokenizer_hash, vocab_size
-from trainer.data.tokens import TokenFile, TokenWriter
+from trainer.data.tokens import TokenFile
 from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config
