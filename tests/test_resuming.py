@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 from tests.test_loop import ALONE, build, config_of, losses, rows, train  # noqa: F401 - rows is a fixture
@@ -17,7 +18,7 @@ from trainer.config import config_from_dict, config_to_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
-from trainer.resuming import render_horizon
+from trainer.resuming import check_optimizer, render_horizon
 from trainer.schema import OptimConfig
 
 FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}
@@ -108,6 +109,12 @@ def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd): 
     state.write_text(json.dumps({**json.loads(state.read_text()), "data": None}))
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
     assert "state.json does not say what a save writes there: data" in capfd.readouterr().out
+
+
+def test_8_bit_state_is_not_taken_for_a_damaged_one_of_adamw():
+    now = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigError, match="adamw8bit, which adamw cannot take over"):
+        check_optimizer(Path("step_000002"), {"optim": {"optimizer": "adamw8bit"}}, now)
 
 
 def test_start_behind_saved_checkpoints_says_that_its_saves_delete_them(rows, run_dir, capfd):  # noqa: F811

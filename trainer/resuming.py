@@ -94,6 +94,7 @@ def resume(
             saved = verify(path, dist)
             tensors = _differences(path, module, optimizer, dist)
             _check_whole(path, saved)
+            check_optimizer(path, saved.extra.get("config", {}), optimizer)
             _check(path, saved, identity, tensors, data)
             load(path, module, optimizer, dist, verified=saved)
         except CheckpointError as error:
@@ -134,6 +135,15 @@ def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str
         raise ModelError(
             f"{path} was made by a run that trains something else: {', '.join(changed)}",
             hint="restore lora, model.freeze and model.name as they were, or start anew with train.resume=never",
+        )
+
+
+def check_optimizer(path: Path, before: Mapping[str, Any], now: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where 8-bit state would have to become that of torch's AdamW; the other way is possible."""
+    if before.get("optim", {}).get("optimizer") == "adamw8bit" and isinstance(now, torch.optim.AdamW):
+        raise ConfigError(
+            f"{path} holds the 8-bit state of optim.optimizer adamw8bit, which adamw cannot take over",
+            hint="keep optim.optimizer=adamw8bit, or start anew with train.resume=never",
         )
 
 
