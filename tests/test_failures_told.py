@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.test_loop import ALONE, config_of
 from tests.tiny import tiny_shape
 from trainer.comm_errors import comm_facts, explain
-from trainer.diagnose import describe, is_lost_peer
+from trainer.diagnose import claim_failure, describe, is_lost_peer
 from trainer.dist import Dist
 from trainer.launch import build_debug_env, build_launch_env
 from trainer.oom import OutOfMemory, oom_advice, parse_oom, render_oom
@@ -221,3 +222,9 @@ def test_rank_that_raises_is_named_and_all_ranks_end(tmp_path):
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["rank"]) == ("failed", 1)
     assert "/nowhere/template.jinja" in outcome["error"]
+
+
+def test_of_ranks_that_fail_at_the_same_moment_one_tells(tmp_path):
+    with ThreadPoolExecutor(8) as ranks:
+        told = list(ranks.map(lambda rank: claim_failure(tmp_path, rank, "the same mistake"), range(8)))
+    assert told.count(True) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import traceback
@@ -83,13 +84,14 @@ def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
         return False
     with suppress(OSError):  # a full or read-only disk may be the very failure: then it is told without the files
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of an earlier start
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return False
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"start": start_id(), "rank": rank, "message": message}, file)
+        aside = path.with_name(f".tmp_failure_{rank}.json")
+        aside.write_text(json.dumps({"start": start_id(), "rank": rank, "message": message}))
+        with path.with_suffix(".lock").open("w") as lock:  # ranks that find the same mistake are here at the same time
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if has_failed(run_dir):
+                aside.unlink()
+                return False
+            aside.replace(path)
         write_outcome(run_dir, {"state": "failed", "rank": rank, "error": message})
     return True
 
