@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -110,7 +110,9 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         entries += lib_entries
         sources |= lib_sources
     if command is None:
-        _check_data_paths(config, project, code=code, includes=list(includes), remote=config.target.ssh is not None)
+        remote = config.target.ssh is not None
+        _check_data_paths(config, project, code=code, includes=list(includes), remote=remote)
+        code = replace(code, warnings=(*code.warnings, *(_not_shipped(config, project) if remote else [])))
     else:
         _check_program(command, code=code, includes=list(includes))
     if options.wheels and not Path(options.wheels).is_dir():
@@ -168,7 +170,9 @@ def requirements(config: Config, command: Command | None, *, project: Path) -> t
         data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
         hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
         parquet = any(d.endswith(".parquet") for d in data)
-        return (*TRAINER_REQUIRES, *(["datasets>=3.0"] if hub else []), *(["pyarrow"] if parquet else []))
+        extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": config.optim.optimizer == "adamw8bit"}
+        extra |= dict.fromkeys(config.run.trackers, True)
+        return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
     listed = _requirement_lines(project / "requirements.txt")
     named = any(re.match(r"(?i)torch\s*([^\w\s.-]|$)", line) for line in listed)
     return (*(["torch>=2.0"] if command.torchrun and not named else []), *listed)
@@ -297,9 +301,20 @@ def _scan_include(project: Path, path: str) -> Scan:
     return manifest.scan_include(project / path, hash_cache=_hash_cache())
 
 
+def _not_shipped(config: Config, project: Path) -> Iterator[str]:
+    """A line for each path of the config that the host itself must have."""
+    for path in local_data_paths(config, root=project):
+        if _is_hosts_own(path):
+            yield f"{path} is not part of the project and does not travel: the host must have it"
+
+
+def _is_hosts_own(path: str) -> bool:
+    return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
+
+
 def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
     for path in local_data_paths(config, root=project):
-        if os.path.isabs(path) or path.startswith("~"):  # noqa: PTH117
+        if _is_hosts_own(path):
             if not remote and not Path(path).expanduser().exists():
                 raise UsageError(f"{path}: no such file or folder")
             continue

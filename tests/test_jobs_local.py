@@ -23,7 +23,7 @@ from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.test_gpus import fake_smi
 from tests.test_runtime import make_wheel
-from trainer.schema import Config
+from trainer.schema import Config, OptimConfig, RunConfig
 
 
 def write(ferry: Ferry, name: str, text: str) -> None:
@@ -457,6 +457,19 @@ def test_torch_is_asked_for_once_whoever_names_it(tmp_path, line):
     assert requirements(Config(), command, project=tmp_path)[0] == "torch>=2.0"
     (tmp_path / "requirements.txt").write_text(line + "\n")
     assert requirements(Config(), command, project=tmp_path) == (line.split("  #")[0],)
+
+
+def test_trainers_environment_has_what_the_config_asks_for(tmp_path):
+    config = Config(optim=OptimConfig(optimizer="adamw8bit"), run=RunConfig(trackers=["tensorboard"]))
+    assert requirements(config, None, project=tmp_path)[-2:] == ("torchao>=0.14", "tensorboard")
+
+
+def test_data_outside_the_project_is_said_to_stay_behind(ferry):
+    config = str(REPO / "configs" / "01_debug_sft.py")
+    done = ferry.run(config, "--ssh", "nobody@127.0.0.1:1", "--dry-run", "data.train=/mnt/rows.jsonl")
+    assert (
+        b"warning: /mnt/rows.jsonl is not part of the project and does not travel: the host must have it" in done.stderr
+    )
 
 
 def test_hints_name_the_program_as_it_was_called(ferry):

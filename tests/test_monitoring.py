@@ -165,7 +165,7 @@ def test_early_stop_saves_exports_and_succeeds_with_a_reason(rows, tmp_path):
     assert finish(run, result, shape=shape, tokenizer=tokenizer) == 0
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["eval_loss_best"]) == ("succeeded", 4.0)
-    assert outcome["reason"] == "no held-out loss better than 4.0000 in 2 evaluations"
+    assert outcome["reason"] == "no held-out loss improved the best one, 4.0000, in 2 evaluations"
 
 
 def test_early_stop_counts_gains_below_min_delta_as_none(rows, tmp_path):

@@ -66,8 +66,11 @@ class Evaluator:
         patience = self._run.config.train.early_stop_patience
         if patience is None or self._no_better < patience:
             return None
-        best = "no finite loss" if self.best_loss is None else f"no held-out loss better than {self.best_loss:.4f}"
-        return f"{best} in {self._no_better} evaluations"
+        if self.best_loss is None:
+            return f"no finite loss in {self._no_better} evaluations"
+        gain = self._run.config.train.early_stop_min_delta
+        margin = f" by more than {gain:g}" if gain else ""
+        return f"no held-out loss improved the best one, {self.best_loss:.4f},{margin} in {self._no_better} evaluations"
 
     def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
         """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""

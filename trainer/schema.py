@@ -175,7 +175,8 @@ class DataConfig:
     system_prompt: str | None = None
     """Put before conversations that have no system turn."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Which tokens are targets: the assistant's turns with their end token, or everything."""
+    """Which tokens are targets: the assistant's turns with their end token (the template's newline after it is
+    none), or everything."""
     seq_len: int = 512
     """Tokens per row of a batch."""
     packing: bool = True

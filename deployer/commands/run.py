@@ -59,6 +59,7 @@ def run(
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
     prepared = prepare(read, command, options=chosen, project=Path.cwd())
     if dry_run is not None:
+        _warn(prepared)
         _dry_run(prepared, host, remote=dry_run == "remote", as_json=as_json)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
@@ -97,6 +98,10 @@ def _ask(question: str | None, *, yes: bool) -> None:
 
 def _describe(prepared: Prepared, host: Host) -> None:
     render.notice(f"{prepared.plan.job_id} → {host.name}: {_files_line(prepared)}")
+    _warn(prepared)
+
+
+def _warn(prepared: Prepared) -> None:
     for warning in prepared.code.warnings:
         render.notice(f"warning: {render.clean(warning)}")
 
