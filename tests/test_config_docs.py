@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from trainer import schema
-from trainer.config_accelerate import RULES
-from trainer.config_docs import ELSEWHERE, PAGE, field_docs, render_page
-from trainer.config_keys import ALIASES, field_kinds, is_section, known_keys
+from trainer.config.accelerate import RULES
+from trainer.config.docs import ELSEWHERE, PAGE, field_docs, render_page
+from trainer.config.keys import ALIASES, field_kinds, is_section, known_keys
 
 
 def test_page_is_what_the_schema_gives():

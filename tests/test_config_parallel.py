@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import ConfigError, check_config, config_from_dict, config_notes
-from trainer.config_parallel import sharding
+from trainer.config.load import ConfigError, check_config, config_from_dict, config_notes
+from trainer.config.parallel import sharding
 from trainer.schema import Config, ParallelConfig, RunConfig, TargetConfig
 
 

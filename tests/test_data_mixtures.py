@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.test_data_loader import Rank
-from trainer.config_rules import check_config
+from trainer.config.rules import check_config
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError

@@ -16,7 +16,7 @@ import torch
 
 from tests.test_data_loader import Rank
 from tests.tiny import ALONE
-from trainer.config_rules import check_config, config_notes
+from trainer.config.rules import check_config, config_notes
 from trainer.data.documents import KEYS
 from trainer.data.encoding import content_key
 from trainer.data.loader import Data, build_data

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from trainer import cli
 from trainer.commands.export import export
-from trainer.config import config_from_dict, config_to_dict
+from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ModelError, UserError
 from trainer.exporting import check_space

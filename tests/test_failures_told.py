@@ -15,13 +15,13 @@ import torch
 from tests.ranks import run_ranks
 from tests.test_loop import ALONE, config_of
 from tests.tiny import tiny_shape
-from trainer.comm_errors import comm_facts, explain
-from trainer.diagnose import claim_failure, describe, is_lost_peer
 from trainer.dist import Dist
 from trainer.launch import build_debug_env, build_launch_env
-from trainer.oom import OutOfMemory, oom_advice, parse_oom, render_oom
 from trainer.rank import exit_code, run_recipe
 from trainer.schema import Config, TargetConfig, TrainConfig
+from trainer.watch.comm_errors import comm_facts, explain
+from trainer.watch.diagnose import claim_failure, describe, is_lost_peer
+from trainer.watch.oom import OutOfMemory, oom_advice, parse_oom, render_oom
 
 GIB = 2**30
 

@@ -13,13 +13,13 @@ from click.testing import CliRunner, Result
 
 from tests.tiny import tiny_shape
 from trainer import cli
-from trainer.config import config_from_dict
+from trainer.config.load import config_from_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
-from trainer.inspect_view import print_inspection, render_sample
-from trainer.inspecting import inspect_run
-from trainer.memory import MemoryEstimate
+from trainer.inspection.inspecting import inspect_run
+from trainer.inspection.memory import MemoryEstimate
+from trainer.inspection.samples import Label, Piece, Sample
+from trainer.inspection.view import print_inspection, render_sample
 from trainer.models.shapes import shape_to_hf_config
-from trainer.samples import Label, Piece, Sample
 
 ROWS = [
     {"question": "a?", "answer": "b"},

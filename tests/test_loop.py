@@ -18,7 +18,7 @@ from tests.tiny import packed_batch, tiny_shape
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.building import build_run, seed_everything
-from trainer.config import config_from_dict
+from trainer.config.load import config_from_dict
 from trainer.data.loader import build_data
 from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.test_loop import losses
 from tests.test_parallel import assert_same_grads, backward, full, micro_batches
 from tests.tiny import ALONE, tiny_shape
-from trainer.config import config_from_dict, config_notes, config_to_dict, local_data_paths
+from trainer.config.load import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.flops import flops_per_token

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.test_loop import ALONE, build, config_of, poison, train
 from trainer import loop
 from trainer.batch import LossSum
-from trainer.config import config_from_dict, config_to_dict
+from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.finishing import finish
@@ -27,8 +27,8 @@ from trainer.reading import NonFiniteError, Window
 from trainer.recipes import sft
 from trainer.run import Run
 from trainer.schema import Config
-from trainer.summary import summarize
-from trainer.trackers import check_trackers, numbers_of, open_trackers
+from trainer.watch.summary import summarize
+from trainer.watch.trackers import check_trackers, numbers_of, open_trackers
 
 
 @pytest.fixture(scope="module")

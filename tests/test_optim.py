@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config_length import warmup_steps
+from trainer.config.length import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from tests.test_parallel import assert_same_grads, backward, full, micro_batches
 from tests.tiny import ALONE, tiny_decoder, tiny_shape
-from trainer.config import config_from_dict, load_config
+from trainer.config.load import config_from_dict, load_config
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models.build import build_decoder

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.test_data_tokens import document, write
 from tests.test_models import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
-from trainer.config import check_config, config_from_dict, config_notes
+from trainer.config.load import check_config, config_from_dict, config_notes
 from trainer.data.corpus import build_corpus
 from trainer.data.documents import pick_held_out
 from trainer.data.loader import Data

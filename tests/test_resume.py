@@ -21,7 +21,7 @@ from deployer.prepare import Options
 from deployer.resume import Resumable, beginning, plan_next
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, wait_for
-from trainer.config import config_to_yaml
+from trainer.config.load import config_to_yaml
 from trainer.schema import Config, TargetConfig, TrainConfig
 
 # --- the plan of the next attempt: pure ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.test_loop import ALONE, build, config_of, losses, rows, train  # noqa
 from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
-from trainer.config import config_from_dict, config_to_dict
+from trainer.config.load import config_from_dict, config_to_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError

@@ -13,8 +13,8 @@ from tests.test_loop import rows, train  # noqa: F401 - rows is a fixture
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.retention import Keep, to_delete
 from trainer.checkpoint.writer import Writer
-from trainer.config import config_notes
-from trainer.config_rules import check_config
+from trainer.config.load import config_notes
+from trainer.config.rules import check_config
 from trainer.errors import ConfigError
 from trainer.schema import Config, DataConfig, TrainConfig
 

@@ -15,12 +15,13 @@ import click
 import pytest
 import yaml
 
-from trainer import cli, diagnose, launch, torchrun
-from trainer.config import ConfigError, config_from_dict, load_config
+from trainer import cli, launch, torchrun
+from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
 from trainer.launch import HostGpus
 from trainer.metrics import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
+from trainer.watch import diagnose
 
 PROJECT = Path(__file__).parent.parent
 TWO_GPUS = "0, GPU-11111111\n1, GPU-22222222\n"

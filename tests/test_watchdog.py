@@ -17,9 +17,9 @@ import torch
 
 from tests.ranks import barrier, run_ranks
 from trainer.dist import Dist
-from trainer.heartbeat import Beat, Observer, Seen, judge, late_ranks
 from trainer.rank import comm_timeout_s
-from trainer.watchdog import machine_id, process_ended, watching
+from trainer.watch.heartbeat import Beat, Observer, Seen, judge, late_ranks
+from trainer.watch.watchdog import machine_id, process_ended, watching
 
 TIMEOUT_S = 2.0
 

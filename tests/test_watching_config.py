@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import check_config, config_notes
+from trainer.config.load import check_config, config_notes
 from trainer.errors import ConfigError
 from trainer.schema import Config, DataConfig, RunConfig, TargetConfig, TrainConfig
 

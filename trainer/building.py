@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from trainer.config import config_to_dict
+from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import flops_per_token, peak_flops
@@ -26,7 +26,7 @@ from trainer.parallel.choose import make_backend
 from trainer.resuming import Identity, choose, render_changes, render_doomed, resume
 from trainer.run import LossFn, Run
 from trainer.schema import METRICS_FILE, Config
-from trainer.trackers import open_trackers
+from trainer.watch.trackers import open_trackers
 
 
 def build_run(

@@ -16,8 +16,8 @@ from typing import NoReturn
 import click
 
 from trainer import launch
-from trainer.config import ConfigError, load_config, num_processes
-from trainer.config_accelerate import read_fsdp_config
+from trainer.config.accelerate import read_fsdp_config
+from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.errors import UserError
 from trainer.runlock import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
@@ -139,8 +139,8 @@ def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
     """Print what a run would do. Raises ConfigError, DataError and ModelError as the run itself would."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --inspect looks at the trainer only")
-    from trainer.inspect_view import inspection_to_dict, print_inspection
-    from trainer.inspecting import inspect_run  # imports torch
+    from trainer.inspection.inspecting import inspect_run  # imports torch
+    from trainer.inspection.view import inspection_to_dict, print_inspection
 
     with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for
         inspection = inspect_run(config, samples=samples)

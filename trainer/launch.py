@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
-from trainer.config import ConfigError, config_to_yaml, local_data_paths, num_processes
+from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, num_processes
 from trainer.files import replace_text
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
-from trainer.trackers import check_trackers
+from trainer.watch.trackers import check_trackers
 
 DeviceKind = Literal["cuda", "cpu"]
 

@@ -6,12 +6,12 @@ from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
-from trainer.profiling import step_watchers, watched
 from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
 from trainer.saving import Saver
 from trainer.step import train_step
 from trainer.stopping import stop_requests
+from trainer.watch.profiling import step_watchers, watched
 
 
 def train(run: Run, *, at: AtPoint = nothing) -> Result:

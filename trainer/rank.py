@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 
-from trainer import diagnose, launch
+from trainer import launch
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
-from trainer.heartbeat import SILENT_S
 from trainer.runlock import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
-from trainer.trackers import check_trackers
-from trainer.watchdog import leave, watching
+from trainer.watch import diagnose
+from trainer.watch.heartbeat import SILENT_S
+from trainer.watch.trackers import check_trackers
+from trainer.watch.watchdog import leave, watching
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
 COMM_MARGIN_S = 60

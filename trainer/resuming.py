@@ -25,7 +25,7 @@ from trainer.checkpoint.folders import (
 )
 from trainer.checkpoint.loading import Resumed, load, verify
 from trainer.checkpoint.shards import differences
-from trainer.config import config_to_dict
+from trainer.config.load import config_to_dict
 from trainer.data.loader import TrainLoader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError

@@ -1,7 +1,7 @@
 """Everything that can be configured, with its unit and its rule beside it, and the names of a run folder's files.
 
 This module imports neither torch nor yaml: the deployer reads it on a laptop that has neither.
-`trainer.config` loads files and overrides into these classes and checks the rules that span fields.
+`trainer.config.load` loads files and overrides into these classes and checks the rules that span fields.
 """
 
 from __future__ import annotations

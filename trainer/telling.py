@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 
-from trainer.config import config_notes
-from trainer.config_length import length_notes
+from trainer.config.length import length_notes
+from trainer.config.load import config_notes
 from trainer.models.lora import render_lora
 from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
 from trainer.run import Run
 from trainer.schema import JOB_ID_ENV
-from trainer.summary import summarize
+from trainer.watch.summary import summarize
 
 
 def tell_plan(train: Run) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).absolute().parent.parent)  # not this folder: its names would hide other packages
 
-from trainer.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
+from trainer.watch.diagnose import FAILURE_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

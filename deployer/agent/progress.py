@@ -15,7 +15,7 @@ from .logs import RANK_LOG, last_lines
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
-_RESUMES_AUTO = re.compile(r"^  resume: auto$", re.MULTILINE)  # as trainer/config.py writes it
+_RESUMES_AUTO = re.compile(r"^  resume: auto$", re.MULTILINE)  # as trainer/config/load.py writes it
 
 
 class Mark(NamedTuple):

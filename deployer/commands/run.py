@@ -24,7 +24,7 @@ from deployer.logview import LogView
 from deployer.plan import GPUS_RULE, PYTHON_RULE, has_auto, plan_to_json, render_command, render_cwd, shell_slots
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
-from trainer.config_accelerate import read_fsdp_config
+from trainer.config.accelerate import read_fsdp_config
 from trainer.schema import gpu_count
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.tiny import packed_batch
-from trainer.config import config_from_dict
+from trainer.config.load import config_from_dict
 from trainer.dist import start_dist, stop_dist
+from trainer.inspection.memory import estimate_memory
 from trainer.losses import sft_loss
-from trainer.memory import estimate_memory
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.ranks import barrier
 from tests.tiny import ALONE
-from trainer.config import config_from_dict
+from trainer.config.load import config_from_dict
 from trainer.dist import Dist
 from trainer.schema import METRICS_FILE, Config
 

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.config import LOCAL_STARTS
-from trainer.config_rules import LOCAL_SUFFIXES
+from trainer.config.load import LOCAL_STARTS
+from trainer.config.rules import LOCAL_SUFFIXES
 from trainer.data.messages import Record, Row, build_row, detect_schema, question_answer, shorten
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.config_parallel import backend_of
+from trainer.config.parallel import backend_of
 from trainer.dist import Dist, DistError
 from trainer.parallel.backend import Backend
 from trainer.parallel.ddp import DDPBackend

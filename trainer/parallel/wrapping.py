@@ -11,7 +11,7 @@ from math import ceil
 import torch
 from torch import nn
 
-from trainer.config_parallel import Sharding, backend_of, sharding
+from trainer.config.parallel import Sharding, backend_of, sharding
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
 from trainer.models.patterns import matching

@@ -18,9 +18,9 @@ from trainer.finishing import finish
 from trainer.losses import sft_loss
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.shapes import shape_from_config
-from trainer.oom import oom_advice
 from trainer.schema import Config
 from trainer.telling import tell_plan
+from trainer.watch.oom import oom_advice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

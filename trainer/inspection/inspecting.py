@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.config import config_notes, num_processes
-from trainer.config_length import length_notes, warmup_steps
+from trainer.config.length import length_notes, warmup_steps
+from trainer.config.load import config_notes, num_processes
 from trainer.data.loader import Data, DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
-from trainer.memory import MemoryEstimate, Saving, estimate_memory, savings
+from trainer.inspection.memory import MemoryEstimate, Saving, estimate_memory, savings
+from trainer.inspection.samples import Sample, read_samples
 from trainer.models.build import build_decoder, check_length
 from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
@@ -29,9 +30,8 @@ from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
-from trainer.samples import Sample, read_samples
 from trainer.schema import JOB_ID_ENV, Config
-from trainer.summary import ParameterSummary, summarize
+from trainer.watch.summary import ParameterSummary, summarize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

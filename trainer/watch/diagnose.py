@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from trainer.comm_errors import comm_facts, explain, is_comm_error
 from trainer.outcome import write_outcome
+from trainer.watch.comm_errors import comm_facts, explain, is_comm_error
 
 FAILURE_FILE = "control/failure.json"
 """In the run folder, by the first rank that fails: the others end quietly, for theirs are only consequences."""

@@ -10,8 +10,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from trainer.inspecting import Inspection, Schedule
-from trainer.samples import Label, Piece, Sample
+from trainer.inspection.inspecting import Inspection, Schedule
+from trainer.inspection.samples import Label, Piece, Sample
 from trainer.words import GIB
 
 SHOWN_SAVINGS = 4

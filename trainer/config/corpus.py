@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config_broken import Broken
+from trainer.config.broken import Broken
 from trainer.schema import Config, as_sources
 
 TOKEN_SUFFIX = ".tokens"

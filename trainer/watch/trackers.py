@@ -108,7 +108,7 @@ class Wandb:
     """A run of Weights & Biases, the same one after a resume: it ignores steps that it has already."""
 
     def __init__(self, config: Config, run_dir: Path, keep_through: int) -> None:
-        from trainer.config import config_to_dict
+        from trainer.config.load import config_to_dict
 
         self._run = import_module("wandb").init(
             project=config.run.tracker_project,

@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trainer import config_parallel
-from trainer.config_batch import micro_batch_tokens_rules, micro_batch_without_effect
-from trainer.config_broken import Broken
-from trainer.config_corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
-from trainer.config_data import data_rules, data_without_effect
-from trainer.config_fields import show
-from trainer.config_keys import Places, field_kinds, get_key, scalar_texts
-from trainer.config_length import warmup_steps
-from trainer.config_optim import groups_rules, lora_rules, optim_without_effect
-from trainer.config_saving import best_rules, saving_without_effect
-from trainer.config_target import environment_rules, gpu_rules, num_processes
+from trainer.config import parallel as config_parallel
+from trainer.config.batch import micro_batch_tokens_rules, micro_batch_without_effect
+from trainer.config.broken import Broken
+from trainer.config.corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
+from trainer.config.data import data_rules, data_without_effect
+from trainer.config.fields import show
+from trainer.config.keys import Places, field_kinds, get_key, scalar_texts
+from trainer.config.length import warmup_steps
+from trainer.config.optim import groups_rules, lora_rules, optim_without_effect
+from trainer.config.saving import best_rules, saving_without_effect
+from trainer.config.target import environment_rules, gpu_rules, num_processes
 from trainer.errors import ConfigError
 from trainer.schema import Config, ModelConfig, as_sources
 

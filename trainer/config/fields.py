@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from trainer.config_keys import Places, field_kinds, is_section, unknown_key
+from trainer.config.keys import Places, field_kinds, is_section, unknown_key
 from trainer.errors import ConfigError
 from trainer.schema import Config
 

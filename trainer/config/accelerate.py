@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
-from trainer.config_fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
-from trainer.config_files import read_yaml
-from trainer.config_keys import Places
+from trainer.config.fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
+from trainer.config.files import read_yaml
+from trainer.config.keys import Places
 from trainer.errors import ConfigError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")

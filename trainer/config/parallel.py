@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config_broken import Broken
+from trainer.config.broken import Broken
 from trainer.schema import Config, ParallelConfig, gpu_count
 
 STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config_keys import Places
+from trainer.config.keys import Places
 from trainer.errors import COMMAND_LINE
 
 

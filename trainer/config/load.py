@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from trainer.config_accelerate import Accelerate, check_processes, read_fsdp_config
-from trainer.config_fields import NULL_WORDS, Word, build_config, fit
-from trainer.config_files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
-from trainer.config_keys import (
+from trainer.config.accelerate import Accelerate, check_processes, read_fsdp_config
+from trainer.config.fields import NULL_WORDS, Word, build_config, fit
+from trainer.config.files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
+from trainer.config.keys import (
     Places,
     field_kinds,
     get_key,
@@ -23,8 +23,8 @@ from trainer.config_keys import (
     list_keys,
     unknown_key,
 )
-from trainer.config_rules import LOCAL_SUFFIXES, check_config, config_notes
-from trainer.config_target import num_processes
+from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
+from trainer.config.target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config, as_sources
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainer.activations import activation_bytes, logits_bytes
 from trainer.data.steps import global_batch_size
+from trainer.inspection.activations import activation_bytes, logits_bytes
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.parallel.plan import WrapPlan

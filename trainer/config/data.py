@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainer.config_broken import Broken
+from trainer.config.broken import Broken
 from trainer.schema import Config, SourceConfig, as_sources
 
 MAX_REPEAT = 10_000

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from trainer.config_fields import Word
-from trainer.config_keys import Places, section_of_class, unknown_key
+from trainer.config.fields import Word
+from trainer.config.keys import Places, section_of_class, unknown_key
 from trainer.errors import ConfigError
 from trainer.schema import Config
 

@@ -1,4 +1,4 @@
-"""docs/config.md from the schema itself: `python -m trainer.config_docs --write`; without --write to standard output.
+"""docs/config.md from the schema itself: `python -m trainer.config.docs --write`; without --write to standard output.
 
 What a key means is the docstring below it in `trainer/schema.py`; its type and its default are the dataclass's own;
 its limits are those that the config is checked against; its names elsewhere are those that an error would correct.
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer import schema
-from trainer.config_fields import describe
-from trainer.config_keys import ALIASES, field_kinds, is_section
-from trainer.config_rules import LIMITS
+from trainer.config.fields import describe
+from trainer.config.keys import ALIASES, field_kinds, is_section
+from trainer.config.rules import LIMITS
 from trainer.schema import Config
 
-PAGE = Path(__file__).parent.parent / "docs" / "config.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 
 HEAD = """\
 # Every key of a config
@@ -101,7 +101,7 @@ def render_page() -> str:
 
 def field_docs() -> dict[tuple[str, str], str]:
     """(class, field) -> the docstring that follows the field; of fields that share one, each has it."""
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if isinstance(node, ast.ClassDef):
             found |= {(node.name, field): text for field, text in _docs_of(node)}
