@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import build, losses, rows  # noqa: F401 - rows is a fixture
+from tests.test_loop import ALONE, build, config_of, losses, rows  # noqa: F401 - rows is a fixture
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
@@ -21,6 +22,7 @@ from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.integrity import damages
 from trainer.checkpoint.loading import read_info
 from trainer.dist import Dist
+from trainer.recipes import sft
 from trainer.runlock import release_all, taken_by
 
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
@@ -153,3 +155,14 @@ def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, smal
 
 def read_records(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_model_is_exported_though_the_disk_has_no_room_for_the_last_checkpoint(rows, small_disk, capfd):  # noqa: F811
+    (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
+    config = config_of(rows, backend="pytorch", steps=3, save_every=0)
+    config = replace(config, run=replace(config.run, export=True))
+    with pytest.raises(CheckpointError, match=r"no room for a checkpoint in .*: it needs \d+.\d+ MiB"):
+        sft.run(config, small_disk.parent, ALONE)
+    assert "the model is exported all the same" in capfd.readouterr().out
+    assert (small_disk.parent / "export" / "model.safetensors").exists()
+    assert not (small_disk.parent / "outcome.json").exists()  # who catches the error writes it

@@ -24,6 +24,7 @@ from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
 from trainer.models.fingerprint import base_fingerprint
 from trainer.models.freezing import is_partly_frozen
 from trainer.models.lora import lora_of
+from trainer.optim.low_bit import torchao_adamw8bit
 from trainer.parallel.tensors import DTYPES
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config
 from trainer.words import render_bytes
@@ -187,6 +188,9 @@ def write_full_state(source: Source, file: Path, *, tell: Tell) -> Path:
     """
     file = file.expanduser().absolute()
     tell(f"reading {source.path}")
+    if source.config.optim.optimizer == "adamw8bit":
+        quiet_transformers()
+        torchao_adamw8bit()  # torch.load knows its tensors only then
     try:
         state = read_full(source.path)
     except CheckpointError as error:

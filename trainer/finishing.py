@@ -22,7 +22,10 @@ GREEDY_QUESTION = "What does os.path.join do?"
 
 
 def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> int:
-    """Export the model where the run is complete, write outcome.json, and return the exit code."""
+    """Export the model where the run is complete, write outcome.json, and return the exit code.
+
+    Raises what kept the last state from being saved, once the model is exported.
+    """
     outcome = {
         "state": "stopped" if result.stopped else "succeeded",
         "steps": result.step,
@@ -47,6 +50,8 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         )
         for line in render_export(run.run_dir, outcome):
             run.log.note(line)
+    if result.unsaved is not None:  # on every rank alike, and told before: the export was worth its room
+        raise result.unsaved
     on_rank0(run.dist, lambda: write_outcome(run.run_dir, outcome))
     run.log.note(render_outcome(outcome, run.data.train.total_steps))
     run.log.close()

@@ -51,7 +51,8 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
                         evaluator.evaluate(step, is_stop_requested=is_stop_requested)
                     ending = stopping or evaluator.early_stop is not None
                     if saver.is_due(step) or ending:
-                        saver.save(step, must_succeed=ending or step == total)
+                        exports = run.config.run.export and not stopping
+                        saver.save(step, must_succeed=ending or step == total, then_export=exports)
                     steps.restart_clock()
             steps.drain(at_end=True)
         except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
@@ -66,4 +67,5 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
         eval_loss_last=evaluator.last_loss,
         eval_loss_best=evaluator.best_loss,
         reason=evaluator.early_stop if step < total else None,
+        unsaved=saver.unsaved,
     )

@@ -57,3 +57,5 @@ class Result:
     eval_loss_best: float | None = None
     reason: str | None = None
     """Why a run that succeeded ended before its last step."""
+    unsaved: Exception | None = None
+    """Why its last state is in no checkpoint, though it is exported."""

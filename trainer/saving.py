@@ -25,6 +25,8 @@ class Saver:
         # what is saved only at the end is waited for anyway, and needs no copy
         beside = train.async_save and 0 < train.save_every < run.data.train.total_steps
         self._writer = Writer(run.dist, asynchronous=beside, at=at)
+        self.unsaved: CheckpointError | None = None
+        """Why there is no checkpoint of the last save."""
         self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
 
     def is_due(self, step: int) -> bool:
@@ -38,18 +40,19 @@ class Saver:
         if self._writer.has_ended():
             self._tell()
 
-    def save(self, step: int, *, must_succeed: bool) -> None:
+    def save(self, step: int, *, must_succeed: bool, then_export: bool = False) -> None:
         """Save; one that fails on the way is only reported, for the training is worth more than it.
 
         Only one save is under way at a time: this waits for the one before. With `must_succeed` it waits for its own
-        outcome too, and raises CheckpointError.
+        outcome too, and raises CheckpointError; where the model is exported next, that comes first: the error is left
+        in `unsaved`, on every rank alike.
         """
         self._run.dist.progress.enter("saving")
         if self._writer.saving_step != step:
             self._wait_for_earlier()
             self._start(step)
         if must_succeed:
-            self._tell(must_succeed=True)
+            self._tell(must_succeed=not then_export, goes_on="the model is exported all the same")
 
     def finish(self) -> None:
         """Wait for the save that is under way, tell its outcome, and end."""
@@ -78,15 +81,17 @@ class Saver:
         if earlier is not None and waited > WORTH_SAYING_S:
             self._run.log.note(f"note: waited {waited:.1f} s for the save of step {earlier}: raise train.save_every")
 
-    def _tell(self, *, must_succeed: bool = False) -> None:
+    def _tell(self, *, must_succeed: bool = False, goes_on: str = "training goes on from memory") -> None:
         try:
             written = self._writer.result()
         except CheckpointError as error:
             if must_succeed:
                 raise
-            self._run.log.note(f"warning: {error}; training goes on from memory")
+            self._run.log.note(f"warning: {error}; {goes_on}")
+            self.unsaved = error
             return
         if written is not None:
+            self.unsaved = None
             times = f"the training waited {written.blocked_s:.2f} s, written in {written.seconds:.2f} s"
             self._run.log.note(f"saved {written.path} ({times})")
             if written.note:

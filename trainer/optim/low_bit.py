@@ -17,12 +17,8 @@ BLOCK = 128
 SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
 
 
-def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit over parameter groups. Raises ConfigError when torchao is not installed.
-
-    Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
-    state stays fp32. This is judged by the whole tensor, so any number of ranks shards, saves and loads the same state.
-    """
+def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
+    """torchao's class; with the import torch.load knows the tensors of its state. ConfigError without torchao."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -30,8 +26,18 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
             f"optim.optimizer is adamw8bit, which needs torchao: {error}",
             hint="pip install torchao (the extra `lowbit`), or set optim.optimizer=adamw",
         ) from error
+    return AdamW8bit
 
-    class SkippingAdamW8bit(AdamW8bit):
+
+def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit over parameter groups. Raises ConfigError when torchao is not installed.
+
+    Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
+    state stays fp32. This is judged by the whole tensor, so any number of ranks shards, saves and loads the same state.
+    """
+    base: Any = torchao_adamw8bit()
+
+    class SkippingAdamW8bit(base):
         """Honours `found_inf`: where it is 1, a step leaves parameters and state bit for bit as they were.
 
         torchao knows no such flag and the host must not wait for it, so each parameter's step is taken and then, by a
