@@ -411,3 +411,12 @@ def test_mistake_that_all_ranks_find_is_told_once(tmp_path):
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert outcome["state"] == "failed"
     assert "colour" in outcome["error"]
+
+
+def test_home_of_nobody_is_a_folder_that_is_not_there(tmp_path):
+    done = run_train(
+        str(PROJECT / "configs/01_debug_sft.py"), "target.device=cpu", "data.train=~nobody_at_all/rows.jsonl"
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "~nobody_at_all/rows.jsonl" in done.stderr

@@ -16,6 +16,7 @@ from typing import NoReturn
 import click
 
 from trainer import launch
+from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.errors import UserError
@@ -84,20 +85,9 @@ def render_commands() -> str:
     return "\n".join(f"  python train.py {usage:<22} {gives}" for _, usage, gives in COMMANDS.values())
 
 
-class Interruptible(click.Command):
-    """Ends with 130 after a Ctrl-C that nothing in it has heard, as while torch is imported; click would say 1."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted before the first step; checkpoints are as they were", err=True)
-            ctx.exit(130)
-
-
 @click.command(
     "train",
-    cls=Interruptible,
+    cls=interruptible("interrupted before the first step; checkpoints are as they were"),
     help=HELP.format(commands=render_commands()),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )

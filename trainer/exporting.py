@@ -16,7 +16,7 @@ from trainer.config.load import config_from_dict
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
-from trainer.files import lack_of_room
+from trainer.files import expanded, lack_of_room
 from trainer.finishing import export, render_export
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder
@@ -68,7 +68,7 @@ def _find_checkpoint(run: Path, step: str | None) -> Path:
     if not run.is_dir():
         raise ModelError(f"there is no run folder {run.absolute()}", hint="a run's first line names its folder")
     if step is not None and not step.isdigit():
-        run = Path(step).expanduser()
+        run = expanded(step)
     if is_complete(run):
         return run.absolute()
     folder = run / CHECKPOINTS_DIR
@@ -110,7 +110,7 @@ def _unusable(path: Path, error: CheckpointError) -> ModelError:
 
 def export_folder(source: Source, out: Path) -> Path:
     """The folder to write, absolute. Raises ModelError for one that would be replaced and is no export."""
-    folder = out.expanduser().absolute()
+    folder = expanded(out).absolute()
     if folder.exists() and not any(
         (folder / name).is_file() for name in ("config.json", f"{ADAPTER_DIR}/{CONFIG_FILE}")
     ):
@@ -186,7 +186,7 @@ def write_full_state(source: Source, file: Path, *, tell: Tell) -> Path:
 
     Parameters that were frozen are not in a checkpoint, nor here.
     """
-    file = file.expanduser().absolute()
+    file = expanded(file).absolute()
     tell(f"reading {source.path}")
     if source.config.optim.optimizer == "adamw8bit":
         quiet_transformers()

@@ -9,6 +9,11 @@ from pathlib import Path
 from trainer.words import render_bytes
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with a leading ~ or ~USER replaced; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write a file aside and give it its name in one step."""
     replace_bytes(path, text.encode())

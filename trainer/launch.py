@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, num_processes
-from trainer.files import replace_text
+from trainer.files import expanded, replace_text
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
 from trainer.watch.trackers import check_trackers
 
@@ -97,10 +97,10 @@ def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> 
     missing = [name for name in config.target.secrets if name not in environ]
     if missing:
         raise ConfigError(f"target.secrets names {', '.join(missing)}, which the environment does not have")
-    absent = [path for path in local_data_paths(config) if not Path(path).expanduser().exists()]
+    absent = [path for path in local_data_paths(config) if not expanded(path).exists()]
     if absent:
         raise ConfigError(
-            f"there is no {Path(absent[0]).expanduser().absolute()}",
+            f"there is no {expanded(absent[0]).absolute()}",
             hint=f"the config names {absent[0]!r} as data, model, tokenizer or template; relative paths start here",
         )
     check_trackers(config)
@@ -192,7 +192,7 @@ def available_cores() -> int:
 
 def new_run_dir(config: Config, started: time.struct_time) -> Path:
     """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`, with a number behind it when two start in one second."""
-    parent, name = Path(config.run.dir).expanduser(), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
+    parent, name = expanded(config.run.dir), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"
     for suffix in ["", *(f"-{number}" for number in range(2, 1000))]:
         try:
             parent.mkdir(parents=True, exist_ok=True)

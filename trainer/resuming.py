@@ -29,6 +29,7 @@ from trainer.config.load import config_to_dict
 from trainer.data.loader import TrainLoader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
+from trainer.files import expanded
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
 
@@ -64,7 +65,7 @@ def choose(config: Config, run_dir: Path, dist: Dist) -> Choice:
         own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))
     if own.paths or config.train.resume in ("auto", "never"):
         return own
-    path = Path(config.train.resume).expanduser()
+    path = expanded(config.train.resume)
     wrong = on_rank0(dist, lambda: None if is_complete(path) else (missing(path), newest_complete(_inside(path))))
     if wrong is not None:
         reason, newest = wrong

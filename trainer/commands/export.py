@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.interruptible import interruptible
+
 HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, configs, tokenizer and template.
 
 Of a LoRA run the folder holds adapter/ in PEFT's format. RUN is a run folder, also one that was pulled home, or one of
@@ -22,7 +24,12 @@ Exit codes: 0 exported, 2 nothing to export or it cannot be read, 1 a failure of
 """
 
 
-@click.command("export", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.command(
+    "export",
+    cls=interruptible("interrupted; what was there is as it was"),
+    help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", metavar="N|PATH", help="Which checkpoint: its step or its folder [the newest complete one].")
 @click.option("--out", type=click.Path(path_type=Path), help="The folder to write [RUN/export_step_N].")

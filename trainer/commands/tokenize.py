@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from trainer.commands.interruptible import interruptible
+
 HELP = """Tokenize the documents of every SOURCE, in order, into one token file for pretraining.
 
 SOURCE is a .txt or .md file or a folder of them (one document each), a .jsonl, .json or .parquet file or a Hugging Face
@@ -24,7 +26,10 @@ Exit codes: 0 written, 2 a source or the tokenizer cannot be used, 1 a failure o
 
 
 @click.command(
-    "tokenize", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}
+    "tokenize",
+    cls=interruptible("interrupted; no token file was written"),
+    help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option(

@@ -27,6 +27,7 @@ from trainer.data.tokenizer import vocabulary_hash
 from trainer.data.tokens import SUFFIX, TokenFile
 from trainer.dist import Dist
 from trainer.errors import DataError
+from trainer.files import expanded
 from trainer.schema import Config, SourceConfig, as_sources
 from trainer.tokenizing import Tell, write_token_file
 
@@ -93,7 +94,7 @@ def open_corpus(
 
 
 def _token_path(number: int, source: Source, folder: Path) -> Path:
-    return Path(source.path).expanduser() if is_token_file(source.path) else folder / f"text-{number}{SUFFIX}"
+    return expanded(source.path) if is_token_file(source.path) else folder / f"text-{number}{SUFFIX}"
 
 
 def _tokenize(source: Source, path: Path, tokenizer: PreTrainedTokenizerFast, *, workers: int, tell: Tell) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from trainer.data.sources import is_local
+from trainer.files import expanded
 from trainer.schema import Config, as_sources
 
 CONNECT_TIMEOUT_S = 5.0
@@ -21,7 +21,7 @@ CONNECT_TIMEOUT_S = 5.0
 def hub_names(config: Config) -> list[str]:
     """Models, tokenizers and data sets of the config that only the Hub or its cache can give."""
     models = [name for name in (config.model.name, config.data.tokenizer) if name and name != "auto"]
-    missing = [name for name in models if not Path(name).expanduser().is_dir()]
+    missing = [name for name in models if not expanded(name).is_dir()]
     sources = [s.path for s in as_sources([*config.data.train, *config.data.eval]) if not is_local(s.path)]
     return [name for name in (*missing, *sources) if not name.startswith(("builtin:", "/", ".", "~"))]
 

@@ -16,6 +16,7 @@ from trainer.config.rules import LOCAL_SUFFIXES
 from trainer.data.messages import Record, Row, build_row, detect_schema, question_answer, shorten
 from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
+from trainer.files import expanded
 
 STDLIB_DOCS = "builtin:stdlib-docs"
 TRAIN, HELD_OUT = "train", "test"
@@ -50,7 +51,7 @@ def identify(spec: str, split: str) -> list[Any]:
         return [spec, split, sys.version]
     if not is_local(spec):
         return [spec, split, _load_dataset(spec, split)._fingerprint]
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     files = sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
     return [spec, split, *(_identify_file(entry) for entry in files)]
 
@@ -72,14 +73,14 @@ def is_local(spec: str) -> bool:
 
 
 def _shown(spec: str) -> str:
-    return str(Path(spec).expanduser().absolute()) if is_local(spec) else spec
+    return str(expanded(spec).absolute()) if is_local(spec) else spec
 
 
 def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
     """(id, row) of each row of a .jsonl, .jsonl.gz, .json or .parquet file or of a data set, read when asked for."""
     if not is_local(spec):
         return _read_dataset(spec, split)
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if not path.exists():
         raise DataError(f"there is no file {path.absolute()}", hint="check data.train and data.eval")
     if path.is_dir():

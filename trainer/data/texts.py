@@ -12,6 +12,7 @@ from trainer.config.corpus import TEXT_SUFFIXES
 from trainer.data.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.stdlib_docs import read_stdlib_pairs
 from trainer.errors import DataError
+from trainer.files import expanded
 
 TEXT_KEY = "text"
 
@@ -40,7 +41,7 @@ def read_texts(spec: str, *, split: str = TRAIN, limit: int | None = None) -> It
 
 
 def _read(spec: str, split: str) -> Iterator[Text]:
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if spec.startswith("builtin:"):
         return _read_builtin(spec)
     if path.is_dir() and (files := _text_files(path)):

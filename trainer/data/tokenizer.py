@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.hub import settle_offline
 from trainer.errors import DataError
+from trainer.files import expanded
 from trainer.schema import Config
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
         name = config.model.name or BYTES
     tokenizer = build_bytes_tokenizer() if name == BYTES else _load_pretrained(name)
     if config.data.chat_template is not None:
-        tokenizer.chat_template = _read_template(Path(config.data.chat_template).expanduser())
+        tokenizer.chat_template = _read_template(expanded(config.data.chat_template))
     return tokenizer
 
 
@@ -105,7 +106,7 @@ def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
 def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if name.startswith(("/", "./", "../", "~")) and not folder.is_dir():
         raise DataError(f"there is no tokenizer folder {folder.absolute()}", hint="check data.tokenizer and model.name")
     try:

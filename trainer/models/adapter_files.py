@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.errors import ConfigError, ModelError
+from trainer.files import expanded
 from trainer.models.hf import named_weights, own_slices
 from trainer.models.lora import (
     ALL_LINEAR,
@@ -63,7 +64,7 @@ def lora_spec(config: LoraConfig, names: list[str]) -> LoraSpec | None:
 def adapter_folder(config: LoraConfig) -> Path:
     """The folder that `lora.adapter` names."""
     assert config.adapter is not None
-    return Path(config.adapter).expanduser()
+    return expanded(config.adapter)
 
 
 def _check_equal(key: str, mine: Any, file: Any, folder: str) -> None:

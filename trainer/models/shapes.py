@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.dist import Dist, rank0_first
 from trainer.errors import ModelError
+from trainer.files import expanded
 from trainer.models.decoder import DecoderShape, RopeScaling
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
     """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first)."""
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         return folder
     if folder.is_absolute() or name.startswith((".", "~")):
