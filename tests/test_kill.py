@@ -138,7 +138,16 @@ def unbroken(rows, tmp_path_factory):  # noqa: F811
     return run
 
 
-def check_chain(rows: str, run_dir: Path, unbroken, sizes: list[int], *, last: int, seed: int) -> None:  # noqa: F811
+def check_chain(
+    rows: str,  # noqa: F811
+    run_dir: Path,
+    unbroken,
+    sizes: list[int],
+    *,
+    last: int,
+    seed: int,
+    tolerance: float = 1e-5,
+) -> None:
     """One run killed at each of these world sizes in turn, compared with the unbroken one, step by step."""
     steps = 6 * len(sizes) + 2  # more than the starts can reach
     found = losses(records_after(rows, run_dir, steps, plan_kills(sizes, seed), last=last))
@@ -147,7 +156,13 @@ def check_chain(rows: str, run_dir: Path, unbroken, sizes: list[int], *, last: i
     if set(sizes) == {last}:
         assert found == expected
     else:
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(expected, abs=tolerance)
+
+
+def drift(unbroken, sizes: list[int], steps: int) -> float:
+    """The most that the number of ranks alone changes in any step's loss, nobody being killed."""
+    one, *others = (unbroken(size, steps) for size in sorted(set(sizes)))
+    return max(abs(a - b) for other in others for a, b in zip(one, other, strict=True))
 
 
 def test_killed_runs_of_one_rank_end_bit_for_bit_like_the_unbroken_one(rows, tmp_path, unbroken):  # noqa: F811
@@ -174,4 +189,7 @@ def test_at_least_a_third_of_the_kills_is_inside_a_save():
 def test_two_hundred_kills(rows, tmp_path, unbroken, seed):  # noqa: F811
     check_chain(rows, tmp_path / "one", unbroken, [1] * 7, last=1, seed=seed)
     check_chain(rows, tmp_path / "two", unbroken, [2] * 7, last=2, seed=seed + 100)
-    check_chain(rows, tmp_path / "many", unbroken, [2, 3, 1, 4, 2, 1], last=3, seed=seed + 200)
+    sizes = [2, 3, 1, 4, 2, 1]
+    # over so many steps rounding alone may be more than 1e-5 apart
+    tolerance = max(1e-5, 2 * drift(unbroken, sizes, steps=38))
+    check_chain(rows, tmp_path / "many", unbroken, sizes, last=3, seed=seed + 200, tolerance=tolerance)
