@@ -1,5 +1,6 @@
 """What every test has: state, results and homes of its own, never the user's."""
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ def ferry(tmp_path: Path) -> Ferry:
     project = tmp_path / "project"
     project.mkdir()
     return Ferry(project, tmp_path / "state", tmp_path / "root")
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A JSONL of questions and answers of many lengths, for the tests of the trainer."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.test_checkpoint import ALONE, start, step
-from tests.test_loop import build, rows  # noqa: F401 - rows is a fixture
+from tests.test_loop import build
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
@@ -96,7 +96,7 @@ def test_start_returns_before_anything_is_written(tmp_path):
     writer.close()
 
 
-def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_not(rows, tmp_path):  # noqa: F811
+def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_not(rows, tmp_path):
     run = build(rows, tmp_path, backend="pytorch", steps=3, save_every=1, eval_every=0)
     gate, events, loss_fn = Gate("begun"), [], run.loss_fn
 

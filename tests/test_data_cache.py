@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents import documents_of
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from trainer.data.cache import telling, tokenize_in_memory, tokenize_in_run
@@ -126,7 +127,7 @@ def ranks_data(dist: Dist, config: Config, run_dir: Path) -> tuple[int, str, lis
         data = build_data(config, dist, load_tokenizer(config), run_dir=run_dir)
     except (DataError, DistError) as error:
         return os.getpid(), type(error).__name__, str(error).splitlines()
-    documents = [name for step in range(4) for row in data.train.step_documents(step) for name in row]
+    documents = documents_of(data.train, range(4), world_size=dist.world_size)
     return made_at(run_dir), data.train.fingerprint(), documents
 
 

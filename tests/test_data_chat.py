@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from tokenizers import AddedToken
 
+from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from trainer.data.chat import Encoded, encode
 from trainer.data.messages import Row
 from trainer.data.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
@@ -22,14 +22,7 @@ CHATML = """\
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 # puts a system turn of its own before conversations that have none
-QWEN25 = (
-    """\
-{%- if messages[0].role != 'system' -%}
-{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif -%}
-"""
-    + CHATML
-)
+QWEN25 = QWEN25_SYSTEM + CHATML
 
 # takes the thoughts out of all answers before the last question, and gives the others an empty one
 QWEN3 = """\
@@ -75,15 +68,6 @@ THREE_TURNS = [
 ]
 
 
-def make_tokenizer(template: str):
-    tokenizer = build_bytes_tokenizer()
-    specials = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>"]
-    tokenizer.add_tokens([AddedToken(text, special=True) for text in specials])
-    tokenizer.bos_token = "<|begin_of_text|>"
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def target_texts(tokenizer, encoded: Encoded) -> list[str]:
     """The text of every unbroken run of targets."""
     marks = "".join("x" if target else "." for target in encoded.is_target)
@@ -102,24 +86,24 @@ def target_texts(tokenizer, encoded: Encoded) -> list[str]:
     ids=["builtin", "chatml", "qwen2.5", "qwen3", "llama3"],
 )
 def test_three_turns_train_the_answers_with_their_end_tokens(template, targets):
-    tokenizer = make_tokenizer(template)
+    tokenizer = chat_tokenizer(template)
     assert target_texts(tokenizer, encode(Row("r", THREE_TURNS), tokenizer)) == targets
 
 
 @pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML, QWEN25, QWEN3, LLAMA3])
 def test_ids_are_those_of_the_template_alone(template):
-    tokenizer = make_tokenizer(template)
+    tokenizer = chat_tokenizer(template)
     ids = tokenizer.apply_chat_template(THREE_TURNS, tokenize=True, return_dict=True)["input_ids"]
     for loss_on in ("assistant", "all"):
         assert encode(Row("r", THREE_TURNS), tokenizer, loss_on=loss_on).ids.tolist() == ids
 
 
 def test_mask_without_generation_tags_equals_transformers_mask_with_them():
-    with_tags = make_tokenizer(CHATML_TEMPLATE)
+    with_tags = chat_tokenizer(CHATML_TEMPLATE)
     out = with_tags.apply_chat_template(
         THREE_TURNS, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )  # fmt: skip
-    encoded = encode(Row("r", THREE_TURNS), make_tokenizer(CHATML))
+    encoded = encode(Row("r", THREE_TURNS), chat_tokenizer(CHATML))
     assert encoded.ids.tolist() == out["input_ids"]
     assert encoded.is_target.astype(int).tolist() == out["assistant_masks"]
 
@@ -131,20 +115,20 @@ def test_qwen3_keeps_the_last_thought_and_drops_the_earlier_ones():
         {"role": "user", "content": "3+3?"},
         {"role": "assistant", "content": "<think>\nadd again\n</think>\n\n6"},
     ]
-    tokenizer = make_tokenizer(QWEN3)
+    tokenizer = chat_tokenizer(QWEN3)
     expected = ["4<|im_end|>", "<think>\nadd again\n</think>\n\n6<|im_end|>"]
     assert target_texts(tokenizer, encode(Row("r", think), tokenizer)) == expected
 
 
 def test_template_without_header_for_an_open_turn_trains_words_and_end_token():
-    tokenizer = make_tokenizer(LLAMA2)
+    tokenizer = chat_tokenizer(LLAMA2)
     tokenizer.eos_token = "</s>"
     encoded = encode(Row("r", THREE_TURNS[:2]), tokenizer)
     assert target_texts(tokenizer, encoded) == ["Hello é. </s>"]
 
 
 def test_llama3_has_one_beginning_of_text():
-    tokenizer = make_tokenizer(LLAMA3)
+    tokenizer = chat_tokenizer(LLAMA3)
     ids = encode(Row("r", THREE_TURNS), tokenizer).ids.tolist()
     assert ids.count(tokenizer.bos_token_id) == 1
     assert ids[0] == tokenizer.bos_token_id
@@ -152,7 +136,7 @@ def test_llama3_has_one_beginning_of_text():
 
 @pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML])
 def test_end_token_is_a_target_though_it_is_also_the_padding(template):
-    tokenizer = make_tokenizer(template)
+    tokenizer = chat_tokenizer(template)
     tokenizer.pad_token = "<|im_end|>"
     encoded = encode(Row("r", THREE_TURNS), tokenizer)
     assert target_texts(tokenizer, encoded)[-1] == "Bye<|im_end|>"
@@ -160,18 +144,18 @@ def test_end_token_is_a_target_though_it_is_also_the_padding(template):
 
 @pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML])
 def test_answers_within_a_prompt_are_no_targets(template):
-    tokenizer = make_tokenizer(template)
+    tokenizer = chat_tokenizer(template)
     encoded = encode(Row("r", THREE_TURNS, context=5), tokenizer, system_prompt="Be kind.")
     assert target_texts(tokenizer, encoded) == ["Bye<|im_end|>"]
 
 
 def test_loss_on_all_makes_every_token_a_target():
-    encoded = encode(Row("r", THREE_TURNS), make_tokenizer(CHATML), loss_on="all")
+    encoded = encode(Row("r", THREE_TURNS), chat_tokenizer(CHATML), loss_on="all")
     assert encoded.is_target.all()
 
 
 def test_system_prompt_comes_first_unless_the_row_has_one():
-    tokenizer = make_tokenizer(CHATML)
+    tokenizer = chat_tokenizer(CHATML)
     own = [{"role": "system", "content": "Own."}, *THREE_TURNS]
     added = tokenizer.decode(encode(Row("r", THREE_TURNS), tokenizer, system_prompt="Be kind.").ids)
     kept = tokenizer.decode(encode(Row("r", own), tokenizer, system_prompt="Be kind.").ids)
@@ -181,19 +165,19 @@ def test_system_prompt_comes_first_unless_the_row_has_one():
 
 def test_row_without_an_answer_has_no_target():
     for template in (CHATML, CHATML_TEMPLATE):
-        assert encode(Row("r", THREE_TURNS[:1]), make_tokenizer(template)).num_targets == 0
+        assert encode(Row("r", THREE_TURNS[:1]), chat_tokenizer(template)).num_targets == 0
 
 
 def test_tokenizer_without_template_is_an_error_naming_the_key():
     with pytest.raises(DataError, match="no chat template") as error:
-        encode(Row("r", THREE_TURNS), make_tokenizer(""))
+        encode(Row("r", THREE_TURNS), chat_tokenizer(""))
     assert "data.chat_template" in error.value.hint
 
 
 def test_template_that_refuses_a_role_names_the_row():
     template = "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system turn') }}{%- endif -%}" + CHATML
     with pytest.raises(DataError, match="no system turn") as error:
-        encode(Row("a.jsonl:7", THREE_TURNS), make_tokenizer(template), system_prompt="x")
+        encode(Row("a.jsonl:7", THREE_TURNS), chat_tokenizer(template), system_prompt="x")
     assert error.value.where == "a.jsonl:7"
 
 
@@ -207,7 +191,7 @@ def test_template_that_refuses_a_role_names_the_row():
 )
 def test_answer_that_cannot_be_found_is_an_error_showing_the_text(template):
     with pytest.raises(DataError, match="cannot be found") as error:
-        encode(Row("a.jsonl:7", THREE_TURNS[:2]), make_tokenizer(template))
+        encode(Row("a.jsonl:7", THREE_TURNS[:2]), chat_tokenizer(template))
     assert "user: HI\nassistant: " in error.value.message
     assert error.value.where == "a.jsonl:7"
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from tests.chat_tokens import chat_tokenizer
 from trainer.data.chat import Encoded, encode
 from trainer.data.messages import Row, build_row
 from trainer.data.tokenizer import build_bytes_tokenizer
@@ -60,12 +61,8 @@ TOOLS = {
 
 
 def make_tokenizer(template: str, end: str = "<|im_end|>") -> Any:
-    tokenizer = build_bytes_tokenizer()
-    specials = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>"]
-    tokenizer.add_tokens([AddedToken(text, special=True) for text in specials])
+    tokenizer = chat_tokenizer(template, end=end)
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<think>", "</think>", "<tool_call>")])
-    tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", end
-    tokenizer.chat_template = template
     return tokenizer
 
 

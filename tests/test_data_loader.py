@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.documents import documents_of
 from tests.test_models import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
 from trainer.batch import Batch
@@ -122,7 +123,7 @@ def test_token_budget_bounds_micro_batches_and_changes_no_row_of_a_step(rows_fil
 
 def test_one_epoch_has_every_conversation_once(rows_file):
     train = load(make_config(rows_file, steps=None, epochs=1.0, global_batch_size=4)).train
-    ids = [name for step in range(train.total_steps) for row in train.step_documents(step) for name in row]
+    ids = documents_of(train, range(train.total_steps))
     assert len(ids) == 27  # of 30, a tenth is held out
     assert len(set(ids)) == 27
     assert train.total_steps == -(-train.steps_per_epoch // 1)
@@ -140,7 +141,7 @@ def test_rows_left_over_by_an_epoch_begin_the_next_one_in_the_same_step(rows_fil
         rows_file, data={"packing": False, "shuffle": False, "eval_fraction": 0.0}, global_batch_size=8
     )
     train = load(config).train
-    names = [row[0].rpartition(":")[2] for row in train.step_documents(3)]
+    names = [name.rpartition(":")[2] for name in documents_of(train, [3])]
     assert names == ["25", "26", "27", "28", "29", "30", "1", "2"]
     assert train.epoch_at(3) == 24 / 30
     assert train.epoch_at(4) == 1 + 2 / 30
@@ -148,14 +149,14 @@ def test_rows_left_over_by_an_epoch_begin_the_next_one_in_the_same_step(rows_fil
 
 def test_epochs_have_different_orders_of_the_same_conversations(rows_file):
     train = load(make_config(rows_file, data={"packing": False}, global_batch_size=27)).train
-    first, second = ([row[0] for row in train.step_documents(step)] for step in (0, 1))
+    first, second = (documents_of(train, [step]) for step in (0, 1))
     assert first != second
     assert sorted(first) == sorted(second)
 
 
 def test_order_changes_with_the_seed_only(rows_file):
     orders = [
-        load(make_config(rows_file, seed=seed, global_batch_size=9)).train.step_documents(0) for seed in (3, 3, 4)
+        documents_of(load(make_config(rows_file, seed=seed, global_batch_size=9)).train, [0]) for seed in (3, 3, 4)
     ]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
@@ -171,21 +172,22 @@ def test_steps_can_be_asked_for_in_any_order(rows_file):
 def test_resume_within_the_second_epoch_goes_on_with_its_next_row(rows_file):
     config = make_config(rows_file, data={"packing": False}, global_batch_size=6)
     whole = load(config).train
-    expected = [whole.step_documents(step) for step in range(6, 12)]
+    expected = documents_of(whole, range(6, 12))
     assert 1 < whole.epoch_at(6) < 2
     resumed = load(config).train
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict(6))))
-    assert [resumed.step_documents(step) for step in range(6, 12)] == expected
+    assert documents_of(resumed, range(6, 12)) == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_resume_on_other_ranks_goes_on_with_the_next_row(rows_file, world_size):
     # no global_batch_size: a step has 2 rows per rank, so the steps are others after the restart
-    names = [row for step in range(16) for row in load(make_config(rows_file)).train.step_documents(step)]
-    state = load(make_config(rows_file), Rank(0, 2)).train.state_dict(2)
-    resumed = load(make_config(rows_file), Rank(0, world_size)).train
+    config = make_config(rows_file, data={"packing": False})  # a row is a conversation
+    names = documents_of(load(config).train, range(16))
+    state = load(config, Rank(0, 2)).train.state_dict(2)
+    resumed = load(config, Rank(0, world_size)).train
     resumed.load_state_dict(state)
-    after = [row for step in range(2, 6) for row in resumed.step_documents(step)]
+    after = documents_of(resumed, range(2, 6), world_size=world_size)
     assert after == names[8 : 8 + 4 * 2 * world_size]
 
 
@@ -195,7 +197,7 @@ def test_resume_keeps_the_number_of_rows_of_an_epoch_run(rows_file):
     resumed = load(config, Rank(0, 1)).train
     resumed.load_state_dict(state)
     assert resumed.total_steps == 3 + 8
-    assert len(resumed.step_documents(10)) == 1
+    assert len(documents_of(resumed, [10])) == 1
 
 
 @pytest.mark.parametrize(
@@ -408,6 +410,5 @@ def test_ranks_documents_are_those_of_the_step(rows_file, budget):
     train = load(config, Rank(0, 3)).train
     by_rank = [train.rank_documents(2, rank) for rank in range(3)]
     assert all(by_rank)
-    assert sorted(name for names in by_rank for name in names) == sorted(
-        name for row in train.step_documents(2) for name in row
-    )
+    alone = load(replace(config, train=replace(config.train, micro_batch_tokens=None))).train
+    assert sorted(name for names in by_rank for name in names) == sorted(documents_of(alone, [2]))

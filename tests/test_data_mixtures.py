@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.documents import documents_of
 from tests.test_data_loader import Rank
 from trainer.config.rules import check_config
 from trainer.data.loader import Data, build_data
@@ -37,7 +38,7 @@ def load(train: list[str | SourceConfig], *, steps: int | None = None, **data: A
 def names(data: Data) -> list[str]:
     """The file and line of every conversation of the run, in order."""
     steps = range(data.train.total_steps)
-    return [Path(name).name for step in steps for row in data.train.step_documents(step) for name in row]
+    return [Path(name).name for name in documents_of(data.train, steps)]
 
 
 def test_limit_reads_so_many_rows_of_a_source(tmp_path):

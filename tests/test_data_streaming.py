@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.documents import documents_of
 from tests.test_data_loader import Rank
 from tests.tiny import ALONE
 from trainer.config.rules import check_config, config_notes
@@ -21,6 +22,7 @@ from trainer.data.documents import KEYS
 from trainer.data.encoding import content_key
 from trainer.data.loader import Data, build_data
 from trainer.data.messages import Row
+from trainer.data.steps import Loader
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.recipes import sft
@@ -48,14 +50,9 @@ def load(config: Config, rank: Rank = ONE) -> Data:
     return build_data(config, rank, load_tokenizer(config))
 
 
-def names(data: Data, steps: range) -> list[list[str]]:
-    """The file and line of each conversation of each row."""
-    rows = [row for step in steps for row in data.train.step_documents(step)]
-    return [[Path(name).name for name in row] for row in rows]
-
-
-def flat(rows: list[list[str]]) -> list[str]:
-    return [name for row in rows for name in row]
+def names(loader: Loader, steps: range, *, world_size: int = 1) -> list[str]:
+    """The file and line of each conversation."""
+    return [Path(name).name for name in documents_of(loader, steps, world_size=world_size)]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -73,7 +70,7 @@ def test_data_within_one_window_give_the_batches_of_data_at_hand(tmp_path, packi
 
 def test_every_epoch_has_each_conversation_once_in_windows_of_its_own_order(tmp_path):
     config = make_config([write_rows(tmp_path, "a", 25)], data={"packing": False}, global_batch_size=5)
-    rows = flat(names(load(config), range(10)))
+    rows = names(load(config).train, range(10))
     for epoch in (rows[:25], rows[25:50]):
         assert len(set(epoch)) == 25
         for begin, end in ((0, 10), (10, 20), (20, 25)):  # a window and nothing else
@@ -85,9 +82,9 @@ def test_every_epoch_has_each_conversation_once_in_windows_of_its_own_order(tmp_
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_divide_the_rows_of_a_step(tmp_path, world_size):
     config = make_config([write_rows(tmp_path, "a", 40)], global_batch_size=5)
-    expected = names(load(config), range(6))
+    expected = names(load(config).train, range(6))
     ranks = [load(config, Rank(rank, world_size)).train for rank in range(world_size)]
-    assert all(names(Data(rank, None, None), range(6)) == expected for rank in ranks)  # type: ignore[arg-type]
+    assert all(names(rank, range(6), world_size=world_size) == expected for rank in ranks)
     parts = [load(config, Rank(rank, world_size)).train.step_batches(0) for rank in range(world_size)]
     assert len({len(part) for part in parts}) == 1
     whole = sum(int(batch.num_targets) for batch in load(config).train.step_batches(0))
@@ -100,7 +97,7 @@ def test_resume_goes_on_with_the_next_row_within_and_across_windows_and_epochs(t
     files = [write_rows(tmp_path, "a", 17), write_rows(tmp_path, "b", 9)]
     sources = [SourceConfig(file, weight=weights and weights[i]) for i, file in enumerate(files)]
     config = make_config(list(sources), data={"packing": False}, micro_batch_size=4)
-    expected = names(load(config), range(16))
+    expected = names(load(config).train, range(16))
     first = load(config)
     for step in range(stop):
         first.train.step_batches(step)
@@ -108,7 +105,7 @@ def test_resume_goes_on_with_the_next_row_within_and_across_windows_and_epochs(t
     for world_size in (1, 2):
         resumed = load(config, Rank(0, world_size))
         resumed.train.load_state_dict(state)
-        after = names(resumed, range(stop, stop + 3))
+        after = names(resumed.train, range(stop, stop + 3), world_size=world_size)
         assert after == expected[4 * stop : 4 * stop + 3 * 4 * world_size]
 
 
@@ -119,7 +116,7 @@ def test_weights_hold_in_every_window_and_sources_begin_anew(tmp_path):
     )
     data = load(config)
     for step in range(5):
-        counts = Counter(name.split(".")[0] for name in flat(names(data, range(step, step + 1))))
+        counts = Counter(name.split(".")[0] for name in names(data.train, range(step, step + 1)))
         assert counts == {"a": 6, "b": 4}
     assert data.train.epoch_at(5) == 0.0
 
@@ -134,7 +131,7 @@ def test_repeat_and_limit_hold_in_an_epoch(tmp_path):
     data, epoch = load(config), []
     step = 0
     while data.train.epoch_at(step) == 0.0:
-        epoch += flat(names(data, range(step, step + 1)))
+        epoch += names(data.train, range(step, step + 1))
         step += 1
     counts = Counter(epoch)
     assert {count for name, count in counts.items() if name.startswith("b")} == {1}
@@ -151,7 +148,7 @@ def test_held_out_rows_are_looked_at_and_not_trained_on(tmp_path):
     )
     assert data.report.eval is not None
     assert data.report.eval.rows_kept == 8
-    trained = set(flat(names(data, range(20))))
+    trained = set(names(data.train, range(20)))
     held_out = {f"a.jsonl:{n}" for n in range(1, 61)} - trained
     assert 8 <= len(held_out) <= 30
     assert sum(int(batch.num_targets) for batch in data.eval.batches()) == data.report.eval.target_tokens
@@ -248,8 +245,9 @@ def test_ranks_documents_are_those_of_the_step_until_their_window_is_given_back(
     config = make_config([write_rows(tmp_path, "a", 30)], global_batch_size=5)
     train = load(config, Rank(0, 2)).train
     train.step_batches(0)
-    both = [name for rank in (0, 1) for name in train.rank_documents(0, rank)]
-    assert sorted(both) == sorted(name for row in train.step_documents(0) for name in row)
+    alone = load(config).train.rank_documents(0, 0)
+    by_rank = [train.rank_documents(0, rank) for rank in (0, 1)]
+    assert all(by_rank) and [*by_rank[0], *by_rank[1]] == alone
     for step in range(1, 20):
         train.step_batches(step)
     assert train.rank_documents(0, 0) == []

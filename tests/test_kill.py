@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import build, losses, rows  # noqa: F401 - a fixture
+from tests.test_loop import build, losses
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.folders import newest_complete, steps_in
@@ -86,7 +86,7 @@ def kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def attempt(dist: Dist, rows: str, run_dir: str, steps: int, kill: Kill | None) -> int:  # noqa: F811
+def attempt(dist: Dist, rows: str, run_dir: str, steps: int, kill: Kill | None) -> int:
     """One start of the run, from whatever is in its folder; the step it began at."""
     run = build(rows, Path(run_dir), dist, steps=steps, **FIELDS)
     start_step, loss_fn = run.start_step, run.loss_fn
@@ -102,7 +102,7 @@ def attempt(dist: Dist, rows: str, run_dir: str, steps: int, kill: Kill | None) 
     return start_step
 
 
-def records_after(rows: str, run_dir: Path, steps: int, kills: list[Kill], *, last: int) -> list[dict]:  # noqa: F811
+def records_after(rows: str, run_dir: Path, steps: int, kills: list[Kill], *, last: int) -> list[dict]:
     """The records of a run that was killed so often and then ended with `last` ranks; checked after every kill."""
     newest = None
     for kill in kills:
@@ -125,7 +125,7 @@ def check_checkpoints(folder: Path, before: int | None, kill: Kill) -> int | Non
 
 
 @pytest.fixture(scope="module")
-def unbroken(rows, tmp_path_factory):  # noqa: F811
+def unbroken(rows, tmp_path_factory):
     """Losses of the unbroken run of so many steps at a world size; each is run once."""
     known: dict[tuple[int, int], list[float]] = {}
 
@@ -139,7 +139,7 @@ def unbroken(rows, tmp_path_factory):  # noqa: F811
 
 
 def check_chain(
-    rows: str,  # noqa: F811
+    rows: str,
     run_dir: Path,
     unbroken,
     sizes: list[int],
@@ -165,15 +165,15 @@ def drift(unbroken, sizes: list[int], steps: int) -> float:
     return max(abs(a - b) for other in others for a, b in zip(one, other, strict=True))
 
 
-def test_killed_runs_of_one_rank_end_bit_for_bit_like_the_unbroken_one(rows, tmp_path, unbroken):  # noqa: F811
+def test_killed_runs_of_one_rank_end_bit_for_bit_like_the_unbroken_one(rows, tmp_path, unbroken):
     check_chain(rows, tmp_path / "run", unbroken, [1] * 8, last=1, seed=1)
 
 
-def test_killed_runs_of_two_ranks_end_bit_for_bit_like_the_unbroken_one(rows, tmp_path, unbroken):  # noqa: F811
+def test_killed_runs_of_two_ranks_end_bit_for_bit_like_the_unbroken_one(rows, tmp_path, unbroken):
     check_chain(rows, tmp_path / "run", unbroken, [2] * 7, last=2, seed=2)
 
 
-def test_run_killed_at_changing_numbers_of_ranks_ends_like_the_unbroken_one(rows, tmp_path, unbroken):  # noqa: F811
+def test_run_killed_at_changing_numbers_of_ranks_ends_like_the_unbroken_one(rows, tmp_path, unbroken):
     check_chain(rows, tmp_path / "run", unbroken, [2, 1, 3, 4, 1], last=2, seed=3)
 
 
@@ -186,7 +186,7 @@ def test_at_least_a_third_of_the_kills_is_inside_a_save():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_two_hundred_kills(rows, tmp_path, unbroken, seed):  # noqa: F811
+def test_two_hundred_kills(rows, tmp_path, unbroken, seed):
     check_chain(rows, tmp_path / "one", unbroken, [1] * 7, last=1, seed=seed)
     check_chain(rows, tmp_path / "two", unbroken, [2] * 7, last=2, seed=seed + 100)
     sizes = [2, 3, 1, 4, 2, 1]

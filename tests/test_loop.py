@@ -37,15 +37,6 @@ ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 STEPS = 8
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> str:
-    """A JSONL of questions and answers of many lengths."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return str(path)
-
-
 def config_of(rows: str, **train) -> Config:
     backend = train.pop("backend", "auto")
     return config_from_dict(

@@ -337,14 +337,6 @@ def lora_run(dist: Dist, base: str, run_dir: str, rows: str, changes: dict) -> l
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    pairs = [{"question": f"what is {n}?", "answer": "na " * (1 + n * n % 13) + str(n)} for n in range(60)]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
     return write_base(tmp_path_factory.mktemp("base") / "model")
 

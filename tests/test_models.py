@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
-from tests.tiny import ALONE, packed_batch, tiny_decoder, tiny_shape
+from tests.tiny import ALONE, export_model, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape, logits_head
-from trainer.models.export import export_model, plain_decoder, verify_export, write_export
+from trainer.models.export import plain_decoder, verify_export, write_export
 from trainer.models.generate import greedy, sequence_logits
 from trainer.models.hf import gather_full, load_pretrained
 from trainer.models.shapes import model_folder, shape_from_config, shape_to_hf_config
@@ -227,7 +227,7 @@ def test_random_weights_depend_on_the_seed_alone():
 
 def test_an_export_says_what_transformers_generates_and_leaves_no_other_folder(shape, tmp_path):
     decoder = tiny_decoder(**shape.__dict__)
-    tokens = export_model(tmp_path / "out", decoder, shape=shape, tokenizer=None, prompt_ids=[1, 2, 3], dist=ALONE)
+    tokens = export_model(tmp_path / "out", decoder, shape=shape, prompt_ids=[1, 2, 3], dist=ALONE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     said = theirs.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
     assert tokens == said[0, 3:].tolist()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.oracles.reference import save_hf
 from tests.ranks import barrier, run_ranks
-from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
+from tests.tiny import ALONE, export_model, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
 from trainer.dist import (
     Dist,
@@ -30,7 +30,6 @@ from trainer.errors import ModelError
 from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.models.export import export_model
 from trainer.models.hf import gather_full, init_random, load_pretrained, named_weights
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
@@ -265,7 +264,7 @@ def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict[str, 
     module = prepared(dist, cfg, tiny_shape())[1]
     with torch.no_grad():
         sft_loss(module, micro_batches(dist, 1)[0])
-    export_model(folder, module, shape=tiny_shape(), tokenizer=None, prompt_ids=[1, 2], dist=dist)
+    export_model(folder, module, shape=tiny_shape(), prompt_ids=[1, 2], dist=dist)
     return {"done": (folder / "config.json").exists(), "compiled": torch._dynamo.utils.counters["frames"]["ok"] > 0}
 
 
@@ -284,7 +283,7 @@ def export_not_finite(dist: Dist, folder: Path) -> str:
     module = prepared(dist, config("fsdp"), tiny_shape())[1]
     local_tensor(module.model.norm.weight).data.fill_(float("nan"))
     with pytest.raises((ModelError, DistError)) as caught:
-        export_model(folder, module, shape=tiny_shape(), tokenizer=None, prompt_ids=[1], dist=dist)
+        export_model(folder, module, shape=tiny_shape(), prompt_ids=[1], dist=dist)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.documents import documents_of
 from tests.ranks import run_ranks
 from tests.test_data_tokens import document, write
 from tests.test_models import from_folder, save_hf
@@ -59,10 +60,10 @@ def load(config: Config, tmp_path: Path, *, vocab_size: int = 260) -> Data:
 def epoch(data: Data) -> list[str]:
     """The names of all pieces that the run's steps hold, in order."""
     steps = range(data.train.total_steps)
-    return [name for step in steps for row in data.train.step_documents(step) for name in row]
+    return documents_of(data.train, steps)
 
 
-def documents_of(names: list[str]) -> set[str]:
+def whole_documents(names: list[str]) -> set[str]:
     return {name.partition("[")[0] for name in names}
 
 
@@ -131,14 +132,14 @@ def test_limit_and_repeat_of_a_source(tmp_path):
 def test_max_train_rows_counts_documents(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", [40] * 9)
     names = epoch(load(config_of(path, data={"max_train_rows": 4}), tmp_path))
-    assert documents_of(names) == {"0", "1", "2", "3"}
+    assert whole_documents(names) == {"0", "1", "2", "3"}
 
 
 def test_held_out_documents_are_whole_and_not_trained_on(tmp_path):
     config = config_of(corpus_file(tmp_path / "a.tokens", [40] * 20), data={"eval_fraction": 0.2})
     data = load(config, tmp_path)
     assert (data.report.train.rows_read, data.report.eval.rows_read) == (16, 4)
-    assert len(documents_of(epoch(data))) == 16
+    assert len(whole_documents(epoch(data))) == 16
     assert sum(int(batch.num_targets) for batch in data.eval.batches()) == 4 * 39
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build, config_of, losses, rows, train  # noqa: F401 - rows is a fixture
+from tests.test_loop import ALONE, build, config_of, losses, train
 from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
@@ -25,7 +25,7 @@ FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 
 
 
 @pytest.fixture(scope="module")
-def saved(rows, tmp_path_factory) -> Path:  # noqa: F811
+def saved(rows, tmp_path_factory) -> Path:
     """The folder of a run on two ranks that stopped after step 4 and saved at 2 and 4."""
     run_dir = tmp_path_factory.mktemp("saved") / "run"
     run_ranks(resume, 2, rows, [str(run_dir)], {"stop_after_steps": 4})
@@ -60,7 +60,7 @@ DAMAGES = {
 }
 
 
-def resume(dist: Dist, rows: str, run_dirs: list[str], fields: dict) -> int:  # noqa: F811
+def resume(dist: Dist, rows: str, run_dirs: list[str], fields: dict) -> int:
     """Start, train to the end; the step that this rank began at. Each rank may see another run folder."""
     run = build(rows, Path(run_dirs[min(dist.rank, len(run_dirs) - 1)]), dist, **{**FIELDS, **fields})
     loop.train(run)
@@ -69,7 +69,7 @@ def resume(dist: Dist, rows: str, run_dirs: list[str], fields: dict) -> int:  # 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_taken(rows, run_dir, damage, capfd):  # noqa: F811
+def test_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_taken(rows, run_dir, damage, capfd):
     name, spoil, message = DAMAGES[damage]
     spoil(run_dir / "checkpoints" / "step_000004" / name)
     assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch"}) == 2
@@ -81,20 +81,20 @@ def test_damaged_newest_checkpoint_is_named_set_aside_and_the_one_before_taken(r
     assert 4 in steps_in(run_dir / "checkpoints")  # saved again
 
 
-def test_run_after_a_fall_back_ends_like_the_unbroken_one(rows, run_dir, tmp_path):  # noqa: F811
+def test_run_after_a_fall_back_ends_like_the_unbroken_one(rows, run_dir, tmp_path):
     truncate(run_dir / "checkpoints" / "step_000004" / "__1_0.distcp")
     assert run_ranks(resume, 2, rows, [str(run_dir)], {}) == [2, 2]
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert losses(records) == losses(train(2, rows, tmp_path / "whole", **FIELDS))
 
 
-def test_ranks_that_see_other_folders_go_on_from_what_rank_0_sees(rows, run_dir, tmp_path):  # noqa: F811
+def test_ranks_that_see_other_folders_go_on_from_what_rank_0_sees(rows, run_dir, tmp_path):
     (tmp_path / "other").mkdir()
     assert run_ranks(resume, 2, rows, [str(run_dir), str(tmp_path / "other")], {}) == [4, 4]
 
 
 @pytest.mark.parametrize("name", ["__1_0.distcp", "state.json"])
-def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, name):  # noqa: F811
+def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, name):
     for step in (2, 4):
         truncate(run_dir / "checkpoints" / f"step_{step:06d}" / name)
     with pytest.raises(
@@ -104,7 +104,7 @@ def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, na
     assert list(steps_in(run_dir / "checkpoints")) == [2, 4]
 
 
-def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):  # noqa: F811
+def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):
     state = run_dir / "checkpoints" / "step_000004" / "state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "data": None}))
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
@@ -117,12 +117,12 @@ def test_8_bit_state_is_not_taken_for_a_damaged_one_of_adamw():
         check_optimizer(Path("step_000002"), {"optim": {"optimizer": "adamw8bit"}}, now)
 
 
-def test_start_behind_saved_checkpoints_says_that_its_saves_delete_them(rows, run_dir, capfd):  # noqa: F811
+def test_start_behind_saved_checkpoints_says_that_its_saves_delete_them(rows, run_dir, capfd):
     build(rows, run_dir, ALONE, backend="pytorch", **{**FIELDS, "resume": "never"})
     assert "holds checkpoints of later steps (2, 4) than this start begins from (0)" in capfd.readouterr().out
 
 
-def test_named_checkpoint_that_is_damaged_is_an_error(rows, run_dir, tmp_path):  # noqa: F811
+def test_named_checkpoint_that_is_damaged_is_an_error(rows, run_dir, tmp_path):
     path = run_dir / "checkpoints" / "step_000004"
     truncate(path / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"cannot load .*step_000004: __0_0.distcp has 100 bytes"):
@@ -130,7 +130,7 @@ def test_named_checkpoint_that_is_damaged_is_an_error(rows, run_dir, tmp_path): 
     assert path.exists()
 
 
-def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_newest(rows, run_dir, tmp_path):  # noqa: F811
+def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_newest(rows, run_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"it has no COMPLETE and no .metadata file\n.*did you mean .*step_000004"):
         build(rows, tmp_path / "new", ALONE, backend="pytorch", resume=str(run_dir), **FIELDS)
 
@@ -145,7 +145,7 @@ def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_ne
         ("lora", {"rank": 4}, "a run that trains something else: .*lora.rank none -> 4"),
     ],
 )
-def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message, tmp_path):  # noqa: F811
+def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message, tmp_path):
     config = config_to_dict(config_of(rows, backend="pytorch", **FIELDS))
     config[section] |= changes
     if section == "data":
@@ -173,7 +173,7 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
     return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
 
 
-def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):  # noqa: F811
+def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):
     config = config_of(rows, backend="pytorch", stop_after_steps=2, **FIELDS)
     run = build_of(config, tmp_path, hashes={"tokenizer": "aaaa"})
     loop.train(run)
@@ -182,7 +182,7 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_p
         build_of(config, tmp_path, hashes={"tokenizer": "bbbb"})
 
 
-def test_learning_rate_of_another_length_is_the_scaled_one(rows, tmp_path, capsys):  # noqa: F811
+def test_learning_rate_of_another_length_is_the_scaled_one(rows, tmp_path, capsys):
     optim = {"learning_rate": 1.0, "warmup_steps": 0, "schedule": "linear", "lr_scaling": "linear"}
     for steps in (4, 8):
         config = config_to_dict(config_of(rows, backend="pytorch", **{**FIELDS, "steps": steps, "stop_after_steps": 2}))
@@ -205,7 +205,7 @@ def test_longer_and_shorter_run_say_what_becomes_of_the_learning_rate():
     assert render_horizon(config, step=5, before=None, now=20, peak=1.0) is None
 
 
-def test_run_resumed_with_more_steps_has_the_rates_of_a_run_of_that_length(rows, run_dir, tmp_path, capfd):  # noqa: F811
+def test_run_resumed_with_more_steps_has_the_rates_of_a_run_of_that_length(rows, run_dir, tmp_path, capfd):
     assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch", "steps": 12}) == 4
     assert "the run had 8 steps and has 12: the schedule is that of 12 steps" in capfd.readouterr().out
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -219,7 +219,7 @@ WORLDS = [(2, {}), (4, HYBRID), (3, {}), (1, {})]
 """Ranks and parallel settings of one start after another. An adapter's A has three rows: less than four ranks."""
 
 
-def go_on(dist: Dist, rows: str, run_dir: str, parallel: dict, lora: dict, steps: int) -> int:  # noqa: F811
+def go_on(dist: Dist, rows: str, run_dir: str, parallel: dict, lora: dict, steps: int) -> int:
     """One start that takes so many steps; the step that it began at."""
     Path(run_dir).mkdir(exist_ok=True)
     backend = "pytorch" if dist.world_size == 1 else "fsdp"
@@ -234,7 +234,7 @@ def go_on(dist: Dist, rows: str, run_dir: str, parallel: dict, lora: dict, steps
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 3, "base_dtype": "fp32"}], ids=["whole model", "adapters"])
-def test_run_goes_on_at_other_numbers_of_ranks_and_replicas_with_the_same_losses(rows, tmp_path, lora):  # noqa: F811
+def test_run_goes_on_at_other_numbers_of_ranks_and_replicas_with_the_same_losses(rows, tmp_path, lora):
     for run_dir, worlds, steps in ((tmp_path / "a", WORLDS, 2), (tmp_path / "b", [(1, {})], 8)):
         starts = [run_ranks(go_on, n, rows, str(run_dir), parallel, lora, steps)[0] for n, parallel in worlds]
         assert starts == [steps * number for number in range(len(worlds))]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.test_checkpoint import ALONE, start
-from tests.test_loop import rows, train  # noqa: F401 - rows is a fixture
+from tests.test_loop import train
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.retention import Keep, to_delete
 from trainer.checkpoint.writer import Writer
@@ -108,7 +108,7 @@ def test_retention_without_effect_is_said(train, note):
     assert any(note in line for line in config_notes(Config(train=train), backend="fsdp", deployed=True))
 
 
-def test_run_keeps_its_last_its_best_and_every_fourth_checkpoint(rows, tmp_path):  # noqa: F811
+def test_run_keeps_its_last_its_best_and_every_fourth_checkpoint(rows, tmp_path):
     fields = {"save_every": 2, "eval_every": 2, "keep_last": 1, "keep_best": 1, "keep_every": 4}
     records = train(1, rows, tmp_path / "run", steps=14, micro_batch_size=6, **fields)
     losses = {record["step"]: record["eval_loss"] for record in records if record.get("eval_loss") and record["step"]}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build, config_of, losses, rows  # noqa: F401 - rows is a fixture
+from tests.test_loop import ALONE, build, config_of, losses
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
@@ -28,7 +28,7 @@ from trainer.runlock import release_all, taken_by
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
 
 
-def stop_in_evaluation(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool, int]:  # noqa: F811
+def stop_in_evaluation(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool, int]:
     """Ask the last rank to stop in the evaluation after step 2; (steps, stopped, evaluation batches after that)."""
     run = build(rows, Path(run_dir), dist, **FIELDS)
     loss_fn, seen = run.loss_fn, []
@@ -47,7 +47,7 @@ def stop_in_evaluation(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool, 
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_in_an_evaluation_ends_it_saves_and_stops(rows, tmp_path, ranks):  # noqa: F811
+def test_sigterm_in_an_evaluation_ends_it_saves_and_stops(rows, tmp_path, ranks):
     results = run_ranks(stop_in_evaluation, ranks, rows, str(tmp_path))
     assert len(set(results)) == 1
     step, stopped, batches = results[0]
@@ -56,7 +56,7 @@ def test_sigterm_in_an_evaluation_ends_it_saves_and_stops(rows, tmp_path, ranks)
     assert list(steps_in(tmp_path / "checkpoints"))[-1] == step
 
 
-def stop_in_save(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:  # noqa: F811
+def stop_in_save(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:
     """Ask rank 0 to stop while the save of step 3 is under way in its thread."""
     run = build(rows, Path(run_dir), dist, **FIELDS)
 
@@ -69,7 +69,7 @@ def stop_in_save(dist: Dist, rows: str, run_dir: str) -> tuple[int, bool]:  # no
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_during_a_save_waits_for_it_saves_again_and_stops(rows, tmp_path, ranks):  # noqa: F811
+def test_sigterm_during_a_save_waits_for_it_saves_again_and_stops(rows, tmp_path, ranks):
     results = run_ranks(stop_in_save, ranks, rows, str(tmp_path))
     assert len(set(results)) == 1
     step, stopped = results[0]
@@ -134,7 +134,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, small_disk, capfd, beside):  # noqa: F811
+def test_disk_that_fills_up_is_told_with_figures_and_training_goes_on(rows, small_disk, capfd, beside):
     run = build(rows, small_disk.parent, backend="pytorch", **{**FIELDS, "steps": 9, "async_save": beside})
 
     def fill(point: str) -> None:
@@ -157,7 +157,7 @@ def read_records(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_model_is_exported_though_the_disk_has_no_room_for_the_last_checkpoint(rows, small_disk, capfd):  # noqa: F811
+def test_model_is_exported_though_the_disk_has_no_room_for_the_last_checkpoint(rows, small_disk, capfd):
     (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
     config = config_of(rows, backend="pytorch", steps=3, save_every=0)
     config = replace(config, run=replace(config.run, export=True))

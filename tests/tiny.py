@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer.batch import IGNORE, Batch
 from trainer.data.chat import Encoded
 from trainer.data.packing import PackedRow, build_row, plan_rows
 from trainer.dist import Dist
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.models.hf import init_random
+from trainer.models.export import export_tensors
+from trainer.models.hf import gather_full, init_random
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -65,3 +68,11 @@ def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: 
     lengths = [len(document.ids) for document in encoded]
     plan = plan_rows(lengths, range(len(encoded)), seq_len=seq_len, packing=packing)
     return [build_row([encoded[i] for i in row], seq_len=seq_len, pad_id=pad_id) for row in plan]
+
+
+def export_model(
+    folder: Path, module: nn.Module, *, prompt_ids: list[int], shape: DecoderShape, dist: Dist
+) -> list[int]:
+    """Export a model without a tokenizer, however it is spread; every rank calls this."""
+    tensors = gather_full(module, dist)
+    return export_tensors(folder, tensors, shape=shape, tokenizer=None, prompt_ids=prompt_ids, dist=dist)

@@ -6,12 +6,10 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tokenizers import AddedToken
-
+from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from tests.oracles.measure import Oracle
 from trainer.data.chat import encode
 from trainer.data.sources import Row
-from trainer.data.tokenizer import build_bytes_tokenizer
 
 # the public formats, with tags around what the assistant generates
 CHATML = """\
@@ -23,14 +21,7 @@ CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
-QWEN25 = (
-    """\
-{%- if messages[0].role != 'system' -%}
-{{ '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-{%- endif -%}
-"""
-    + CHATML
-)
+QWEN25 = QWEN25_SYSTEM + CHATML
 
 LLAMA3 = """\
 {%- for m in messages -%}
@@ -57,10 +48,7 @@ def without_tags(template: str) -> str:
 
 def differing_positions(folder: Path, *, template: str) -> float:
     """Of ids and targets; ours are found without the tags."""
-    tokenizer = build_bytes_tokenizer()
-    words = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    tokenizer.add_tokens([AddedToken(word, special=True) for word in words])
-    tokenizer.chat_template = template
+    tokenizer = chat_tokenizer(template)
     theirs = tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
     tokenizer.chat_template = without_tags(template)
     ours = encode(Row("row", TURNS), tokenizer)

@@ -98,6 +98,12 @@ def plan_micro_batches(lengths: Sequence[int], *, world_size: int, rules: BatchR
     return _plan_by_tokens(lengths, world_size, rules, rules.micro_batch_tokens)
 
 
+def rows_of_rank(lengths: Sequence[int], rank: int, *, world_size: int, rules: BatchRules) -> list[int]:
+    """The rows of a step that one rank trains on, in the order of its micro-batches."""
+    plan = plan_micro_batches(lengths, world_size=world_size, rules=rules)[rank]
+    return [row for micro in plan for row in micro.rows]
+
+
 def padding_share(lengths: Sequence[int], *, step_rows: int, world_size: int, rules: BatchRules) -> float:
     """The part of the rows' positions that holds no document, in steps of `step_rows` rows."""
     if rules.packing:

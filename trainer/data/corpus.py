@@ -15,11 +15,11 @@ import numpy as np
 
 from trainer.config.corpus import is_token_file
 from trainer.data.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
-from trainer.data.documents import Documents, Source, overlap_note, pick_held_out, source_shares
-from trainer.data.loader import Data, EvalSet, TrainLoader
+from trainer.data.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
+from trainer.data.loader import Data, TrainLoader, lay_out
 from trainer.data.order import Mixture, epoch_documents
 from trainer.data.pieces import PieceStore
-from trainer.data.report import DataReport, SplitReport
+from trainer.data.report import SplitReport
 from trainer.data.sources import identify
 from trainer.data.store import NO_TARGET, Selection
 from trainer.data.texts import read_texts
@@ -28,7 +28,7 @@ from trainer.data.tokens import SUFFIX, TokenFile
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.files import expanded
-from trainer.schema import Config, SourceConfig, as_sources
+from trainer.schema import Config, as_sources
 from trainer.tokenizing import Tell, write_token_file
 
 if TYPE_CHECKING:
@@ -58,11 +58,10 @@ def build_corpus(
         _check_not_empty(held_out, "data.eval")
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
-    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
-    held_out_report = held_out.report if len(held_out) else None
     notes = overlap_note(documents, held_out)
-    report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
-    return Data(train, evaluation, report)
+    return lay_out(
+        train, documents.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
+    )
 
 
 def list_corpus(config: Config) -> list[Source]:
@@ -192,7 +191,7 @@ def select_pieces(name: str, store: PieceStore, table: DocumentTable, docs: np.n
     chosen[docs] = True
     indices = np.flatnonzero(chosen[store.pieces.document])
     of_piece = store.pieces.document[indices]
-    mixture = Mixture(_settings(name, table.sources), table.source[of_piece], table.key[of_piece])
+    mixture = Mixture(settings_for(name, table.sources), table.source[of_piece], table.key[of_piece])
     selection = Selection(store, indices)
     order = epoch_documents(mixture, epoch=0, seed=config.train.seed, shuffle=config.data.shuffle)
     too_short = docs[table.length[docs] < 2]
@@ -209,13 +208,6 @@ def select_pieces(name: str, store: PieceStore, table: DocumentTable, docs: np.n
         sources=source_shares(selection, mixture, order, asked=name == "train"),
     )
     return Documents(selection, report, mixture, table.key[docs])
-
-
-def _settings(name: str, sources: Sequence[Source]) -> list[SourceConfig]:
-    """Held-out documents are looked at as they are, whatever the training makes of their source."""
-    if name == "eval":
-        return [SourceConfig(s.path, repeat=s.settings.repeat if s.held_out else 1.0) for s in sources]
-    return [SourceConfig(s.path) if s.held_out else s.settings for s in sources]
 
 
 def _count_targets(store: PieceStore, indices: np.ndarray) -> int:

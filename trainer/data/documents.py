@@ -99,16 +99,19 @@ def read_rows(config: Config) -> Iterator[SourceRow]:
 
 
 def _read_all(sources: Iterator[tuple[int, Source]], config: Config) -> Iterator[SourceRow]:
-    data = config.data
     for index, source in sources:
-        rows = read_conversations(
-            source.path,
-            split=source.split,
-            schema=data.schema,
-            limit=source.settings.limit,
-            held_out_share=builtin_share(config),
-        )
-        yield from ((index, row) for row in rows)
+        yield from ((index, row) for row in read_source(config, source))
+
+
+def read_source(config: Config, source: Source) -> Iterator[Row]:
+    """The rows of one source in its own order, `limit` at most."""
+    return read_conversations(
+        source.path,
+        split=source.split,
+        schema=config.data.schema,
+        limit=source.settings.limit,
+        held_out_share=builtin_share(config),
+    )
 
 
 def read_stream_eval(config: Config, tokenizer: PreTrainedTokenizerFast) -> Documents:
@@ -188,12 +191,7 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
     kept = rows[table.document[rows] >= 0]
     docs = Selection(store, table.document[kept])
     of_source = table.source[kept]
-    settings = [
-        source.settings if source.held_out == (name == "eval") else SourceConfig(source.path) for source in sources
-    ]
-    if name == "eval":  # held-out rows are looked at as they are, whatever the training makes of their source
-        settings = [SourceConfig(s.path, repeat=s.repeat) for s in settings]
-    mixture = Mixture(settings, of_source, table.key[kept])
+    mixture = Mixture(settings_for(name, sources), of_source, table.key[kept])
     order = epoch_documents(mixture, epoch=0, seed=config.train.seed, shuffle=config.data.shuffle)
     chosen = set(rows.tolist())
     report = SplitReport(
@@ -210,6 +208,14 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
         sources=source_shares(docs, mixture, order, asked=name == "train"),
     )
     return Documents(docs, report, mixture, table.key[rows])
+
+
+def settings_for(name: str, sources: Sequence[Source]) -> list[SourceConfig]:
+    """How much of each source a split has. Held-out documents are looked at as they are, whatever the training makes
+    of their source."""
+    if name == "eval":
+        return [SourceConfig(s.path, repeat=s.settings.repeat if s.held_out else 1.0) for s in sources]
+    return [SourceConfig(s.path) if s.held_out else s.settings for s in sources]
 
 
 def source_shares(docs: Selection, mixture: Mixture, order: np.ndarray, *, asked: bool) -> list[SourceShare]:

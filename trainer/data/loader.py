@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
 from trainer.data.ahead import Ahead
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, plan_micro_batches, rows_within
+from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
 from trainer.data.documents import (
@@ -31,7 +31,7 @@ from trainer.data.documents import (
 )
 from trainer.data.order import epoch_documents, plan_epoch
 from trainer.data.packing import Plan, plan_rows
-from trainer.data.report import DataReport
+from trainer.data.report import DataReport, SplitReport
 from trainer.data.steps import Loader, global_batch_size
 from trainer.data.store import Store
 from trainer.data.streaming import StreamLoader
@@ -94,12 +94,29 @@ def build_data(
         check_documents(held_out, where="data.eval", seq_len=config.data.seq_len)
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
-    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
     notes += overlap_note(documents, held_out)
+    return lay_out(
+        train, documents.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
+    )
+
+
+def lay_out(
+    train: Loader,
+    report: SplitReport,
+    held_out: Documents,
+    *,
+    config: Config,
+    ranks: Ranks,
+    pad_id: int,
+    started: float,
+    notes: list[str],
+) -> Data:
+    """The training data with the batches of the evaluation, and an account of both; `started`: when reading began."""
+    evaluation = EvalSet(held_out, config=config, ranks=ranks, pad_id=pad_id)
     held_out_report = held_out.report if len(held_out) else None
-    report = DataReport(documents.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
-    return Data(train, evaluation, report)
+    account = DataReport(report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
+    return Data(train, evaluation, account)
 
 
 def check_store(store: Store, model_vocab: int | None) -> None:
@@ -128,12 +145,10 @@ def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFas
     pad_id = tokenizer.pad_token_id or 0
     sources = [source for source in list_sources(config) if not source.held_out]
     train = StreamLoader(sources, tokenizer, config=config, ranks=dist, pad_id=pad_id)
-    evaluation = EvalSet(held_out, config=config, ranks=dist, pad_id=pad_id)
-    first = Documents.of(train.sample)
-    notes = [] if trains_end_token(first, tokenizer) else [NO_END_TOKEN]
-    held_out_report = held_out.report if len(held_out) else None
-    report = DataReport(train.report, held_out_report, seconds=time.perf_counter() - started, notes=notes)
-    return Data(train, evaluation, report)
+    notes = [] if trains_end_token(Documents.of(train.sample), tokenizer) else [NO_END_TOKEN]
+    return lay_out(
+        train, train.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
+    )
 
 
 class TrainLoader:
@@ -189,15 +204,11 @@ class TrainLoader:
     def close(self) -> None:
         self._ahead.close()
 
-    def step_documents(self, step: int) -> list[list[str]]:
-        """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
-        return [[self._documents.docs.name(index) for index in row] for row in self._rows_of(step)]
-
     def rank_documents(self, step: int, rank: int) -> list[str]:
         """The ids of the conversations that one rank trains on in a step."""
         rows = self._rows_of(step)
-        plan = plan_micro_batches(self._row_lengths(rows), world_size=self._ranks.world_size, rules=self._rules)[rank]
-        return [self._documents.docs.name(index) for micro in plan for row in micro.rows for index in rows[row]]
+        mine = rows_of_rank(self._row_lengths(rows), rank, world_size=self._ranks.world_size, rules=self._rules)
+        return [self._documents.docs.name(index) for row in mine for index in rows[row]]
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps, the same on every rank."""

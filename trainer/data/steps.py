@@ -34,9 +34,6 @@ class Loader(Protocol):
     def close(self) -> None:
         """End what prepares the next batches; no step can be asked for any more."""
 
-    def step_documents(self, step: int) -> list[list[str]]:
-        """The ids of the conversations in each row of a step, all ranks together."""
-
     def rank_documents(self, step: int, rank: int) -> list[str]:
         """The ids of the conversations that one rank trains on in a step; none where they are not at hand any more."""
 

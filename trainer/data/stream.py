@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.data.documents import KEYS, Source, builtin_share, held_out_share, is_held_out
+from trainer.data.documents import KEYS, Source, held_out_share, is_held_out, read_source
 from trainer.data.encoding import content_key
 from trainer.data.messages import Row
-from trainer.data.sources import read_conversations
 from trainer.errors import DataError
 from trainer.schema import Config
 
@@ -97,15 +96,8 @@ def _read_again(config: Config, source: Source, skip: int) -> Iterator[tuple[int
 
 def _read(config: Config, source: Source, skip: int) -> Iterator[tuple[int, Row | None]]:
     """(records read so far, row) of one pass from record `skip` on; None for a row that is held out."""
-    data, divided = config.data, held_out_share(config, source) > 0
-    rows = read_conversations(
-        source.path,
-        split=source.split,
-        schema=data.schema,
-        limit=source.settings.limit,
-        held_out_share=builtin_share(config),
-    )
-    for number, row in enumerate(rows, start=1):
+    divided = held_out_share(config, source) > 0
+    for number, row in enumerate(read_source(config, source), start=1):
         if number > skip:
             yield number, None if divided and is_held_out(row, config) else row
 

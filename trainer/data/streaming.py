@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
 from trainer.data.ahead import Ahead
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, plan_micro_batches
+from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_of_rank
 from trainer.data.chat import Encoded
 from trainer.data.documents import Source
 from trainer.data.report import SplitReport
@@ -86,10 +86,6 @@ class StreamLoader:
         self._reading.shutdown(wait=False, cancel_futures=True)
         self._maker.close()
 
-    def step_documents(self, step: int) -> list[list[str]]:
-        """The ids of the conversations in each row of a step, all ranks together, in the order of the data."""
-        return [[doc.id for doc in row] for row in self._rows_of(step)]
-
     def rank_documents(self, step: int, rank: int) -> list[str]:
         """The ids of the conversations that one rank trains on in a step; none once their window is given back."""
         try:
@@ -97,8 +93,8 @@ class StreamLoader:
         except ValueError:
             return []
         lengths = [sum(len(doc.ids) for doc in row) for row in rows]
-        plan = plan_micro_batches(lengths, world_size=self._ranks.world_size, rules=self._rules)[rank]
-        return [doc.id for micro in plan for row in micro.rows for doc in rows[row]]
+        mine = rows_of_rank(lengths, rank, world_size=self._ranks.world_size, rules=self._rules)
+        return [doc.id for row in mine for doc in rows[row]]
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """The position after `step` steps: the window it lies in, and the row."""

@@ -9,37 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.generate import greedy, sequence_logits
-from trainer.models.hf import gather_full
 from trainer.models.shapes import rope_fields, shape_to_hf_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def export_model(
-    folder: Path,
-    module: nn.Module,
-    *,
-    shape: DecoderShape,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt_ids: Sequence[int],
-    dist: Dist,
-    dtype: torch.dtype = torch.float32,
-) -> list[int]:
-    """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after it has been verified.
-
-    Every rank must call it; all return when it is done, or raise. Returns the model's greedy tokens after `prompt_ids`.
-    """
-    tensors = gather_full(module, dist)
-    return export_tensors(
-        folder, tensors, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist, dtype=dtype
-    )
 
 
 def export_tensors(
@@ -52,7 +31,11 @@ def export_tensors(
     dist: Dist,
     dtype: torch.dtype = torch.float32,
 ) -> list[int]:
-    """As `export_model`, of tensors that are whole on rank 0 already; None on the other ranks."""
+    """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after it has been verified.
+
+    `tensors`: whole, on rank 0; None on the other ranks. Every rank must call it; all return when it is done, or raise.
+    Returns the model's greedy tokens after `prompt_ids`.
+    """
 
     def write() -> list[int]:
         assert tensors is not None
