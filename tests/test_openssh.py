@@ -265,9 +265,9 @@ def is_clean(runtime: Path) -> bool:
 
 
 def command_lines() -> Iterator[str]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").iterdir():  # not a glob for them: it stumbles over one that ends meanwhile
         try:
-            yield os.fsdecode(path.read_bytes())
+            yield os.fsdecode((process / "cmdline").read_bytes())
         except OSError:  # it has ended
             continue
 
