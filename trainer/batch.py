@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,32 +13,32 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents, every tensor [B, T] int64.
+    """Rows of packed documents, every tensor but `targets` [B, T] int64.
 
     `labels[b, t]` is the token to be predicted from position t (already shifted), or IGNORE; the last position of
-    every document is IGNORE. `positions` restart at 0 with each document; `doc_ids` differ between documents of one
-    row and are -1 on padding.
+    every document is IGNORE. `positions` restart at 0 with each document; `doc_ids` rise along a row and are -1 on the
+    padding at its end.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     doc_ids: torch.Tensor
+    targets: torch.Tensor | None = None
+    """[N] int64: the flat indices b·T + t of all positions with a label, found on the host where nobody waits for the
+    device: the head and its loss are computed for these alone. None: not known."""
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with `change` of each tensor."""
+        tensors = (self.input_ids, self.labels, self.positions, self.doc_ids)
+        return Batch(*map(change, tensors), None if self.targets is None else change(self.targets))
 
     def pin(self) -> Batch:
         """A copy in pinned memory, from where `to` a GPU does not wait; needs CUDA."""
-        return Batch(
-            self.input_ids.pin_memory(),
-            self.labels.pin_memory(),
-            self.positions.pin_memory(),
-            self.doc_ids.pin_memory(),
-        )
+        return self.map(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device) -> Batch:
-        move = {"device": device, "non_blocking": True}
-        return Batch(
-            self.input_ids.to(**move), self.labels.to(**move), self.positions.to(**move), self.doc_ids.to(**move)
-        )
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     @property
     def num_targets(self) -> torch.Tensor:

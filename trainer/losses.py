@@ -5,6 +5,7 @@ Shapes: N positions of a micro-batch, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,42 +13,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.batch import IGNORE, Batch, LossSum
+from trainer.batch import Batch, LossSum
+from trainer.kernels.cross_entropy import cross_entropy_sum, scale_, softmax_gradient_
+from trainer.kernels.support import uses_triton
 
-CHUNK_TOKENS = 1024
-"""Positions whose logits exist at a time: 1024 of a 152k vocabulary are 0.6 GiB in fp32."""
+CHUNK_TOKENS = 4096
+"""Positions whose logits exist at a time: 4096 of a 152k vocabulary are 1.2 GiB in bf16."""
+CHUNK_TOKENS_IN_TORCH = 1024
+"""The same without Triton's kernel, where log-probabilities in fp32 stand beside the logits."""
 
 
-def sft_loss(model: nn.Module, batch: Batch, *, packed: bool = True, chunk: int = CHUNK_TOKENS) -> LossSum:
+def sft_loss(model: nn.Module, batch: Batch, *, packed: bool = True, chunk: int | None = None) -> LossSum:
     """The summed cross entropy of a batch's targets; a batch without targets gives 0 with gradients of 0.
 
     `model` is a Decoder, also wrapped or sharded by a backend. `packed=False` is allowed when every row is a single
-    document (see Decoder.forward).
+    document (see Decoder.forward). `chunk`: positions whose logits exist at a time.
     """
-    head = partial(chunked_cross_entropy, labels=batch.labels, chunk=chunk)
+    head = partial(chunked_cross_entropy, labels=batch.labels, targets=batch.targets, chunk=chunk)
     total = model(batch.input_ids, batch.positions, batch.doc_ids, packed=packed, head=head)
     return LossSum(total, batch.num_targets)
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, *, labels: Tensor, chunk: int = CHUNK_TOKENS) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, *, labels: Tensor, targets: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
     """The sum over all targets of -log softmax(hidden @ weight.T)[label], scalar fp32.
 
     Never more than `chunk` positions' logits exist. hidden [..., D], weight [V, D], labels [...] with IGNORE. Products
-    are in hidden's dtype, softmax and sums in fp32.
+    are in hidden's dtype, softmax and sums in fp32. `targets`: the flat indices of all positions whose label is not
+    IGNORE, where they are known: no other position takes part in a product then.
     """
-    rows, targets = hidden.flatten(0, -2), labels.flatten()
+    chunk = chunk or (CHUNK_TOKENS if uses_triton(hidden) else CHUNK_TOKENS_IN_TORCH)
+    rows, flat = hidden.flatten(0, -2), labels.flatten()
+    if targets is not None and len(targets) == len(flat):
+        targets = None
     if torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
-        return _ChunkedCrossEntropy.apply(rows, weight, targets, chunk)
-    return _sum_without_grad(rows, weight, targets, chunk)
+        return _ChunkedCrossEntropy.apply(rows, weight, flat, targets, chunk)
+    parts = (F.linear(_taken(rows, part), weight.to(rows.dtype)) for part in _parts(rows, targets, chunk))
+    sums = (cross_entropy_sum(x, flat[part]) for x, part in zip(parts, _parts(rows, targets, chunk), strict=True))
+    return sum(sums, torch.zeros((), dtype=torch.float32, device=rows.device))
 
 
-def _sum_without_grad(rows: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    total = torch.zeros((), dtype=torch.float32, device=rows.device)
-    weight = weight.to(rows.dtype)
-    for part, labels in zip(rows.split(chunk), targets.split(chunk), strict=True):
-        logits = F.linear(part, weight).float()
-        total += F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
-    return total
+Part = slice | Tensor
+"""Positions: a range of all, or the indices of some."""
+
+
+def _parts(rows: Tensor, targets: Tensor | None, chunk: int) -> Iterator[Part]:
+    if targets is not None:
+        yield from targets.split(chunk) if len(targets) else ()
+    else:
+        yield from (slice(start, start + chunk) for start in range(0, rows.shape[0], chunk))
+
+
+def _taken(rows: Tensor, part: Part) -> Tensor:
+    return rows[part] if isinstance(part, slice) else rows.index_select(0, part)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -58,35 +77,40 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, targets: Tensor | None, chunk: int) -> Tensor:
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         weight_dtype, weight = weight.dtype, weight.to(rows.dtype)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
-        grad_rows = torch.empty_like(rows) if needs_rows else None
+        new = torch.empty_like if targets is None else torch.zeros_like
+        grad_rows = new(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for start in range(0, rows.shape[0], chunk):
-            part, labels = rows[start : start + chunk], targets[start : start + chunk]
-            loss, grad_logits = _loss_and_grad(F.linear(part, weight), labels)
-            total += loss
+        for part in _parts(rows, targets, chunk):
+            taken = _taken(rows, part)
+            logits = F.linear(taken, weight)
+            total += softmax_gradient_(logits, labels[part])
             if grad_rows is not None:
-                torch.mm(grad_logits, weight, out=grad_rows[start : start + chunk])
+                _put(grad_rows, part, logits, weight)
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ part
+                _add_product_(grad_weight, logits.T, taken)
         ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight_dtype))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if grad is None else grad * grad_total.to(grad.dtype) for grad in ctx.saved_tensors)
-        return (*grads, None, None)
+        grads = (None if grad is None else scale_(grad, grad_total) for grad in ctx.saved_tensors)
+        return (*grads, None, None, None)
 
 
-def _loss_and_grad(logits_nv: Tensor, labels_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The chunk's summed loss, and its gradient to the logits in their dtype."""
-    is_target = labels_n != IGNORE
-    index = labels_n.where(is_target, 0).unsqueeze(1)
-    logprobs = logits_nv.log_softmax(-1, dtype=torch.float32)
-    loss = -logprobs.gather(1, index).squeeze(1).where(is_target, 0.0).sum()
-    grad = logprobs.exp_()
-    grad.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad.dtype))
-    return loss, grad.masked_fill_(~is_target.unsqueeze(1), 0.0).to(logits_nv.dtype)
+def _put(grad_rows: Tensor, part: Part, grad_logits: Tensor, weight: Tensor) -> None:
+    if isinstance(part, slice):
+        torch.mm(grad_logits, weight, out=grad_rows[part])
+    else:
+        grad_rows.index_copy_(0, part, grad_logits @ weight)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of low-precision matrices to an fp32 one, in fp32; on a GPU within the product's kernel."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right

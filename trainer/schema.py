@@ -364,8 +364,8 @@ class ParallelConfig:
     matrix products and attention."""
     checkpoint_every: int = 1
     """Activation checkpointing of every n-th block."""
-    compile: bool = False
-    """torch.compile each block."""
+    compile: bool | None = None
+    """torch.compile each block. None: on a GPU for which Triton is installed; on the CPU it costs a minute."""
 
 
 @dataclass(frozen=True)

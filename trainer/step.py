@@ -56,10 +56,14 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
         sums += torch.stack([loss.total.detach().double(), loss.count.double(), batch.num_tokens.double()])
     progress.enter("optimizer")
     sums = sum_over_ranks(torch.cat([sums, _own_slots(sums[0], busy, run.dist)]), run.dist)
-    run.backend.scale_grads(1.0 / sums[1].clamp(min=1.0))
-    norm = run.backend.clip(run.config.optim.max_grad_norm)
+    targets = sums[1].clamp(min=1.0).float()
+    norm = run.backend.grad_norm() / targets
+    divisor = targets * clip_divisor(norm, run.config.optim.max_grad_norm)
     finite = torch.isfinite(norm) & torch.isfinite(sums[0])
-    apply_update(run.optimizer, lr, finite)
+    if not divides_by_itself(run.optimizer):
+        run.backend.scale_grads(1.0 / divisor)
+        divisor = None
+    apply_update(run.optimizer, lr, finite, divisor=divisor)
     values = torch.cat([sums[:3], torch.stack([norm.double(), finite.double()]), sums[3:]])
     return _on_its_way(step + 1, lr, waited, values)
 
@@ -72,12 +76,32 @@ def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
     return slots.flatten()
 
 
-def apply_update(optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor) -> None:
-    """Step the optimizer unless `finite` (a bool scalar on the device) is false, and drop the gradients."""
+def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What a gradient of this norm is divided by to be at most `max_norm` long; 0: it stays as it is."""
+    return torch.clamp((norm + 1e-6) / max_norm, min=1.0) if max_norm > 0 else torch.ones_like(norm)
+
+
+def divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides the gradients within its own pass over them: torch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)  # what torch.amp.GradScaler looks at
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor, *, divisor: torch.Tensor | None = None
+) -> None:
+    """Step the optimizer unless `finite` (a bool scalar on the device) is false, and drop the gradients.
+
+    `divisor`: of the gradients, for an optimizer that divides by itself (`divides_by_itself`).
+    """
     set_learning_rate(optimizer, lr)
-    optimizer.found_inf = (~finite).float()  # read on the device, so nobody waits for the value
+    first = optimizer.param_groups[0]["params"][
+        0
+    ].device  # the CPU with offloaded parameters, which must not read ahead
+    optimizer.found_inf = (~finite).float().to(first)  # read on the device, so nobody waits for the value
+    if divisor is not None:
+        optimizer.grad_scale = divisor.to(first)
     optimizer.step()
-    del optimizer.found_inf
+    optimizer.found_inf = optimizer.grad_scale = None
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -23,6 +23,7 @@ from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config, OptimConfig, TargetConfig, TrainConfig
+from trainer.step import clip_divisor
 
 Fields = dict[str, Any]
 STEPS = 100
@@ -57,7 +58,8 @@ def clipped(dist: Dist, backend: str) -> tuple[Tensor, dict[str, Tensor] | None]
     """The norm, and the gradients after they were clipped to 0.5."""
     made, module = prepared(dist, backend)
     give_grads(module, random_grads(module, 7))
-    norm = made.clip(0.5)
+    norm = made.grad_norm()
+    made.scale_grads(1.0 / clip_divisor(norm, 0.5))
     for parameter in module.parameters():
         local_tensor(parameter).data.copy_(local_tensor(parameter.grad))
     return norm, gather_full(module, dist)

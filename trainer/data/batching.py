@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from trainer.batch import Batch
+from trainer.batch import IGNORE, Batch
 from trainer.data.chat import Encoded
 from trainer.data.packing import PackedRow, build_row
 from trainer.schema import Config
@@ -213,9 +213,11 @@ def _build(micro: MicroBatch, rows: Sequence[Iterable[Encoded]], pad_id: int) ->
 
 
 def _stack(rows: Sequence[PackedRow]) -> Batch:
+    labels = np.stack([row.labels for row in rows])
     return Batch(
         input_ids=torch.from_numpy(np.stack([row.input_ids for row in rows])),
-        labels=torch.from_numpy(np.stack([row.labels for row in rows])),
+        labels=torch.from_numpy(labels),
         positions=torch.from_numpy(np.stack([row.positions for row in rows])),
         doc_ids=torch.from_numpy(np.stack([row.doc_ids for row in rows])),
+        targets=torch.from_numpy(np.flatnonzero(labels != IGNORE)),
     )

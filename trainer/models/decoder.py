@@ -4,19 +4,21 @@ Precision is the same on every backend: parameters are fp32 and take part in a p
 forward pass, or by FSDP when it gathers them); the residual stream is in `compute_dtype` as in Hugging Face's bf16
 models; norm statistics, rotary embedding, softmax and loss are fp32.
 
-Shapes: B rows, T positions, D hidden, H query heads, K key-value heads, E head_dim, V vocabulary.
+Shapes: B rows, T positions, D hidden, H query heads, E head_dim, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainer.models.attention import Mask, attention, document_blocks, document_mask
 
 if TYPE_CHECKING:
     from trainer.models.lora import LoraSpec
@@ -93,35 +95,10 @@ def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_bhte: Tensor, cos_bte: Tensor, sin_bte: Tensor) -> Tensor:
-    """Rotary embedding in fp32, back in the input's dtype."""
-    x = x_bhte.float()
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x * cos_bte.unsqueeze(1) + turned * sin_bte.unsqueeze(1)).to(x_bhte.dtype)
-
-
-def document_mask(doc_ids_bt: Tensor) -> Tensor:
-    """Which position sees which: [B, 1, T, T] bool, the same document and not later.
-
-    Padding (-1) forms a document of its own, so no row of the mask is empty and no softmax is NaN.
-    """
-    length = doc_ids_bt.shape[1]
-    same = doc_ids_bt.unsqueeze(2) == doc_ids_bt.unsqueeze(1)
-    causal = torch.ones(length, length, dtype=torch.bool, device=doc_ids_bt.device).tril()
-    return (same & causal).unsqueeze(1)
-
-
-def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Tensor | None) -> Tensor:
-    """Scaled dot-product attention over `mask`, or causal over the whole row without one: [B, H, T, E].
-
-    With a mask the key-value heads are repeated: the memory-saving CUDA kernels that take a mask know no grouped heads.
-    """
-    groups = q_bhte.shape[1] // k_bkte.shape[1]
-    if mask is None:
-        return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=groups > 1)
-    if groups > 1:
-        k_bkte, v_bkte = (x.repeat_interleave(groups, dim=1) for x in (k_bkte, v_bkte))
-    return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, attn_mask=mask)
+    """Rotary embedding in fp32, back in the input's dtype; the tables are of half the width, for pairs of head dims."""
+    first, second = x_bhte.float().chunk(2, dim=-1)
+    cos, sin = cos_bte.unsqueeze(1), sin_bte.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bhte.dtype)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -135,8 +112,25 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        out = F.linear(x, self.weight.to(x.dtype), bias)
+        return self.adapted(x, F.linear(x, self.weight.to(x.dtype), bias))
+
+    def adapted(self, x: Tensor, out: Tensor) -> Tensor:
         return out if self.adapter is None else self.adapter(x, out)
+
+
+def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """What each of the linear modules makes of the same input; in one product where that costs no copy.
+
+    Storage stays as Hugging Face names it. Where a compiled block casts the weights anyway (fp32 parameters, bf16
+    products), the compiler writes the casts into one matrix, and a small product's time is spent once instead of three
+    times. Gathered weights (FSDP) and stored bf16 ones would have to be copied for it.
+    """
+    if not torch.compiler.is_compiling() or any(linear.weight.dtype == x.dtype for linear in linears):
+        return [linear(x) for linear in linears]
+    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
+    biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
+    outs = F.linear(x, weight, torch.cat(biases) if biases else None).split([m.out_features for m in linears], dim=-1)
+    return [m.adapted(x, out) for m, out in zip(linears, outs, strict=True)]
 
 
 class RMSNorm(nn.Module):
@@ -167,9 +161,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.qk_norm = shape.qk_norm
 
-    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        heads = (*x_btd.shape[:2], -1, self.head_dim)
-        q, k, v = (project(x_btd).view(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        q, k, v = (
+            out.unflatten(-1, (-1, self.head_dim)) for out in products(x_btd, (self.q_proj, self.k_proj, self.v_proj))
+        )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -185,7 +180,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = products(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -196,7 +192,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), cos, sin, mask)
         return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
 
@@ -213,8 +209,8 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.register_buffer("inv_freq", rotary_frequencies(shape), persistent=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, mask: Tensor | None, compute_dtype: torch.dtype) -> Tensor:
-        angles_bte = (positions.unsqueeze(-1).float() * self.inv_freq).repeat(1, 1, 2)
+    def forward(self, input_ids: Tensor, positions: Tensor, mask: Mask, compute_dtype: torch.dtype) -> Tensor:
+        angles_bte = positions.unsqueeze(-1).float() * self.inv_freq
         cos, sin = angles_bte.cos(), angles_bte.sin()
         x_btd = self.embed_tokens(input_ids).to(compute_dtype)
         for block in self.layers:
@@ -233,6 +229,8 @@ class Decoder(nn.Module):
         self.shape = shape
         self.compute_dtype = compute_dtype
         self.lora: LoraSpec | None = None
+        self.use_flex = False
+        """Packed rows go through FlexAttention; a backend decides (`trainer.models.attention`)."""
         self.model = Trunk(shape)
         if not shape.tie_embeddings:
             self.lm_head = Linear(shape.hidden_size, shape.vocab_size, bias=False)
@@ -252,7 +250,7 @@ class Decoder(nn.Module):
         that every row is one document from position 0, padded at its end at most: causal attention alone is then right
         for all but the padding, and faster.
         """
-        mask = document_mask(doc_ids) if packed else None
+        mask = (document_blocks if self.use_flex else document_mask)(doc_ids) if packed else None
         hidden = self.model(input_ids, positions, mask, self.compute_dtype)
         return hidden if head is None else head(hidden, self.head_weight)
 

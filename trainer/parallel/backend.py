@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.dist import Dist
+from trainer.kernels.support import why_no_triton
+from trainer.models.attention import why_no_flex
 from trainer.models.decoder import Decoder
+from trainer.parallel.compiling import compile_blocks, decide_compile
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
 from trainer.parallel.wrapping import plan_wrapping
@@ -46,10 +49,11 @@ class Backend:
         """
         self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
         recompute_blocks(decoder, self.options.activation_checkpointing, self.options.checkpoint_every)
-        if self.options.compile:
-            for block in decoder.blocks:
-                # of the forward alone: FSDP's hooks stay outside the compiled region, and no name gets a prefix
-                block.forward = torch.compile(block.forward)
+        device = self.dist.device
+        self.compiled, self._why_eager = decide_compile(self.options.compile, device, why_not=why_no_triton(device))
+        decoder.use_flex = why_no_flex(device, decoder.shape.head_dim) is None
+        if self.compiled:
+            compile_blocks(decoder, fixed_shapes=self.config.data.packing)
         self.module = self._spread(decoder)
         return self.module
 
@@ -64,16 +68,10 @@ class Backend:
         for device, grads in by_device.items():
             torch._foreach_mul_(grads, factor.to(device, grads[0].dtype))
 
-    def clip(self, max_norm: float) -> Tensor:
-        """The global L2 norm of the gradients, a plain fp32 scalar equal on all ranks, from before they are clipped.
-
-        Gradients are scaled so that the norm is at most `max_norm`; 0 leaves them. A non-finite gradient gives a
-        non-finite norm and, when clipping, non-finite gradients.
-        """
-        norm = self._sum_of_squares().sqrt().float()
-        if max_norm > 0:
-            self.scale_grads(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+    def grad_norm(self) -> Tensor:
+        """The global L2 norm of the gradients as they are, a plain fp32 scalar equal on all ranks; not finite where a
+        gradient is not."""
+        return self._sum_of_squares().sqrt().float()
 
     def describe(self) -> str:
         """The plan in a few lines: what is wrapped, in which dtypes, this rank's bytes and its traffic."""
@@ -81,7 +79,7 @@ class Backend:
         lines = [
             *self.plan.render(),
             f"on {self.dist.device.type}; activation checkpointing {self.options.activation_checkpointing}{every},"
-            f" compile {'on' if self.options.compile else 'off'}",
+            f" compile {'on' if self.compiled else 'off' + self._why_eager}",
         ]
         return "\n".join(lines)
 

@@ -16,6 +16,7 @@ from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_siz
 from trainer.dist import Dist
 from trainer.finishing import finish
 from trainer.losses import sft_loss
+from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.shapes import shape_from_config
 from trainer.schema import Config
@@ -47,7 +48,7 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
     data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     hashes = {"tokenizer": recipe.hash_of(tokenizer)}
-    with closing(data), oom_advice(config, shape, dist):
+    with closing(data), oom_advice(config, shape, dist), fastest_kernels():
         train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
         tell_plan(train)
         result = loop.train(train)

@@ -1,0 +1,58 @@
+"""Triton's kernels against plain torch, in Triton's interpreter: the same code that a GPU runs, on CPU tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.kernels.support import uses_triton, why_no_triton
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found():
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "tests.kernel_check"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is for Linux alone")
+
+
+@needs_triton
+def test_the_kernels_losses_and_gradients_are_those_of_torch(found):
+    assert len(found["cases"]) == 6
+    for name, case in found["cases"].items():
+        tolerance = 1e-6 if "float32" in name else 2**-8  # half a unit in the last place of bf16 at 1.0
+        assert case["loss to twin"] <= 1e-5
+        assert case["loss to torch"] <= 1e-5
+        assert case["gradient to twin"] <= tolerance
+        assert case["gradient to torch"] <= tolerance
+
+
+@needs_triton
+def test_an_ignored_position_gets_a_gradient_of_zeros_from_the_kernel(found):
+    assert {case["ignored"] for case in found["cases"].values()} == {0.0}
+
+
+@needs_triton
+def test_a_logit_that_is_not_finite_shows_in_the_kernels_loss(found):
+    assert found["nan stays"] is True
+
+
+@needs_triton
+def test_scaling_multiplies_and_leaves_what_is_scaled_by_one(found):
+    assert (found["scaled"], found["left"]) == (True, True)
+
+
+def test_tensors_on_the_cpu_go_through_plain_torch():
+    assert not uses_triton(torch.zeros(1))
+    assert why_no_triton(torch.device("cpu")) == "not on a GPU"

@@ -1,0 +1,55 @@
+"""torch.compile of each block: where it can be had, and the way back when it fails.
+
+The forward alone is compiled, so FSDP's hooks stay outside of it and no parameter gets another name. All blocks are of
+one kind and share what is compiled for the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.models.decoder import Decoder
+
+FAILURES = ("torch._dynamo.exc", "torch._inductor", "triton")
+"""Modules whose exceptions say that something could not be compiled."""
+
+
+def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | None) -> tuple[bool, str]:
+    """Whether blocks are compiled, and why not where that was not asked for. `why_not`: why Triton cannot run there.
+
+    None: wherever Triton runs. Raises ConfigError when it is asked for on a GPU that cannot.
+    """
+    on_gpu = device.type == "cuda"
+    if wanted is None:
+        return why_not is None, f" ({why_not})" if why_not and on_gpu else ""
+    if wanted and why_not and on_gpu:
+        raise ConfigError(f"parallel.compile is true, and {why_not}", hint="drop it, or install triton")
+    return wanted, ""
+
+
+def compile_blocks(decoder: Decoder, *, fixed_shapes: bool) -> None:
+    """Compile the blocks and the final norm when they are first called. `fixed_shapes`: all rows are of one length."""
+    for module in _compiled(decoder):
+        module.eager_forward = module.forward
+        module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False if fixed_shapes else None)
+
+
+def run_eagerly(decoder: Decoder) -> None:
+    """Take compilation back, after it has failed: everything runs as plain torch from now on."""
+    for module in _compiled(decoder):
+        module.forward = getattr(module, "eager_forward", module.forward)
+    decoder.use_flex = False
+
+
+def is_compile_failure(error: BaseException) -> bool:
+    """Whether the compiler failed, and not the model."""
+    return any(kind.__module__.startswith(FAILURES) for kind in type(error).__mro__)
+
+
+def _compiled(decoder: Decoder) -> Iterator[Any]:
+    yield from decoder.blocks
+    yield decoder.model.norm
