@@ -288,7 +288,7 @@ SMALL = (
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    timed = ("step_s", "data_wait_s", "tokens_per_s_per_gpu", "mfu", "mem_gib", "eval_s")
+    timed = ("start_s", "step_s", "data_wait_s", "tokens_per_s_per_gpu", "mfu", "mem_gib", "eval_s")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 

@@ -310,6 +310,10 @@ def test_two_ranks_train_export_and_report_through_torchrun(tmp_path, rows):
     outcome = json.loads((run / "outcome.json").read_text())
     assert (outcome["state"], outcome["steps"], outcome["export"]) == ("succeeded", 6, "export")
     assert outcome["eval_loss_last"] < 0.9 * outcome["eval_loss_first"]
+    assert "first step after " in done.stdout
+    assert {"launcher", "imports", "data", "model", "first step"} <= outcome["start_s"].keys()
+    first = json.loads(next(line for line in (run / "metrics.jsonl").open() if '"loss"' in line))
+    assert first["start_s"] == pytest.approx(sum(outcome["start_s"].values()), abs=0.1)
     model = AutoModelForCausalLM.from_pretrained(run / "export")
     prompt, tokens = outcome["greedy"]["prompt_ids"], outcome["greedy"]["tokens"]
     theirs = model.generate(torch_tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False)

@@ -44,9 +44,11 @@ def build_run(
 
     `hashes`: of what a checkpoint must have been made with, by what it is (`tokenizer`).
     """
+    dist.startup.enter("model")
     backend = make_backend(config, dist)
     module = backend.prepare(build_decoder(config, shape))
     optimizer = build_optimizer(module, config.optim)
+    dist.startup.enter("weights")
     choice = choose(config, run_dir, dist)
     if not choice.paths or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
         fill_weights(config, module, folder, dist)

@@ -22,6 +22,7 @@ from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.errors import UserError
 from trainer.runlock import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
+from trainer.watch.startup import Startup
 
 COMMANDS = {
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
@@ -211,9 +212,11 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     """Be one rank: run the recipe and give the exit code. A failure is told in one paragraph, by one rank."""
     for name, value in launch.build_debug_env(config).items():  # a deployed rank has only its config to know it by
         os.environ.setdefault(name, value)
+    startup = Startup.of_process(os.environ)
+    startup.enter("imports")
     from trainer.rank import run_rank  # imports torch
 
-    return run_rank(config, run_dir, debug=debug)
+    return run_rank(config, run_dir, debug=debug, startup=startup)
 
 
 def _run_dir_of_env() -> Path | None:

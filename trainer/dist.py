@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from trainer.watch.progress import Progress
+from trainer.watch.startup import Startup
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class Dist:
     """The key-value store that the ranks met in; clone it for a thread. None without torchrun."""
     progress: Progress = field(default_factory=Progress, compare=False)
     """Where this rank is, for the watchdog."""
+    startup: Startup = field(default_factory=Startup, compare=False)
+    """Where the time until the first step goes."""
 
     @property
     def is_main(self) -> bool:

@@ -36,6 +36,7 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         "export": None,
         "adapter": None,
         "greedy": None,
+        "start_s": run.dist.startup.report.to_dict() if run.dist.startup.report else None,
     }
     run.dist.progress.enter("exporting")
     if run.config.run.export and not result.stopped:

@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, num_processes
 from trainer.files import expanded, replace_text
-from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, Config, gpu_count
+from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Config, gpu_count
+from trainer.watch.startup import now_s, process_start_s
 from trainer.watch.trackers import check_trackers
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -221,4 +222,5 @@ def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:
     """Become torchrun: the same process id, so that whoever started this one signals and awaits torchrun itself."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir)})
+    started = f"{process_start_s(now_s()):.2f}"  # that of this process, which goes on as torchrun
+    os.execve(argv[0], list(argv), {**os.environ, RUN_DIR_ENV: str(run_dir), STARTED_ENV: started})

@@ -28,8 +28,10 @@ def train(run: Run, *, at: AtPoint = nothing) -> Result:
     with stop_requests(run.run_dir) as is_stop_requested:
         flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
+            run.dist.startup.enter("evaluation")
             evaluator.evaluate(0, is_stop_requested=is_stop_requested)
         steps = Reader(run)
+        run.dist.startup.enter("first step")
         step, stopping = run.start_step, False
         watchers = step_watchers(run)
         try:

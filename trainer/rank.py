@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trainer.runlock import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.watch import diagnose
 from trainer.watch.heartbeat import SILENT_S
+from trainer.watch.startup import Startup
 from trainer.watch.trackers import check_trackers
 from trainer.watch.watchdog import leave, watching
 
@@ -28,7 +30,7 @@ LOST_PEER_S = SILENT_S + 5
 """How long the watchdog may look for the rank at the other end of a broken connection."""
 
 
-def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
+def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Startup) -> int:
     """Run the configured recipe as the rank that the environment describes, and return the exit code.
 
     Without a run folder rank 0 makes one for all. Of several ranks a failing one does not return: the process ends at
@@ -37,7 +39,9 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     dist = None
     try:
         check_trackers(config)
+        startup.enter("ranks")
         dist = start_dist(_usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
+        dist = replace(dist, startup=startup)
         taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
         if taken:
             run_dir = None  # the other run's: nothing of ours is told there
@@ -62,7 +66,9 @@ def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int
     """Run the configured recipe under the watchdog; of several ranks a failing one does not return."""
     with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
         try:
-            return int(import_module(f"trainer.recipes.{config.recipe}").run(config, run_dir, dist))
+            dist.startup.enter("imports")
+            recipe = import_module(f"trainer.recipes.{config.recipe}")
+            return int(recipe.run(config, run_dir, dist))
         except FAILURES as error:
             if watchdog is not None and diagnose.is_lost_peer(error) and watchdog.await_verdict(LOST_PEER_S):
                 leave(1)  # told already, with the rank's name

@@ -29,13 +29,15 @@ class Reader:
         self._window = Window()
         self._skipped_in_a_row = 0
         self._clock = StepClock(run.dist.device)
+        self._start_s: float | None = None
+        """For the first record: how long the start took."""
 
     def push(self, values: StepValues) -> None:
         """Keep the newest step's values and read those of the step before; on the CPU they are there already."""
         late, self._late = self._late, values
         if late is not None:
             self._read(late)
-        if values.ready is None:
+        if values.ready is None or values.step == self._run.start_step + 1:  # the first one, for the start's seconds
             self.drain()
 
     def drain(self, *, at_end: bool = False) -> None:
@@ -53,6 +55,7 @@ class Reader:
     def _read(self, late: StepValues) -> None:
         loss, targets, tokens, norm, finite, *by_rank = late.read()
         busy, bad = by_rank[: self._run.dist.world_size], by_rank[self._run.dist.world_size :]
+        self._tell_start()
         seconds = self._clock.lap(late.ready)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._window.add_busy(busy)
@@ -63,6 +66,12 @@ class Reader:
         if not finite:
             self._tell_skipped(late.step, norm, ranks=[rank for rank, is_bad in enumerate(bad) if is_bad])
         self._check_finite(late.step, loss, norm)
+
+    def _tell_start(self) -> None:
+        report = self._run.dist.startup.finish()
+        if report is not None:
+            self._start_s = round(report.total_s, 2)
+            self._run.log.note(report.render())
 
     def _log(self, late: StepValues, norm: float) -> None:
         self._run.log.train(self._record(late, norm))
@@ -85,7 +94,9 @@ class Reader:
             "mem_gib": memory_gib(run.dist.device),
             "epoch": round(run.data.train.epoch_at(late.step), 4),
         }
-        return {**record, **window.straggler(), **({"skipped": window.skipped} if window.skipped else {})}
+        started = {} if self._start_s is None else {"start_s": self._start_s}
+        self._start_s = None
+        return {**record, **window.straggler(), **({"skipped": window.skipped} if window.skipped else {}), **started}
 
     def _tell_skipped(self, step: int, norm: float, *, ranks: list[int]) -> None:
         """Say whose loss it was and of which rows, as far as that is known; every rank has the same to say."""

@@ -39,6 +39,7 @@ class CausalLM:
 
 def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
+    dist.startup.enter("data")
     tokenizer = load_tokenizer(config)
     quiet_transformers()
     folder = pretrained_folder(config, dist)

@@ -1,0 +1,123 @@
+"""Where the seconds until the first finished step went: noted by the code that starts, told once. No torch.
+
+All times are seconds since the machine started, so that those of a launcher's process and of a rank's compare.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.schema import STARTED_ENV
+
+Phase = Literal["launcher", "command", "imports", "ranks", "data", "model", "weights", "evaluation", "first step"]
+
+WORDS: dict[Phase, str] = {
+    "launcher": "launcher",  # train.py before it becomes torchrun, and torchrun until the rank's own Python starts
+    "command": "command",  # Python itself, the config, the look at the GPUs
+    "imports": "imports",  # torch, the trainer's modules
+    "ranks": "ranks",  # the device, the process groups
+    "data": "tokenizer and data",
+    "model": "model",  # built, wrapped, its optimizer
+    "weights": "weights",  # read or made, or a checkpoint
+    "evaluation": "evaluation",
+    "first step": "first step",  # with whatever is compiled in it
+}
+UNTOLD_S = 0.05
+"""What took less is not worth a word."""
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """Seconds until the first step had finished, by phase, in order."""
+
+    seconds: dict[Phase, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    def render(self) -> str:
+        """`first step after 14.2 s: 2.9 imports, 0.4 ranks, 1.1 tokenizer and data, 6.8 first step`."""
+        parts = [f"{spent:.1f} {WORDS[phase]}" for phase, spent in self.seconds.items() if spent >= UNTOLD_S]
+        return f"first step after {self.total_s:.1f} s: {', '.join(parts)}"
+
+    def to_dict(self) -> dict[str, float]:
+        """For outcome.json."""
+        return {phase: round(spent, 2) for phase, spent in self.seconds.items()}
+
+
+class Startup:
+    """Notes when each phase begins, until `finish`. Without a beginning (in tests, say) nothing is noted."""
+
+    def __init__(
+        self, began_s: float | None = None, *, launched_s: float | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        """`began_s`: when this process started; `launched_s`: when what started it did, if that is known."""
+        self._clock = clock or now_s
+        self._marks: list[tuple[Phase, float]] = []
+        self._running = began_s is not None
+        self.report: StartReport | None = None
+        if began_s is not None:
+            launched = [] if launched_s is None or launched_s > began_s else [("launcher", launched_s)]
+            self._marks = [*launched, ("command", began_s)]
+
+    @classmethod
+    def of_process(cls, environ: MutableMapping[str, str]) -> Startup:
+        """From when this process, and the launcher that says so in `environ`, were started; the word is taken out, for
+        no process that this one starts is the launcher's."""
+        now = now_s()
+        return cls(process_start_s(now), launched_s=_seconds(environ.pop(STARTED_ENV, ""), now))
+
+    def enter(self, phase: Phase) -> None:
+        """This phase begins now, and the one before has ended; a phase may come again."""
+        if self._running:
+            self._marks.append((phase, self._clock()))
+
+    def finish(self) -> StartReport | None:
+        """The report at the end of the first step; None for later ones, and where nothing was noted."""
+        if not self._running:
+            return None
+        self._running = False
+        self.report = summarize(self._marks, ended_s=self._clock())
+        return self.report
+
+
+def summarize(marks: list[tuple[Phase, float]], *, ended_s: float) -> StartReport:
+    """Each phase's seconds, from (phase, when it began) in order of time."""
+    seconds: dict[Phase, float] = {}
+    ends = [began for _, began in marks[1:]] + [ended_s]
+    for (phase, began), ended in zip(marks, ends, strict=True):
+        seconds[phase] = seconds.get(phase, 0.0) + max(0.0, ended - began)
+    return StartReport(seconds)
+
+
+def now_s() -> float:
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+def process_start_s(now: float, *, stat: Path = Path("/proc/self/stat")) -> float:
+    """When this process began, to 0.01 s; `now` where the system does not say, or says what cannot be."""
+    try:
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+        began = ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now
+    return began if 0 < began <= now < began + LONGEST_S else now
+
+
+LONGEST_S = 3600.0
+"""A process that has trained nothing for so long did not start just now: a sandbox's clocks may disagree."""
+
+
+def _seconds(text: str, now: float) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if now - LONGEST_S < value <= now else None
