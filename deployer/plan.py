@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV
+from deployer.agent.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV
 from deployer.errors import UsageError
 from trainer.schema import gpu_count
 
@@ -34,7 +34,7 @@ TRAINER_REQUIRES = (
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that only the host knows, by name: python, job, agent, or gpus where `auto:N` is asked for."""
+    """A value that only the host knows, by name: python, job, agent, root, or gpus where `auto:N` is asked for."""
 
     name: str
 
@@ -152,7 +152,7 @@ def build_plan(
         torchrun=torchrun,
         argv=_argv(command, own_trainer=own_trainer, torchrun=torchrun, nproc=nproc),
         cwd=(Slot("job"), "/code"),
-        env=_environment(job_id, device=device, gpus=gpus),
+        env={**_environment(job_id, device=device, gpus=gpus), **({} if command else {CACHE_ENV: CACHE})},
         python=python or PythonSpec(),
         tree=tree,
         includes=tuple(includes),
@@ -255,6 +255,10 @@ def _environment(job_id: str, *, device: str, gpus: Sequence[str]) -> dict[str, 
     return env
 
 
+CACHE: Text = (Slot("root"), "/cache")
+"""Where trainer's jobs of one host share what they have compiled; `gc` knows it."""
+
+
 def new_job_id(name: str, *, now: datetime | None = None) -> str:
     """An id that sorts by name and time and that nobody else has chosen: `name-1231-2359-a1b2`."""
     moment = now or datetime.now(timezone.utc)
@@ -314,6 +318,7 @@ def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
     return {
         "python": PYTHON_VARIABLE,
         **({"gpus": GPUS_VARIABLE} if has_auto(plan.gpus) else {}),
+        "root": root,
         "job": f"{root}/jobs/{plan.job_id}",
         "agent": f"{root}/agent/{agent}/agent",
     }

@@ -25,6 +25,7 @@ from deployer.agent.frames import Frame
 from deployer.agent.garbage import (
     AGENT,
     BLOB,
+    CACHE,
     DATA,
     ENV,
     MIN_AGE_S,
@@ -132,6 +133,26 @@ def test_what_is_young_or_held_by_a_process_stays() -> None:
 
 
 @pytest.mark.parametrize(
+    ("age_days", "limits", "running", "goes"),
+    [
+        (29, {}, False, False),
+        (30, {}, False, True),
+        (99, {}, True, False),  # a job that runs may be about to read it
+        (1, {"max_bytes": 14}, False, True),
+        (1, {"max_bytes": 14}, True, False),
+        (1, {"max_bytes": 15}, False, False),
+    ],
+)
+def test_caches_go_by_age_and_before_jobs_by_size(
+    age_days: int, limits: dict[str, Any], running: bool, goes: bool
+) -> None:
+    things = [Thing(CACHE, "compile/torch-2", 5, age_days * DAY_S)]
+    found = inventory(job("a", ended_s=None if running else DAY_S), things=things)
+    chosen = choose(found, Policy(**limits))
+    assert (bool(chosen.things), chosen.jobs) == (goes, ())
+
+
+@pytest.mark.parametrize(
     ("state", "stay"),
     [({"known": False}, {TREE, BLOB, PACK, DATA, ENV, AGENT}), ({"settled": False}, {ENV, AGENT})],
 )
@@ -145,6 +166,7 @@ NAMES = [f"{kind}{n}" for kind in (TREE, DATA, ENV, AGENT) for n in range(4)]
 IDS = [f"job{n}" for n in range(6)]
 BLOBS = [f"blob{n}" for n in range(6)]
 PACKS = ["pack0", "pack1"]
+CACHES = ["cache0", "cache1"]
 AGES = st.sampled_from([0.0, 3599.0, 3601.0, 2 * DAY_S, 40 * DAY_S])
 
 
@@ -163,7 +185,7 @@ def inventories(draw: Any) -> Inventory:
         )
         for name in draw(st.sets(st.sampled_from(IDS)))
     )
-    names = [*NAMES, *BLOBS, *PACKS, "spare0"]
+    names = [*NAMES, *BLOBS, *PACKS, *CACHES, "spare0"]
     things = tuple(Thing(name[:-1], name, 5, draw(AGES), draw(st.booleans())) for name in names)
     trees = [name for name in NAMES if name.startswith(TREE)]
     blobs = {tree: draw(st.frozensets(st.sampled_from(BLOBS))) for tree in trees}
@@ -190,6 +212,8 @@ def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) ->
         agents = {name for name in kept.names if name.startswith(AGENT)} if kept.ended_s is not None else set()
         assert not (kept.names | linked) - {kept.id} & ids
         assert not ((kept.names | blobs) - agents) & names
+    if any(job.ended_s is None for job in found.jobs):
+        assert not names.intersection(CACHES)
     left = {t.name for t in found.things if t.kind == TREE} - names
     whole = {blob for tree in left for blob in found.blobs_of[tree]}
     assert not whole & names  # a tree that is left is whole
@@ -355,6 +379,18 @@ def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: R
     assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}
     assert (listed(root.data), listed(root.envs), listed(root.agents)) == ([used], [env], [other_agent])
     assert held is not None and os.close(held) is None
+
+
+def test_caches_of_compiled_code_are_collected_when_nobody_uses_them(root: Root) -> None:
+    caches = ["compile/torch-2.11.0+cu130_triton-3.6.0_cudnn", "compile/torch-2.13.0_cudnn", "bytecode"]
+    for name in [*caches, "compile/mine", "other"]:
+        (Path(root.cache) / name).mkdir(parents=True)
+    make_old(root.path)
+    os.utime(Path(root.cache) / caches[1])  # as a start does
+    assert Called(root).found == {CACHE: 2}
+    assert sorted(str(p.relative_to(root.cache)) for p in Path(root.cache).rglob("*")) == [
+        "compile", "compile/mine", caches[1], "other",
+    ]  # fmt: skip
 
 
 def test_an_environment_that_is_being_built_stays(root: Root) -> None:

@@ -53,6 +53,12 @@ def test_metrics_hold_every_step_with_the_promised_keys(main_job):
     assert promised | {"mem_gib", "epoch"} <= set(steps[0])
 
 
+def test_outcome_says_where_the_start_went_torchrun_included(main_job):
+    started = main_job.outcome()["start_s"]
+    assert {"launcher", "imports", "ranks", "data", "model", "first step"} <= started.keys()
+    assert started["launcher"] > 0
+
+
 def test_greedy_tokens_of_the_export_in_transformers_equal_the_trainers_own(main_job):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -59,6 +59,11 @@ def test_one_gpu_without_torchrun():
     assert (plan.nproc, plan.torchrun, plan.env["CUDA_VISIBLE_DEVICES"]) == (1, False, "1")
 
 
+def test_trainers_of_one_host_share_what_they_compile_and_programs_are_left_alone():
+    assert fill(plan_of().env["TORCHFERRY_CACHE"], SLOTS) == "/r/cache"
+    assert "TORCHFERRY_CACHE" not in plan_of(command=Command(("python", "x.py"), torchrun=False)).env
+
+
 def test_cpu_as_many_processes_and_no_visible_gpu():
     plan = plan_of(TargetConfig(gpu_ranks=[0, 1], device="cpu"))
     assert (plan.nproc, plan.gpus, plan.env["CUDA_VISIBLE_DEVICES"]) == (2, (), "")

@@ -16,10 +16,12 @@ import pytest
 
 from deployer.agent import ending, rank, state, supervise
 from deployer.agent.errors import AgentError
-from deployer.agent.layout import ATTEMPT_ENV, JOB_ID_ENV, RUN_DIR_ENV, Job
+from deployer.agent.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
 from deployer.agent.prepare import fill, job_env
 from deployer.agent.procs import Process, command_of, is_running, job_processes, process_of
 from tests.jobs import AGENT_DIR, end_of, log_of, make_job, make_plan, python, run_job, said, start, torchrun, wait_for
+from trainer import schema
+from trainer.watch.startup import now_s
 
 # --- pure ------------------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,15 @@ def test_environment_is_layered_and_marked() -> None:
         RUN_DIR_ENV: "/root/jobs/j1",
         ATTEMPT_ENV: "2",
     }
+
+
+def test_environment_of_a_trainer_says_when_it_was_started() -> None:
+    env = job_env(Job("/root/jobs/j1"), {"plan": {"kind": "trainer"}, "attempt": 1}, {})
+    assert float(env[STARTED_ENV]) == pytest.approx(now_s(), abs=5)
+
+
+def test_names_in_the_environment_are_those_of_the_trainer() -> None:
+    assert (STARTED_ENV, CACHE_ENV) == (schema.STARTED_ENV, schema.CACHE_ENV)
 
 
 def test_rank_wrapper_uses_the_names_of_the_layout() -> None:

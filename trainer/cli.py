@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import click
 
-from trainer import launch
+from trainer import caches, launch
 from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -142,11 +142,14 @@ def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
 
 
 def check_torch() -> None:
-    """Raise ConfigError where the trainer's requirements are not installed: the deployer alone needs no torch."""
-    if find_spec("torch") is None:
+    """Raise ConfigError where the trainer's requirements are not installed: the deployer alone needs no torch. What is
+    imported from here on has its bytecode."""
+    torch = find_spec("torch")
+    if torch is None:
         project = Path(__file__).parent.parent
         extra = "-e '.[train]'" if (project / "pyproject.toml").exists() else "'torchferry[train]'"
         raise ConfigError(f"torch is not installed for this Python ({sys.executable})", hint=f"pip install {extra}")
+    caches.use_bytecode_cache(torch, os.environ)
 
 
 def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
@@ -210,6 +213,7 @@ def forget_stop(run_dir: Path) -> None:
 
 def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     """Be one rank: run the recipe and give the exit code. A failure is told in one paragraph, by one rank."""
+    os.environ.update(compile_cache(config))
     for name, value in launch.build_debug_env(config).items():  # a deployed rank has only its config to know it by
         os.environ.setdefault(name, value)
     startup = Startup.of_process(os.environ)
@@ -217,6 +221,16 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
     from trainer.rank import run_rank  # imports torch
 
     return run_rank(config, run_dir, debug=debug, startup=startup)
+
+
+def compile_cache(config: Config) -> dict[str, str]:
+    """Variables by which a rank that may compile takes over what earlier starts have compiled."""
+    if launch.device_kind(config) == "cpu" and not config.parallel.compile:
+        return {}
+    cache = caches.open_compile_cache({**os.environ, **config.target.env})
+    if cache.note and os.environ.get("RANK", "0") == "0":
+        click.echo(cache.note)
+    return cache.env
 
 
 def _run_dir_of_env() -> Path | None:

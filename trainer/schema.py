@@ -24,6 +24,7 @@ STOP_FILE = "control/stop.json"  # its existence asks the ranks to save and stop
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the run folder, set by whoever launches
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
+CACHE_ENV = "TORCHFERRY_CACHE"  # where compiled code is kept, set by the deployer: below the host's root
 STARTED_ENV = "TORCHFERRY_STARTED_S"  # when the launcher began, in seconds since the machine started
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # set when the host started the job again after a failure, by itself
 

@@ -150,7 +150,8 @@ class Attempt:
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         state.remove(self.job.outcome)  # of an earlier attempt
-        slots = {"python": self._resolve_python(), "job": self.job.path, "agent": self.agent_dir}
+        python, root = self._resolve_python(), os.path.dirname(os.path.dirname(self.job.path))
+        slots = {"python": python, "root": root, "job": self.job.path, "agent": self.agent_dir}
         slots.update(self.gpus.slots if self.gpus is not None else {})
         command = job_command(self.job, self.input, slots)
         self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)

@@ -7,7 +7,7 @@ import os
 from typing import Any, Dict, List, Sequence
 
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
-from .garbage import AGENT, DATA, ENV, Policy, Thing, choose
+from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from .inventory import read_inventory
 from .layout import Root
 from .leases import TICKET, Claim
@@ -70,8 +70,11 @@ def read_garbage(root: Root) -> Sequence[Thing]:
 
 
 def check_garbage(things: Sequence[Thing]) -> Check:
-    count = {kind: len([t for t in things if t.kind == kind]) for kind in (ENV, DATA, AGENT)}
-    named = (("environment", count[ENV]), ("data set", count[DATA]), ("agent of another version", count[AGENT]))
+    count = {kind: len([t for t in things if t.kind == kind]) for kind in (ENV, DATA, AGENT, CACHE)}
+    named = (
+        *(("environment", count[ENV]), ("data set", count[DATA]), ("agent of another version", count[AGENT])),
+        ("cache of compiled code", count[CACHE]),
+    )
     size = sum(thing.size for thing in things)
     parts = [gigabytes(size) + " of files"] + ["%d %s" % (n, _plural(what, n)) for what, n in named if n]
     detail = "gc would free " + ", ".join(parts)

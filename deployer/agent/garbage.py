@@ -8,7 +8,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 TREE, BLOB, PACK, DATA, ENV, AGENT = "tree", "blob", "pack", "data", "env", "agent"
-SPARE, TMP = "spare", "tmp"
+SPARE, TMP, CACHE = "spare", "tmp", "cache"
 HOUR_S, DAY_S = 3600.0, 86400.0
 MIN_AGE_S = {
     TREE: HOUR_S,
@@ -19,6 +19,7 @@ MIN_AGE_S = {
     ENV: DAY_S,
     AGENT: DAY_S,
     SPARE: 7 * DAY_S,
+    CACHE: 30 * DAY_S,  # no job needs one: without it the next start takes longer
 }
 """What nobody needs stays for so long all the same: who made it may be about to use it."""
 
@@ -72,7 +73,7 @@ def choose(inventory: Inventory, policy: Policy) -> Removals:
     """What to remove: the jobs that the policy gives up, and what no other job needs."""
     gone = _choose_jobs(inventory, policy)
     kept = [job for job in inventory.jobs if job.id not in gone]
-    return Removals(tuple(job for job in inventory.jobs if job.id in gone), unneeded(inventory, kept))
+    return Removals(tuple(job for job in inventory.jobs if job.id in gone), leftovers(inventory, kept, policy))
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -110,13 +111,15 @@ def _is_given_up(job: JobItem, gone: Set[str], inventory: Inventory, policy: Pol
         return policy.keep_jobs is not None
     if policy.older_than_s is not None and (job.ended_s or 0.0) > policy.older_than_s:
         return True
-    return policy.max_bytes is not None and _bytes_without(gone, inventory) > policy.max_bytes
+    if policy.max_bytes is None:
+        return False
+    kept = [other for other in inventory.jobs if other.id not in gone]
+    return _bytes_without(leftovers(inventory, kept, policy), inventory, kept) > policy.max_bytes
 
 
-def _bytes_without(gone: Set[str], inventory: Inventory) -> int:
-    """What lies there once these jobs have gone, and what nobody needs then."""
-    kept = [job for job in inventory.jobs if job.id not in gone]
-    freed = sum(thing.size for thing in unneeded(inventory, kept))
+def _bytes_without(things: Sequence[Thing], inventory: Inventory, kept: Sequence[JobItem]) -> int:
+    """What lies there once only these jobs are left, and these things have gone."""
+    freed = sum(thing.size for thing in things)
     return sum(job.size for job in kept) + sum(thing.size for thing in inventory.things) - freed
 
 
@@ -137,6 +140,17 @@ def unneeded(inventory: Inventory, kept: Sequence[JobItem]) -> Tuple[Thing, ...]
     return tuple(t for t in inventory.things if (t.kind, t.name) not in stays)
 
 
+def leftovers(inventory: Inventory, kept: Sequence[JobItem], policy: Policy) -> Tuple[Thing, ...]:
+    """What goes when only these jobs are left: what nobody needs; and where that is more than the policy's size, caches
+    of any age, before any job."""
+    idle = unneeded(inventory, kept)
+    is_small = policy.max_bytes is None or _bytes_without(idle, inventory, kept) <= policy.max_bytes
+    if is_small or _needed_by_kind(kept)[CACHE] is None:
+        return idle
+    gone = set(idle)
+    return tuple(t for t in inventory.things if t in gone or (t.kind == CACHE and not t.in_use))
+
+
 def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
     """Names that stay, of each kind; None: all of them, for a job may come to need any."""
     unknown = any(job.ended_s is None and not job.known for job in kept)
@@ -151,6 +165,7 @@ def _needed_by_kind(kept: Sequence[JobItem]) -> Dict[str, Optional[Set[str]]]:
         PACK: None if unknown else none,
         ENV: None if unsettled else words,
         AGENT: None if unsettled else running,
+        CACHE: None if any(job.ended_s is None for job in kept) else none,
         SPARE: none,
         TMP: none,
     }

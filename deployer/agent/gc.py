@@ -13,6 +13,7 @@ from . import state
 from .garbage import (
     AGENT,
     BLOB,
+    CACHE,
     DATA,
     ENV,
     PACK,
@@ -25,8 +26,8 @@ from .garbage import (
     Removals,
     Thing,
     choose,
+    leftovers,
     totals,
-    unneeded,
 )
 from .hostfacts import existing_folder
 from .inventory import read_inventory
@@ -60,7 +61,7 @@ def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List
         os.makedirs(aside, mode=0o700)
         gone = _take_jobs(root, chosen.jobs, aside)
         kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
-        taken = Removals(gone, unneeded(now, kept))
+        taken = Removals(gone, leftovers(now, kept, policy))
         refused = [path for path in _take_things(root, taken.things, aside) if os.path.lexists(path)]
     remove_folder(aside)
     return taken, refused + ([aside] if os.path.lexists(aside) else [])
@@ -75,7 +76,7 @@ def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
 
 
 def _folders(root: Root) -> Dict[str, str]:
-    return {DATA: root.data, ENV: root.envs, AGENT: root.agents, TMP: root.tmp}
+    return {DATA: root.data, ENV: root.envs, AGENT: root.agents, TMP: root.tmp, CACHE: root.cache}
 
 
 def _take_jobs(root: Root, jobs: Sequence[JobItem], aside: str) -> Tuple[JobItem, ...]:

@@ -14,7 +14,7 @@ import time
 from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
 from . import packs, state
-from .garbage import AGENT, BLOB, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
 from .layout import JOB_ID, JOB_ID_ENV, Job, Root
 from .storelock import is_held
 from .tree import LINK, Entry, blobs_of, root_hash
@@ -29,6 +29,8 @@ _TMP = re.compile(r"(arrival|blob|data|doctor|gc|pack|spare|tree)-\d+(-[0-9a-f]+
 _PREFIX = re.compile(r"[0-9a-f]{2}\Z")
 _BLOB = re.compile(r"[0-9a-f]{38}\Z")
 _PACK = re.compile(r"\d+-[0-9a-f]{16}\Z")
+_COMPILED = re.compile(r"torch-[A-Za-z0-9._+-]+\Z")  # as trainer/caches.py names it
+_BYTECODE = re.compile(r"bytecode\Z")
 _WORD = re.compile(rb"[a-z0-9][a-z0-9._-]*")
 _BLOCK = 512  # of st_blocks, whatever the file system
 
@@ -49,6 +51,7 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
         *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
         *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents, _AGENT)),
         *(Thing(TMP, name, size(path), _age(path, now)) for name, path in _children(root.tmp, _TMP)),
+        *(Thing(CACHE, name, size(path), _age(path, now)) for name, path in _caches(root)),
     ]
     spare = os.path.join(root.path, "store", "spare")
     if os.path.exists(os.path.join(spare, "record.json")):
@@ -219,6 +222,12 @@ def _spare_tree(spare: str) -> Optional[str]:
 
 def _envs(root: Root) -> List[Tuple[str, str]]:
     return [(name, path) for name, path in _children(root.envs, _ENV) if os.path.isdir(path)]
+
+
+def _caches(root: Root) -> List[Tuple[str, str]]:
+    """What trainers have compiled, under its path in the caches' folder; each start of one touches what it uses."""
+    compiled = _children(os.path.join(root.cache, "compile"), _COMPILED)
+    return [("compile/" + name, path) for name, path in compiled] + _children(root.cache, _BYTECODE)
 
 
 def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:

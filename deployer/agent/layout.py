@@ -15,6 +15,8 @@ CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema.py: written last into a c
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
+CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema.py: Root.cache
+STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema.py: when the attempt began, by the boot clock
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor began by itself after a failure
 
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder
@@ -46,6 +48,7 @@ class Root:
         self.data = os.path.join(self.path, "data")
         self.agents = os.path.join(self.path, "agent")
         self.envs = os.path.join(self.path, "envs")
+        self.cache = os.path.join(self.path, "cache")  # what trainers have compiled: see trainer/caches.py
         self.jobs = os.path.join(self.path, "jobs")
         self.tmp = os.path.join(self.path, "tmp")
 

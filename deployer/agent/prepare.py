@@ -8,10 +8,11 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
 from .errors import AgentError
-from .layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, Job, Root
+from .layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 
@@ -48,7 +49,10 @@ def job_env(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Di
     plan = {name: fill(text, slots) for name, text in launch_input["plan"].get("env", {}).items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **plan, **launch_input.get("env", {}), **launch_input.get("secrets", {})}
     restarted = {RESTARTED_ENV: "1"} if launch_input.get("restarted") else {}
-    return {**env, **restarted, **marks(job, launch_input["attempt"])}
+    started = {}
+    if launch_input["plan"].get("kind") == "trainer":  # whose start is told from here
+        started = {STARTED_ENV: "%.2f" % time.clock_gettime(time.CLOCK_BOOTTIME)}
+    return {**env, **restarted, **started, **marks(job, launch_input["attempt"])}
 
 
 def marks(job: Job, attempt: int) -> Dict[str, str]:

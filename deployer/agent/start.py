@@ -87,7 +87,7 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     from . import runtime  # a launch leaves that to its supervisor
 
     env = _base_env()
-    found = {"job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
+    found = {"root": root.path, "job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
     if _wants_gpus(plan):
         from . import sharing
 

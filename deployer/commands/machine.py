@@ -87,6 +87,7 @@ _KINDS = {
     "data": "data sets and wheels",
     "env": "Python environments",
     "agent": "agents of other versions",
+    "cache": "caches of compiled code",
     "spare": "spare copy of a tree",
     "tmp": "leftovers",
 }

@@ -1,0 +1,146 @@
+"""What a start keeps for the starts after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from trainer import caches
+from trainer.caches import CacheError, compile_tag, make_private, open_compile_cache
+from trainer.cli import compile_cache
+from trainer.config.load import config_from_dict
+from trainer.models.attention import KERNEL_ORDER
+from trainer.schema import CACHE_ENV
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_compile_tag_tells_torch_triton_and_attention_apart():
+    assert compile_tag("2.11.0+cu130", "3.6.0") == "torch-2.11.0+cu130_triton-3.6.0_cudnn"
+    assert compile_tag("2.13.0", None) == "torch-2.13.0_cudnn"
+    assert compile_tag("../2", None) == "torch-.._2_cudnn"
+
+
+def test_compile_tag_names_the_kernel_that_attention_takes_first():
+    assert KERNEL_ORDER[0].name.lower().startswith(caches.ATTENTION)
+
+
+def test_cache_is_private_and_named_to_inductor_and_triton(tmp_path):
+    cache = open_compile_cache({CACHE_ENV: str(tmp_path / "root" / "cache")})
+    folder = Path(cache.env["TORCHINDUCTOR_CACHE_DIR"])
+    assert cache.note is None
+    assert (folder.parent, mode_of(folder), mode_of(folder.parent)) == (tmp_path / "root/cache/compile", 0o700, 0o700)
+    assert cache.env["TRITON_CACHE_DIR"] == str(folder / "triton")
+
+
+def test_torch_puts_its_caches_there(tmp_path):
+    """torch's own word for where they are."""
+    env = {**os.environ, **open_compile_cache({CACHE_ENV: str(tmp_path)}).env}
+    code = (
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir as t; print(cache_dir(), t(0))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"]]
+
+
+def test_what_the_environment_names_stays(tmp_path):
+    named = {"TORCHINDUCTOR_CACHE_DIR": "/a", CACHE_ENV: str(tmp_path)}
+    assert list(open_compile_cache(named).env) == ["TRITON_CACHE_DIR"]
+    assert open_compile_cache({**named, "TRITON_CACHE_DIR": "/b"}).env == {}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"), [({"XDG_CACHE_HOME": "/x"}, "/x/torchferry"), ({"XDG_CACHE_HOME": ""}, "~/.cache/torchferry")]
+)
+@pytest.mark.skipif(sys.platform == "darwin", reason="caches lie elsewhere")
+def test_without_a_deployer_it_lies_among_the_users_caches(environ, place):
+    assert caches.cache_root(environ) == Path(place).expanduser()
+
+
+def test_cache_that_cannot_be_made_costs_a_note_only(tmp_path):
+    (tmp_path / "file").touch()
+    cache = open_compile_cache({CACHE_ENV: str(tmp_path / "file")})
+    assert cache.env == {}
+    assert cache.note is not None
+    assert str(tmp_path / "file") in cache.note
+
+
+def test_full_disk_is_no_cache(tmp_path):
+    with pytest.raises(CacheError, match="MiB are free for"):
+        make_private(tmp_path / "a", room_bytes=1 << 62)
+
+
+def test_folder_that_others_can_write_into_is_not_used(tmp_path):
+    tmp_path.chmod(0o777)  # who writes there could have it executed
+    with pytest.raises(CacheError, match="others can write"):
+        make_private(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "caches_it"),
+    [
+        ({"target": {"device": "cpu"}}, False),
+        ({"target": {"device": "cpu"}, "parallel": {"compile": True}}, True),
+        ({"target": {"device": "cuda"}}, True),
+        ({"target": {"env": {"TORCHINDUCTOR_CACHE_DIR": "/a", "TRITON_CACHE_DIR": "/b"}}}, False),
+    ],
+)
+def test_ranks_that_may_compile_get_the_cache_unless_the_config_names_one(values, caches_it, tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+    for name in (caches.COMPILER_ENV, caches.TRITON_ENV):
+        monkeypatch.delenv(name, raising=False)
+    env = compile_cache(config_from_dict(values))
+    assert (bool(env), (tmp_path / "cache").exists()) == (caches_it, caches_it)
+
+
+@pytest.fixture
+def bare_package(tmp_path) -> Path:
+    """A package as an image installs it: no bytecode, and a Python that is told to write none."""
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("x = 1\n")
+    return tmp_path / "site"
+
+
+IMPORT = """
+import os, sys
+from importlib.util import find_spec
+from trainer.caches import use_bytecode_cache
+use_bytecode_cache(find_spec("torch"), os.environ)
+import torch
+print(torch.__cached__, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(torch.__cached__))
+"""
+
+
+def import_with(site: Path, **env: str) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env = {**kept, "PYTHONPATH": f"{site}:{Path(__file__).parent.parent}", **env}
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_bytecode_that_nobody_would_keep_is_kept_with_the_caches(bare_package, tmp_path):
+    cache = tmp_path / "cache"
+    for _ in range(2):  # the first start writes it, the second one finds it
+        where, prefix, exists = import_with(bare_package, PYTHONDONTWRITEBYTECODE="1", **{CACHE_ENV: str(cache)})
+        assert (Path(where).is_relative_to(cache / "bytecode"), prefix, exists) == (True, f"{cache}/bytecode", "True")
+
+
+@pytest.mark.parametrize("env", [{}, {"PYTHONPYCACHEPREFIX": "own"}])
+def test_bytecode_that_python_keeps_by_itself_stays_where_it_is(bare_package, tmp_path, env):
+    env = {name: str(tmp_path / value) for name, value in env.items()}
+    where, prefix, _ = import_with(bare_package, **{CACHE_ENV: str(tmp_path / "cache")}, **env)
+    assert (prefix, (tmp_path / "cache").exists()) == (env.get("PYTHONPYCACHEPREFIX", "None"), False)
+    assert Path(where).is_relative_to(tmp_path / "own" if env else bare_package)
+
+
+def test_module_without_a_file_changes_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    caches.use_bytecode_cache(ModuleSpec("torch", None, origin=None), {})
+    assert sys.pycache_prefix is None
