@@ -71,8 +71,8 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
 def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
     """[2·ranks] zeros but for this rank's entries, so that the sum over ranks holds everybody's."""
     slots = torch.zeros(2, dist.world_size, dtype=torch.float64, device=dist.device)
-    slots[0, dist.rank] = busy
-    slots[1, dist.rank] = (~torch.isfinite(loss)).double()
+    slots[0, dist.rank].fill_(busy)  # an assignment would wait for the device
+    slots[1, dist.rank].copy_(~torch.isfinite(loss))
     return slots.flatten()
 
 

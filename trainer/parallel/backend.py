@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.dist import Dist
 from trainer.kernels.support import why_no_triton
-from trainer.models.attention import why_no_flex
+from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
 from trainer.parallel.compiling import compile_blocks, decide_compile
 from trainer.parallel.recompute import recompute_blocks
@@ -51,7 +51,8 @@ class Backend:
         recompute_blocks(decoder, self.options.activation_checkpointing, self.options.checkpoint_every)
         device = self.dist.device
         self.compiled, self._why_eager = decide_compile(self.options.compile, device, why_not=why_no_triton(device))
-        decoder.use_flex = why_no_flex(device, decoder.shape.head_dim) is None
+        head_dim = decoder.shape.head_dim
+        decoder.pack_with(flex=why_no_flex(device, head_dim) is None, tiles=tuned_tiles(device, head_dim))
         if self.compiled:
             compile_blocks(decoder, fixed_shapes=self.config.data.packing)
         self.module = self._spread(decoder)

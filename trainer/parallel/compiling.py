@@ -42,7 +42,7 @@ def run_eagerly(decoder: Decoder) -> None:
     """Take compilation back, after it has failed: everything runs as plain torch from now on."""
     for module in _compiled(decoder):
         module.forward = getattr(module, "eager_forward", module.forward)
-    decoder.use_flex = False
+    decoder.pack_with(flex=False)
 
 
 def is_compile_failure(error: BaseException) -> bool:
