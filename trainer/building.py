@@ -10,11 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
+from torch import nn
 
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import flops_per_token, peak_flops
+from trainer.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
 from trainer.metrics import MetricsLog
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
@@ -22,6 +24,7 @@ from trainer.models.fingerprint import trained_part
 from trainer.models.freezing import is_partly_frozen
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
+from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.resuming import Identity, choose, render_changes, render_doomed, resume
 from trainer.run import LossFn, Run
@@ -80,7 +83,16 @@ def build_run(
         peak_flops=peak_flops(config, dist),
         extra={**extra, **now, "total_steps": data.train.total_steps},
         start_step=start_step,
+        graphed=_graphed(config, shape, backend, module, loss_fn),
     )
+
+
+def _graphed(
+    config: Config, shape: DecoderShape, backend: Backend, module: nn.Module, loss_fn: LossFn
+) -> GraphedMicroBatches | None:
+    compiled = backend.compiled and backend.dist.device.type == "cuda"
+    wanted = decide_graphs(config, shape, backend=backend.name, compiled=compiled)
+    return GraphedMicroBatches(module, loss_fn, CudaCapture()) if wanted else None
 
 
 def seed_everything(config: Config, dist: Dist) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import Data
 from trainer.dist import Dist
+from trainer.graphs import GraphedMicroBatches
 from trainer.metrics import MetricsLog
 from trainer.parallel.backend import Backend
 from trainer.schema import Config
@@ -38,6 +39,8 @@ class Run:
     extra: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint's state.json."""
     start_step: int = 0
+    graphed: GraphedMicroBatches | None = None
+    """Runs forward and backward in the place of `loss_fn` where that is worth it."""
 
     def is_due(self, step: int, *, every: int) -> bool:
         """Whether what is done every so many steps (0: never), and after the last one, is due."""

@@ -368,6 +368,9 @@ class ParallelConfig:
     """Activation checkpointing of every n-th block."""
     compile: bool | None = None
     """torch.compile each block. None: on a GPU for which Triton is installed; on the CPU it costs a minute."""
+    cuda_graphs: bool | None = None
+    """One launch for forward and backward of a micro-batch of packed rows, in one process. None: on a GPU, for models
+    so small that launching their kernels takes longer than running them."""
 
 
 @dataclass(frozen=True)

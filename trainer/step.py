@@ -49,10 +49,14 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
         run.backend.sync(index == len(batches) - 1)
         progress.enter("forward")
         began = time.perf_counter()
-        loss = run.loss_fn(run.module, batch)
-        busy += time.perf_counter() - began
-        progress.enter("backward")
-        loss.total.backward()
+        if run.graphed is not None:
+            loss = run.graphed(batch, first=index == 0)
+            busy += time.perf_counter() - began
+        else:
+            loss = run.loss_fn(run.module, batch)
+            busy += time.perf_counter() - began
+            progress.enter("backward")
+            loss.total.backward()
         sums += torch.stack([loss.total.detach().double(), loss.count.double(), batch.num_tokens.double()])
     progress.enter("optimizer")
     sums = sum_over_ranks(torch.cat([sums, _own_slots(sums[0], busy, run.dist)]), run.dist)

@@ -29,6 +29,8 @@ def tell_plan(train: Run) -> None:
     rates = [*render_lora(train.module), *render_groups(train.optimizer.param_groups)]
     rates += render_lr_scaling(config.optim, loader.global_batch_size)
     backend = train.backend.describe().splitlines()
+    if train.graphed is not None:
+        backend.append("forward and backward of a micro-batch are one CUDA graph")
     for line in [*notes, *train.data.report.render(), *backend, *summary, *rates, plan, *resumed]:
         train.log.note(line)
 

@@ -1,0 +1,142 @@
+"""Forward and backward of a micro-batch as one CUDA graph.
+
+For models so small that the host takes longer to launch a step's kernels than the GPU to run them: a replay is one
+launch. Shapes, gradients and losses stay at fixed addresses, so rows must be packed, and the model in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.batch import Batch, LossSum
+from trainer.errors import ConfigError
+from trainer.models.decoder import DecoderShape
+from trainer.schema import Config
+
+LAUNCH_S_PER_LAYER = 2e-3
+"""Host time of a compiled block, forward and backward (H200 machine, torch 2.11: 24 blocks in about 50 ms)."""
+LIKELY_FLOPS = 5e14
+"""Operations a second that a step of a small model reaches on the fastest cards."""
+
+ForwardBackward = Callable[[], LossSum]
+
+
+class Capture(Protocol):
+    """What a device offers: run something for once, and make something that can be replayed."""
+
+    def warm_up(self, function: ForwardBackward) -> None: ...
+
+    def record(self, function: ForwardBackward) -> tuple[Callable[[], None], LossSum]:
+        """Call the function without running its kernels: what runs them, and what the function returned."""
+
+
+class CudaCapture:
+    """CUDA graphs in one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: ForwardBackward) -> None:
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            function()
+        current.wait_stream(side)
+
+    def record(self, function: ForwardBackward) -> tuple[Callable[[], None], LossSum]:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that lays out batches may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = function()
+        return graph.replay, result
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph of one kind, and what it leaves behind."""
+
+    replay: Callable[[], None]
+    loss: LossSum
+
+
+class GraphedMicroBatches:
+    """In the place of a loss function and its backward pass, for micro-batches of one shape.
+
+    The first of a step writes the gradients, each further one adds to them.
+    """
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[[nn.Module, Batch], LossSum], capture: Capture) -> None:
+        self._module, self._loss_fn, self._capture = module, loss_fn, capture
+        self._batch: Batch | None = None
+        self._writing: Recorded | None = None
+        self._adding: Recorded | None = None
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __call__(self, batch: Batch, *, first: bool) -> LossSum:
+        """The loss, without gradient; the gradients are in `.grad`, valid until the next step's first micro-batch."""
+        batch = replace(batch, targets=None)  # their number differs from batch to batch
+        if self._batch is None:
+            self._record_writing(batch)
+        assert self._batch is not None and self._writing is not None
+        _copy(batch, self._batch)
+        if not first and self._adding is None:
+            self._give_grads()
+            self._adding = Recorded(*self._capture.record(self._forward_backward))
+        recorded = self._writing if first or self._adding is None else self._adding
+        recorded.replay()
+        self._give_grads()
+        return recorded.loss
+
+    def _record_writing(self, batch: Batch) -> None:
+        self._batch = batch.map(Tensor.clone)
+        for _ in range(2):  # compiles; the second adds to the gradients of the first
+            self._capture.warm_up(self._forward_backward)
+        self._module.zero_grad(set_to_none=True)
+        self._writing = Recorded(*self._capture.record(self._forward_backward))
+        self._grads = [(p, p.grad) for p in self._module.parameters() if p.grad is not None]
+
+    def _forward_backward(self) -> LossSum:
+        assert self._batch is not None
+        loss = self._loss_fn(self._module, self._batch)
+        loss.total.backward()
+        return LossSum(loss.total.detach(), loss.count)
+
+    def _give_grads(self) -> None:
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+
+
+def _copy(source: Batch, target: Batch) -> None:
+    for name in ("input_ids", "labels", "positions", "doc_ids"):
+        getattr(target, name).copy_(getattr(source, name))
+
+
+def decide_graphs(config: Config, shape: DecoderShape, *, backend: str, compiled: bool) -> bool:
+    """Whether micro-batches are worth a graph, as `parallel.cuda_graphs` says, or by their size where it says nothing.
+
+    Raises ConfigError when they are asked for where there can be none. `compiled`: the blocks are, on a GPU.
+    """
+    reason = _why_not(config, backend=backend, compiled=compiled)
+    if config.parallel.cuda_graphs and reason:
+        raise ConfigError(f"parallel.cuda_graphs is true, and {reason}", hint="drop it")
+    if config.parallel.cuda_graphs is not None or reason:
+        return bool(config.parallel.cuda_graphs)
+    tokens = config.train.micro_batch_size * config.data.seq_len
+    return 6 * shape.num_params * tokens / LIKELY_FLOPS < LAUNCH_S_PER_LAYER * shape.num_layers
+
+
+def _why_not(config: Config, *, backend: str, compiled: bool) -> str | None:
+    if backend != "pytorch":
+        return f"the backend is {backend}: collectives are in no graph here"
+    if not compiled:
+        return "blocks are not compiled on a GPU"
+    if not config.data.packing:
+        return "data.packing is false: rows are of different lengths"
+    if config.lora.dropout:
+        return "lora.dropout is not 0"
+    return None
