@@ -84,6 +84,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2},
     {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": "full"},
     {"ignored_modules": ["model.embed_tokens"]},
+    {"reduce_every_micro_batch": True},
+    {"reduce_every_micro_batch": True, "ignored_modules": ["model.embed_tokens"]},
+    {"reduce_every_micro_batch": True, "sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2},
 ]
 """Ways of FSDP that reduce gradients in another way."""
 

@@ -86,6 +86,11 @@ def test_strategy_and_reshard_mean_one_thing(options, reshard):
         ({"dp_replicate": 0}, "parallel.dp_replicate is 0, must be 1 or more"),
         ({"checkpoint_every": 0}, "parallel.checkpoint_every is 0, must be 1 or more"),
         ({"forward_prefetch": -1}, "parallel.forward_prefetch is -1, must be 0 or more"),
+        ({"activation_budget": 1.5}, "parallel.activation_budget is 1.5, must be 0 to 1"),
+        (
+            {"activation_checkpointing": "budget", "compile": False},
+            "parallel.activation_checkpointing is budget, which the compiler keeps to, but parallel.compile is false",
+        ),
     ],
     ids=lambda value: ",".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -112,6 +117,11 @@ def test_a_full_state_needs_the_export():
         ({"min_num_params": 1}, "fsdp", "parallel.min_num_params: no effect, parallel.wrap_policy is transformer"),
         ({"wrap_classes": ["MLP"]}, "fsdp", "parallel.wrap_classes: no effect, parallel.wrap_policy is transformer"),
         ({"checkpoint_every": 2}, "fsdp", "parallel.checkpoint_every: no effect, parallel.activation_checkpointing is"),
+        (
+            {"activation_budget": 0.7},
+            "fsdp",
+            "parallel.activation_budget: no effect, parallel.activation_checkpointing",
+        ),
         ({"sync_module_states": True}, "fsdp", "parallel.sync_module_states: no effect, random weights follow from"),
         ({"sharding_strategy": "SHARD_GRAD_OP"}, "ddp", "parallel.sharding_strategy: no effect with ddp"),
         ({"cpu_offload": True, "wrap_policy": "size"}, "ddp", "parallel.wrap_policy, parallel.cpu_offload: no effect"),
@@ -122,6 +132,12 @@ def test_what_has_no_effect_is_said(options, backend, note):
     notes = [line for line in config_notes(config(**options), backend=backend, deployed=True) if "parallel." in line]
     assert len(notes) == 1
     assert notes[0].startswith(note)
+
+
+def test_memory_has_no_effect_on_the_cpu():
+    cpu = Config(target=TargetConfig(device="cpu"), parallel=ParallelConfig(memory="manual"))
+    (note,) = (line for line in config_notes(cpu, backend="pytorch", deployed=True) if "parallel." in line)
+    assert note == "parallel.memory: no effect on the CPU: it is about a GPU's memory"
 
 
 def test_a_full_state_is_told_how_to_be_had():

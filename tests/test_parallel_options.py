@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -500,13 +501,45 @@ def test_a_block_is_computed_again_in_the_dtype_of_its_forward(world_size):
     assert run_ranks(recomputed_dtypes, world_size, "full")[0] == Counter({torch.bfloat16: 4})
 
 
+def kept_when_compiled(dist: Dist, share: float) -> int:
+    """Bytes that compiled blocks keep for the backward; the freed copies of gathered weights have none."""
+    cfg = config("fsdp", activation_checkpointing="budget", activation_budget=share, compile=True)
+    backend, module = prepared(dist, cfg, tiny_shape())
+    backend.sync(True)
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(id(x.untyped_storage()), x), lambda x: x):
+        sft_loss(module, micro_batches(dist, 1)[0])
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+@pytest.mark.soak
+def test_activation_budget_of_nothing_keeps_less_than_a_third():
+    none, whole = (run_ranks(kept_when_compiled, 1, share, timeout_s=280)[0] for share in (0.0, 1.0))
+    assert none < whole / 3
+
+
+@pytest.mark.parametrize(("mode", "told"), [("budget", 0.3), ("none", 1.0)])
+def test_activation_budget_is_what_the_partitioner_is_told(mode, told):
+    options = {"activation_checkpointing": mode, "activation_budget": 0.3, "compile": True}
+    prepared(ALONE, config("auto", precision="fp32", **options), tiny_shape())
+    assert functorch_config.activation_memory_budget == told
+
+
+def test_budget_without_a_compiler_is_an_error_with_a_way_out():
+    with pytest.raises(ConfigError, match="activation_checkpointing is budget, which needs a compiler") as caught:
+        prepared(ALONE, config("auto", activation_checkpointing="budget"), tiny_shape())
+    assert caught.value.hint == "set parallel.activation_checkpointing=selective"
+
+
 # --- the matrix -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compile"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("mode", "compiled"),
+    [*((mode, compiled) for mode in ("none", "selective", "full") for compiled in (False, True)), ("budget", True)],
+)
 def test_recomputation_and_compile_give_the_same_gradients_on_one_and_two_ranks(mode, compiled, world_size, expected):
     cfg = config("fsdp", activation_checkpointing=mode, compile=compiled)
     ((_, got),) = run_ranks(loss_and_grads, world_size, cfg, tiny_shape(), [2], timeout_s=280)[0]

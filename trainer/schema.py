@@ -355,15 +355,26 @@ class ParallelConfig:
     """FSDP1's word, without effect: FSDP2 has no flat parameter."""
     sync_module_states: bool = False
     """Rank 0 alone reads the pretrained weights and sends them; false: every rank reads its own share."""
-    cpu_offload: bool = False
-    """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps."""
+    cpu_offload: bool | None = None
+    """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps. None: false, unless
+    `memory` is auto and nothing else fits."""
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"] = "SHARDED_STATE_DICT"
     """Checkpoints are sharded always and load at any number of ranks. FULL_STATE_DICT asks for the weights in one
     piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`.
     LOCAL_STATE_DICT is refused."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    memory: Literal["auto", "manual"] = "auto"
+    """On a GPU, auto: what is not set of `activation_checkpointing`, `cpu_offload` and `reduce_every_micro_batch` is
+    chosen so that the run fits with the least recomputation, and after a failure for want of memory the next attempt in
+    the same run folder takes less. manual: nothing is chosen."""
+    activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = None
     """`full`: a block's activations are computed again in the backward pass; `selective`: all but the outputs of
-    matrix products and attention."""
+    matrix products and attention; `budget`: the compiler keeps `activation_budget` of them. None: `memory` chooses."""
+    activation_budget: float = 0.5
+    """`activation_checkpointing` budget: the share (0 to 1) of a compiled block's activations that is kept; what costs
+    most to compute again is kept first."""
+    reduce_every_micro_batch: bool | None = None
+    """FSDP: whether the gradients of each micro-batch are reduced, or wait, whole, for the step's last one (faster, and
+    the memory of a whole gradient). None: they wait, unless `memory` is auto and they do not fit."""
     checkpoint_every: int = 1
     """Activation checkpointing of every n-th block."""
     compile: bool | None = None

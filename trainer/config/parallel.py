@@ -25,6 +25,7 @@ FSDP_KEYS = [
         "forward_prefetch",
         "backward_prefetch_depth",
         "cpu_offload",
+        "reduce_every_micro_batch",
     )
 ]
 
@@ -57,10 +58,26 @@ def backend_of(config: Config, world_size: int) -> str:
     return "ddp" if name == "fsdp" and sharding(config.parallel).replicated else name
 
 
+def recompute_mode(options: ParallelConfig) -> str:
+    """What `activation_checkpointing` means where nothing has been chosen for it."""
+    return options.activation_checkpointing or "none"
+
+
+def is_compiled(config: Config) -> bool:
+    """Whether blocks are compiled on the machine that the config is for; a GPU without Triton tells so itself."""
+    wanted = config.parallel.compile
+    return config.target.device != "cpu" if wanted is None else wanted
+
+
 def broken_rules(config: Config) -> Iterator[Broken]:
     """The rules of the section that do not hold."""
     yield from _refused(config.parallel)
     yield from _contradictions(config.parallel)
+    if config.parallel.activation_checkpointing == "budget" and not is_compiled(config):
+        why = "parallel.compile is false" if config.parallel.compile is False else "target.device is cpu"
+        message = f"parallel.activation_checkpointing is budget, which the compiler keeps to, but {why}"
+        hint = "set parallel.compile=true, or activation_checkpointing=selective"
+        yield Broken("parallel.activation_checkpointing", message, hint, ("parallel.compile", "target.device"))
     if config.parallel.state_dict_type == "FULL_STATE_DICT" and not config.run.export:
         yield Broken(
             "parallel.state_dict_type",
@@ -163,8 +180,16 @@ def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], st
             yield ["parallel.min_num_params"], f", parallel.wrap_policy is {options.wrap_policy}"
         if options.wrap_policy != "classes":
             yield ["parallel.wrap_classes"], f", parallel.wrap_policy is {options.wrap_policy}"
-    if options.activation_checkpointing == "none":
-        yield ["parallel.checkpoint_every"], ", parallel.activation_checkpointing is none"
+    train = config.train
+    if backend == "fsdp" and train.grad_accum_steps in (None, 1) and train.global_batch_size is None:
+        yield ["parallel.reduce_every_micro_batch"], ", a step has one micro-batch"
+    mode = options.activation_checkpointing
+    if mode in ("none", "budget", None):
+        yield ["parallel.checkpoint_every"], f", parallel.activation_checkpointing is {mode or 'not given'}"
+    if mode != "budget":
+        yield ["parallel.activation_budget"], f", parallel.activation_checkpointing is {mode or 'not given'}"
+    if config.target.device == "cpu":
+        yield ["parallel.memory"], " on the CPU: it is about a GPU's memory"
     if config.model.init == "random" or config.model.name is None:
         yield ["parallel.sync_module_states"], ", random weights follow from the seed on every rank"
     yield ["parallel.backward_prefetch"], ", it is built in: the backward gathers one group ahead always"

@@ -96,6 +96,7 @@ LIMITS = {
     "parallel.forward_prefetch": AT_LEAST_0,
     "parallel.backward_prefetch_depth": AT_LEAST_1,
     "parallel.checkpoint_every": AT_LEAST_1,
+    "parallel.activation_budget": Limit("0 to 1", lambda v: 0 <= v <= 1),
     "target.max_restarts": AT_LEAST_0,
     "target.max_runtime_s": ABOVE_0,
     "target.stall_timeout_s": ABOVE_0,

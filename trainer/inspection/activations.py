@@ -2,6 +2,7 @@
 
 The model is on the meta device: its shapes, what of it trains, and its adapters decide. It follows `Decoder` tensor by
 tensor, so whoever changes what a block computes changes this too; a test compares it with what torch really saves.
+What a compiled block keeps is the partitioner's choice (`trainer.parallel.partition`).
 
 Legend: n tokens of a micro-batch, c bytes of a product's dtype, D hidden, Q and K query and key-value widths,
 I intermediate, H heads, V vocabulary.
@@ -11,13 +12,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.losses import CHUNK_TOKENS
+import torch
+
+from trainer.config.parallel import is_compiled, recompute_mode
+from trainer.kernels.support import why_no_triton
+from trainer.losses import CHUNK_TOKENS, CHUNK_TOKENS_IN_TORCH
+from trainer.models.attention import FLEX_HEAD_DIMS
 from trainer.models.decoder import Block, Decoder, DecoderShape, Linear
 from trainer.models.lora import LoraSpec
+from trainer.parallel.compiling import decide_compile
+from trainer.parallel.partition import FP32, Kept, keeps_input, kept_by, linears_of
 from trainer.parallel.tensors import DTYPES
-from trainer.schema import Config
+from trainer.schema import Config, ParallelConfig
 
-FP32 = 4
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs on the device, as far as bytes go."""
+
+    triton: bool
+    """Packed attention without a dense mask, and a loss without logits in fp32."""
+    compiled: bool
+
+    @classmethod
+    def assumed(cls, config: Config) -> Kernels:
+        """Of the machine that the config is for, which may be another one: a GPU has Triton."""
+        return cls(config.target.device != "cpu", is_compiled(config))
+
+    @classmethod
+    def on(cls, device: torch.device, options: ParallelConfig) -> Kernels:
+        """Of a device that is here."""
+        reason = why_no_triton(device)
+        return cls(reason is None, decide_compile(options.compile, device, why_not=reason)[0])
 
 
 @dataclass(frozen=True)
@@ -27,34 +53,81 @@ class Micro:
     n: int
     seq_len: int
     packed: bool
+    """With a dense mask."""
     c: int
 
     @classmethod
-    def of(cls, config: Config) -> Micro:
+    def of(cls, config: Config, *, dense: bool) -> Micro:
         train, data = config.train, config.data
         n = train.micro_batch_tokens or train.micro_batch_size * data.seq_len
-        return cls(n, data.seq_len, data.packing, DTYPES[train.precision].itemsize)
+        return cls(n, data.seq_len, data.packing and dense, DTYPES[train.precision].itemsize)
 
 
-def activation_bytes(decoder: Decoder, config: Config) -> int:
-    """All that is kept at the end of the forward pass, and the block that is computed again where that is asked for."""
-    micro, hidden = Micro.of(config), decoder.shape.hidden_size
-    entry = micro.n * micro.c * hidden
-    rotary = 2 * FP32 * micro.n * decoder.shape.head_dim
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch. `kept` and `casts` are there when the forward pass ends."""
+
+    kept: int
+    casts: int
+    """Of the blocks' weights, where no FSDP gathers them cast."""
+    backward: int
+    """What the last block's backward pass adds: what it computes again, and gradients of what it computed."""
+    loss: int
+    """What the head and its loss add before it: a chunk of logits, and the head's gradient while it is summed."""
+    head_gradient: int
+    """What stays of that until the head's gradient is reduced or stored."""
+
+
+def count_activations(decoder: Decoder, config: Config, kernels: Kernels, *, gathered: bool) -> Activations:
+    """The activations of a micro-batch. `gathered`: by FSDP, which casts the weights then."""
+    shape = decoder.shape
+    micro = Micro.of(config, dense=not (kernels.triton and shape.head_dim in FLEX_HEAD_DIMS))
+    entry = micro.n * micro.c * shape.hidden_size
+    rotary = FP32 * micro.n * shape.head_dim
     mask = micro.n * micro.seq_len if micro.packed else 0
-    batch = 4 * 8 * micro.n
-    final_norm = _norm(micro, 1, hidden, trains=decoder.model.norm.weight.requires_grad)
-    return _all_blocks(decoder, config, micro) + final_norm + 2 * entry + rotary + mask + batch
+    batch = 5 * 8 * micro.n
+    final = _norm(micro, 1, shape.hidden_size, trains=decoder.model.norm.weight.requires_grad and not kernels.compiled)
+    kept, casts, backward = _all_blocks(decoder, config, micro, kernels, gathered=gathered)
+    kept += final + 2 * entry + rotary + mask + batch
+    return Activations(kept, casts, backward, *_head(decoder, micro, kernels, gathered=gathered))
 
 
-def _all_blocks(decoder: Decoder, config: Config, micro: Micro) -> int:
-    mode, every = config.parallel.activation_checkpointing, config.parallel.checkpoint_every
-    whole = [_block(block, decoder, micro) for block in decoder.blocks]
-    again = [mode != "none" and number % every == 0 for number in range(len(whole))]
-    light = _selected(decoder, micro) if mode == "selective" else micro.n * micro.c * decoder.shape.hidden_size
-    first = _first_trained(decoder)
-    kept = [light if redo else size for size, redo in zip(whole, again, strict=True)]
-    return sum(kept[first:]) + max((whole[first:]), default=0) * any(again[first:])
+def _all_blocks(
+    decoder: Decoder, config: Config, micro: Micro, kernels: Kernels, *, gathered: bool
+) -> tuple[int, int, int]:
+    """Kept, casts kept, and what the backward pass of the dearest block adds."""
+    first, every = _first_trained(decoder), config.parallel.checkpoint_every
+    gradients = 3 * micro.n * micro.c * decoder.shape.intermediate_size
+    kept = casts = backward = 0
+    for number, block in enumerate(decoder.blocks):
+        if number < first:
+            continue
+        mode = recompute_mode(config.parallel)
+        mode = "none" if mode in ("selective", "full") and number % every else mode
+        count = _compiled_block if kernels.compiled else _eager_block
+        one = count(block, decoder, config, micro, mode=mode, casts=not gathered)
+        kept, casts = kept + one.values, casts + one.casts
+        backward = max(backward, one.whole - one.values - one.casts + gradients)
+    return kept, casts, backward
+
+
+def _compiled_block(block: Block, decoder: Decoder, config: Config, micro: Micro, *, mode: str, casts: bool) -> Kept:
+    """Its input, and what the partitioner keeps; selective checkpointing tells that what to keep."""
+    budget = {"budget": config.parallel.activation_budget, "full": 0.0}.get(mode, 1.0)
+    found = kept_by(block, decoder, n=micro.n, c=micro.c, budget=budget, casts=casts)
+    entry = micro.n * micro.c * decoder.shape.hidden_size
+    if mode == "selective":
+        return Kept(_selected(decoder, micro) - entry, 0, entry + found.whole)
+    return Kept(entry + found.values, found.casts, entry + found.whole)
+
+
+def _eager_block(block: Block, decoder: Decoder, config: Config, micro: Micro, *, mode: str, casts: bool) -> Kept:
+    values = _block(block, decoder, micro)
+    cast = micro.c * sum(p.numel() for p in block.parameters() if p.element_size() != micro.c) if casts else 0
+    if mode == "none":
+        return Kept(values, cast, values + cast)
+    entry = micro.n * micro.c * decoder.shape.hidden_size
+    return Kept(_selected(decoder, micro) if mode == "selective" else entry, 0, values + cast)
 
 
 def _first_trained(decoder: Decoder) -> int:
@@ -76,11 +149,11 @@ def _block(block: Block, decoder: Decoder, micro: Micro) -> int:
         (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
     ):
         size += _norm(micro, 1, shape.hidden_size, trains=norm.weight.requires_grad)
-        size += inputs * any(_keeps_input(linear) for linear in readers)
+        size += inputs * any(keeps_input(linear) for linear in readers)
     product = n * c * shape.intermediate_size
-    size += 3 * product + product * _keeps_input(mlp.down_proj)
+    size += 3 * product + product * keeps_input(mlp.down_proj)
     size += _attention(block, shape, micro)
-    return size + sum(_adapter(linear, decoder.lora, micro) for linear in _linears(block))
+    return size + sum(_adapter(linear, decoder.lora, micro) for linear in linears_of(block))
 
 
 def _attention(block: Block, shape: DecoderShape, micro: Micro) -> int:
@@ -117,25 +190,17 @@ def _adapter(linear: Linear, spec: LoraSpec | None, micro: Micro) -> int:
     return micro.n * micro.c * spec.rank + dropped
 
 
-def _keeps_input(linear: Linear) -> bool:
-    return linear.weight.requires_grad or linear.adapter is not None
-
-
-def _linears(block: Block) -> list[Linear]:
-    attention, mlp = block.self_attn, block.mlp
-    return [
-        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
-        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
-    ]
-
-
 def _widths(shape: DecoderShape) -> tuple[int, int]:
     return shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
 
-def logits_bytes(decoder: Decoder, config: Config) -> int:
-    """A chunk's logits, their fp32 log-probabilities and gradient, and the head's gradient, summed in fp32."""
-    micro, vocab = Micro.of(config), decoder.shape.vocab_size
-    cast = 0 if micro.c == FP32 else micro.c
-    head = decoder.head_weight.numel() * (FP32 + micro.c) if decoder.head_weight.requires_grad else 0
-    return min(CHUNK_TOKENS, micro.n) * vocab * (micro.c + FP32 + cast) + head
+def _head(decoder: Decoder, micro: Micro, kernels: Kernels, *, gathered: bool) -> tuple[int, int]:
+    """What the loss adds, and what of it stays: the head's gradient, summed in fp32 and kept in the weight's dtype."""
+    weight, vocab = decoder.head_weight, decoder.shape.vocab_size
+    chunk, width = (CHUNK_TOKENS, micro.c) if kernels.triton else (CHUNK_TOKENS_IN_TORCH, micro.c + FP32)
+    logits = min(chunk, micro.n) * vocab * width
+    cast = 0 if gathered or weight.element_size() == micro.c else micro.c * weight.numel()
+    if not weight.requires_grad:
+        return logits + cast, 0
+    stays = (micro.c if gathered else weight.element_size()) * weight.numel()
+    return FP32 * weight.numel() + max(logits, stays if stays < FP32 * weight.numel() else 0) + cast, stays

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from trainer.config.parallel import recompute_mode
 from trainer.data.steps import global_batch_size
-from trainer.inspection.activations import activation_bytes, logits_bytes
+from trainer.inspection.activations import Kernels, count_activations
 from trainer.models.build import build_decoder
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.decoder import DecoderShape
 from trainer.parallel.plan import WrapPlan
-from trainer.parallel.tensors import DTYPES
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import Config
 from trainer.words import render_bytes
@@ -23,7 +23,7 @@ from trainer.words import render_bytes
 FP32 = 4
 
 
-PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "logits", "communication")
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary", "communication")
 """Of an estimate, in the order in which it is shown; not all of them are there at the same time."""
 
 
@@ -34,15 +34,16 @@ class MemoryEstimate:
     parameters: int
     """As stored: the rank's shard under FSDP."""
     gradients: int
-    """As the optimizer reads them; with accumulation under FSDP also the unsharded ones that wait for the last
-    micro-batch."""
+    """As the optimizer reads them; with accumulation under FSDP the whole ones that wait for the last micro-batch: the
+    shards come as these go."""
     optimizer: int
     gathered: int
     """Parameters in the dtype of the products: what FSDP gathers, or the casts that autograd keeps."""
     activations: int
     """What is saved for the backward pass of one micro-batch."""
-    logits: int
-    """One chunk of logits with its gradient, and the gradient of the head."""
+    temporary: int
+    """On top of that, the larger of what the head's loss takes (a chunk of logits, the head's gradient) and what the
+    backward pass of one block takes (what it computes again, gradients of its values)."""
     communication: int
     """Buffers of collectives."""
     offloaded: int = 0
@@ -53,7 +54,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """In a step of one forward the gradients come as the activations go: the larger of the two counts."""
-        batch = self.activations + self.logits
+        batch = self.activations + self.temporary
         moving = batch + self.gradients if self.accumulates else max(batch, self.gradients)
         return self.parameters + self.optimizer + self.gathered + self.communication + moving
 
@@ -65,35 +66,33 @@ class MemoryEstimate:
         return [f"  {name:<14}{render_bytes(size):>12}" for name, size in rows]
 
 
-def estimate_memory(shape: DecoderShape, config: Config, *, world_size: int) -> MemoryEstimate:
-    """What each of `world_size` ranks takes at its peak, with the adapters and the frozen parameters of the config."""
+def estimate_memory(
+    shape: DecoderShape, config: Config, *, world_size: int, kernels: Kernels | None = None
+) -> MemoryEstimate:
+    """What each of `world_size` ranks takes at its peak, with the adapters and the frozen parameters of the config.
+
+    `kernels`: those of the device; None: those that the config's machine is likely to have.
+    """
     decoder = build_decoder(config, shape)
     plan = plan_wrapping(decoder, config, world_size)
-    activations, logits = activation_bytes(decoder, config), logits_bytes(decoder, config)
+    gathers = plan.backend == "fsdp"
+    batch = count_activations(decoder, config, kernels or Kernels.assumed(config), gathered=gathers)
+    temporary = max(batch.loss, batch.head_gradient + batch.backward)
     accumulates = micro_batches(config, world_size) > 1
     waiting = plan.unsharded_grad_bytes if accumulates else 0
     stored = (plan.local_bytes, FP32 * plan.local_trainable, round(plan.state_bytes * plan.local_trainable))
     on_device = (0, 0, 0) if plan.offloaded else stored
     return MemoryEstimate(
         parameters=on_device[0],
-        gradients=on_device[1] + waiting,
+        gradients=max(on_device[1], waiting),
         optimizer=on_device[2],
-        gathered=plan.peak_gathered_bytes if plan.backend == "fsdp" else _cast_bytes(decoder, config),
-        activations=activations,
-        logits=logits,
-        communication=_buffer_bytes(plan, freed=activations + logits),
+        gathered=plan.peak_gathered_bytes if gathers else batch.casts,
+        activations=batch.kept,
+        temporary=temporary,
+        communication=_buffer_bytes(plan, freed=batch.kept + temporary),
         offloaded=sum(stored) if plan.offloaded else 0,
         accumulates=accumulates,
     )
-
-
-def _cast_bytes(decoder: Decoder, config: Config) -> int:
-    """Casts of the weights that autograd keeps until the backward pass where no FSDP gathers them cast."""
-    compute = DTYPES[config.train.precision].itemsize
-    blocks = [sum(p.numel() for p in b.parameters() if p.element_size() != compute) for b in decoder.blocks]
-    recompute = config.parallel.activation_checkpointing != "none" and config.parallel.checkpoint_every == 1
-    head = decoder.head_weight.numel() if decoder.head_weight.element_size() != compute else 0
-    return compute * (head + (max(blocks) if recompute else sum(blocks)))
 
 
 def _buffer_bytes(plan: WrapPlan, *, freed: int) -> int:
@@ -148,7 +147,7 @@ def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int
     """Each change as an override, the config with it, the ranks then, and a note."""
     yield from _smaller_batches(config, world_size)
     parallel, optim = config.parallel, config.optim
-    if parallel.activation_checkpointing == "none":
+    if recompute_mode(parallel) == "none":
         changed = replace(config, parallel=replace(parallel, activation_checkpointing="full"))
         yield "parallel.activation_checkpointing=full", changed, world_size, "about a third more time"
     if optim.optimizer == "adamw":

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from trainer.config.parallel import recompute_mode
 from trainer.dist import Dist
+from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
-from trainer.parallel.compiling import compile_blocks, decide_compile
+from trainer.parallel.compiling import compile_blocks, decide_compile, set_budget
+from trainer.parallel.partition import partition_budget
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
 from trainer.parallel.wrapping import plan_wrapping
@@ -48,12 +51,17 @@ class Backend:
         Raises ConfigError where `parallel` asks for what this model has not.
         """
         self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
-        recompute_blocks(decoder, self.options.activation_checkpointing, self.options.checkpoint_every)
+        mode = recompute_mode(self.options)
+        recompute_blocks(decoder, mode, self.options.checkpoint_every)
         device = self.dist.device
         self.compiled, self._why_eager = decide_compile(self.options.compile, device, why_not=why_no_triton(device))
         head_dim = decoder.shape.head_dim
         decoder.pack_with(flex=why_no_flex(device, head_dim) is None, tiles=tuned_tiles(device, head_dim))
+        if mode == "budget" and not self.compiled:
+            message = f"parallel.activation_checkpointing is budget, which needs a compiler{self._why_eager}"
+            raise ConfigError(message, hint="set parallel.activation_checkpointing=selective")
         if self.compiled:
+            set_budget(self._budget(decoder) if mode == "budget" else 1.0)
             compile_blocks(decoder, fixed_shapes=self.config.data.packing)
         self.module = self._spread(decoder)
         return self.module
@@ -79,10 +87,20 @@ class Backend:
         every = f" of every {self.options.checkpoint_every}th block" if self.options.checkpoint_every > 1 else ""
         lines = [
             *self.plan.render(),
-            f"on {self.dist.device.type}; activation checkpointing {self.options.activation_checkpointing}{every},"
+            f"on {self.dist.device.type}; activation checkpointing {self._recompute_words()}{every},"
             f" compile {'on' if self.compiled else 'off' + self._why_eager}",
         ]
         return "\n".join(lines)
+
+    def _budget(self, decoder: Decoder) -> float:
+        train, share = self.config.train, self.options.activation_budget
+        n = train.micro_batch_tokens or train.micro_batch_size * self.config.data.seq_len
+        c, casts = self.compute_dtype.itemsize, self.plan.backend != "fsdp"
+        return partition_budget(decoder.blocks[0], decoder, n=n, c=c, share=share, casts=casts)
+
+    def _recompute_words(self) -> str:
+        mode = recompute_mode(self.options)
+        return f"{mode} ({self.options.activation_budget:g})" if mode == "budget" else mode
 
     def _spread(self, decoder: Decoder) -> nn.Module:
         return self._allocate(decoder)

@@ -38,6 +38,13 @@ def compile_blocks(decoder: Decoder, *, fixed_shapes: bool) -> None:
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False if fixed_shapes else None)
 
 
+def set_budget(share: float) -> None:
+    """The share of what it would keep that the partitioner keeps of each block compiled from now on; 1: all of it."""
+    import torch._functorch.config
+
+    torch._functorch.config.activation_memory_budget = share
+
+
 def run_eagerly(decoder: Decoder) -> None:
     """Take compilation back, after it has failed: everything runs as plain torch from now on."""
     for module in _compiled(decoder):

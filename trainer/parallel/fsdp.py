@@ -79,8 +79,10 @@ class FSDPBackend(Backend):
 
     def sync(self, last: bool) -> None:
         self._last = last
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_is_last_backward(last)
+        every = bool(self.options.reduce_every_micro_batch)
+        self.module.set_requires_gradient_sync(last or every)
+        self.module.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
+        self.module.set_is_last_backward(last or every)
 
     def _sum_whole(self, parameter: Tensor) -> None:
         """The gradient of a parameter that is not sharded, summed over all ranks after the last micro-batch."""

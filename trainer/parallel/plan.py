@@ -50,6 +50,8 @@ class WrapPlan:
     forward_ahead: int
     backward_ahead: int
     offloaded: bool
+    reduces_every: bool
+    """Gradients of each micro-batch, instead of those of a step."""
 
     @property
     def all_groups(self) -> tuple[Group, ...]:
@@ -82,7 +84,7 @@ class WrapPlan:
     @property
     def unsharded_grad_bytes(self) -> int:
         """Whole gradients that wait between the micro-batches of a step, so that each is reduced once; 0 unsharded."""
-        if self.backend != "fsdp":
+        if self.backend != "fsdp" or self.reduces_every:
             return 0
         return self.reduce_bytes * sum(group.trainable for group in self.groups)
 
@@ -92,7 +94,7 @@ class WrapPlan:
         return sum(group.gathered_bytes * _passes(group.kept, self.shards) for group in self.groups)
 
     @property
-    def reduce_bytes_per_step(self) -> float:
+    def reduce_bytes_each(self) -> float:
         """Bytes that a rank sends to reduce gradients once: scatter within a copy, sum over copies (rings)."""
         ranks = self.shards * self.replicas
         scattered = sum(group.trainable for group in self.groups) * _others(self.shards)
@@ -144,9 +146,10 @@ class WrapPlan:
         )
 
     def _traffic(self) -> str:
-        gathers, reduces = self.gather_bytes_per_micro_batch / MIB, self.reduce_bytes_per_step / MIB
+        gathers, reduces = self.gather_bytes_per_micro_batch / MIB, self.reduce_bytes_each / MIB
         gathered = f"{gathers:.1f} MiB gathered a micro-batch, " if gathers else ""
-        return f"traffic of a rank: {gathered}{reduces:.1f} MiB reduced a step"
+        when = "micro-batch" if self.reduces_every else "step"
+        return f"traffic of a rank: {gathered}{reduces:.1f} MiB reduced a {when}"
 
 
 def _others(ranks: int) -> float:

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.models.decoder import Decoder
 
 aten = torch.ops.aten
-KEPT_OPS = frozenset(
+KEPT_OPS: frozenset[Any] = frozenset(
     packet.default
     for packet in (
         aten.mm,
@@ -27,16 +28,17 @@ KEPT_OPS = frozenset(
         aten._flash_attention_forward,
         aten._efficient_attention_forward,
     )
-)
+) | {flex_attention}
 """Matrix products and attention: dear to compute; the rest of a block is cheap and large."""
 
 
 def recompute_blocks(decoder: Decoder, mode: str, every: int) -> None:
-    """Make every n-th block, the first included, keep less: `mode` none, selective (KEPT_OPS) or full (its inputs).
+    """Make every n-th block, the first included, keep less: `mode` none or budget, selective (KEPT_OPS) or full (its
+    inputs).
 
     The recomputation is inside what FSDP wraps, so it sees the same gathered, cast parameters.
     """
-    if mode == "none":
+    if mode in ("none", "budget"):  # a budget is the compiler's business
         return
     options: dict[str, Any] = {}
     if mode == "selective":

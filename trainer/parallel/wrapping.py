@@ -48,7 +48,8 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
         state_bytes=state_bytes(decoder.parameters(), config.optim),
         forward_ahead=int(options.forward_prefetch) if fsdp else 0,
         backward_ahead=options.backward_prefetch_depth if fsdp else 0,
-        offloaded=options.cpu_offload and fsdp,
+        offloaded=bool(options.cpu_offload) and fsdp,
+        reduces_every=bool(options.reduce_every_micro_batch) and fsdp,
     )
 
 
