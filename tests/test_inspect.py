@@ -91,6 +91,21 @@ def test_json_holds_the_same(tmp_path):
     assert shown["schedule"]["lr_last"] == 0.5
 
 
+def test_plans_for_memory_are_told_for_a_card_of_the_given_size(tmp_path):
+    model = {"hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16, "num_heads": 16, "num_kv_heads": 8}
+    changes: dict[str, Any] = {"model": model, "train": {"micro_batch_size": 200}}
+    shown = json.loads(call(tmp_path, "--json", "--samples", "0", "--card-gib", "24", **changes).stdout)
+    plans = shown["memory_plans"]
+    assert (plans["card"], [plan["fits"] for plan in plans["plans"]].index(True)) == (24 * 2**30, plans["chosen"])
+    assert shown["memory"]["total"] == plans["plans"][plans["chosen"]]["needs"]
+    assert "* activation_checkpointing=none  " in call(tmp_path, "--card-gib", "80").stdout
+
+
+def test_nothing_is_planned_where_memory_is_manual(tmp_path):
+    shown = call(tmp_path, "--json", parallel={"memory": "manual"}).stdout
+    assert json.loads(shown)["memory_plans"] is None
+
+
 @pytest.mark.parametrize(("option", "count"), [([], 3), (["--samples", "1"], 1), (["--samples", "0"], 0)])
 def test_so_many_samples_are_shown(tmp_path, option, count):
     rows = [{"question": f"{n}?", "answer": "x" * 60} for n in range(8)]
@@ -173,7 +188,10 @@ def test_data_that_cannot_be_used_ends_with_2_and_one_paragraph(tmp_path, capsys
 
 def test_options_of_inspecting_alone_are_refused(tmp_path):
     result = CliRunner().invoke(cli.train_command, ["x.yaml", "--samples", "2"])
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, "Error: --samples and --json belong to --inspect")
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        2,
+        "Error: --samples, --card-gib and --json belong to --inspect",
+    )
 
 
 def test_schedule_of_a_billion_steps_is_told_at_once(tmp_path):

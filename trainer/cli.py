@@ -98,6 +98,9 @@ def render_commands() -> str:
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
 @click.option("--inspect", is_flag=True, help="Show what would be trained on and how, and stop: no GPU, no run folder.")
 @click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that --inspect shows [3].")
+@click.option(
+    "--card-gib", type=float, metavar="N", help="Memory of the GPU that --inspect plans for [this one's, or 80]."
+)
 @click.option("--json", "as_json", is_flag=True, help="--inspect as one JSON object.")
 @click.option("--debug", is_flag=True, help="Show stack traces.")
 def train_command(
@@ -107,18 +110,19 @@ def train_command(
     run_dir: Path | None,
     inspect: bool,
     samples: int | None,
+    card_gib: float | None,
     as_json: bool,
     debug: bool,
 ) -> None:
-    if (samples is not None or as_json) and not inspect:
-        raise click.UsageError("--samples and --json belong to --inspect")
+    if (samples is not None or card_gib is not None or as_json) and not inspect:
+        raise click.UsageError("--samples, --card-gib and --json belong to --inspect")
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config)
     if fsdp_config is not None and os.environ.get("RANK", "0") == "0":
         for note in read_fsdp_config(fsdp_config).notes:
             click.echo(f"note: {note}", err=True)
     if inspect:
-        show_inspection(config, samples=3 if samples is None else samples, as_json=as_json)
+        show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
     if launch.is_under_torchrun(os.environ):
         prepare_rank(config, run_dir)
@@ -126,7 +130,7 @@ def train_command(
     start(config, run_dir or _run_dir_of_env(), debug=debug)
 
 
-def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
+def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_json: bool) -> None:
     """Print what a run would do. Raises ConfigError, DataError and ModelError as the run itself would."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --inspect looks at the trainer only")
@@ -134,7 +138,7 @@ def show_inspection(config: Config, *, samples: int, as_json: bool) -> None:
     from trainer.inspection.view import inspection_to_dict, print_inspection
 
     with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for
-        inspection = inspect_run(config, samples=samples)
+        inspection = inspect_run(config, samples=samples, card_gib=card_gib)
     if as_json:
         click.echo(json.dumps(inspection_to_dict(inspection)))
     else:

@@ -20,6 +20,7 @@ CHECKPOINTS_DIR = "checkpoints"  # step_NNNNNN/ each with a COMPLETE marker
 CHECKPOINT_MARKER = "COMPLETE"
 EXPORT_DIR = "export"  # Hugging Face format
 ADAPTER_DIR = "adapter"  # inside it, PEFT's format
+MEMORY_PLAN_FILE = "memory_plan.json"  # what parallel.memory=auto has chosen, and which plans ran out of memory
 STOP_FILE = "control/stop.json"  # its existence asks the ranks to save and stop at the next step border
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the run folder, set by whoever launches

@@ -21,20 +21,27 @@ from trainer.config.load import config_notes, num_processes
 from trainer.data.loader import Data, DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
+from trainer.fitting import Fit, fit_into
 from trainer.inspection.memory import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.inspection.samples import Sample, read_samples
 from trainer.models.build import build_decoder, check_length
+from trainer.models.decoder import DecoderShape
 from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
+from trainer.parallel.memory_plan import Choice
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
 from trainer.watch.summary import ParameterSummary, summarize
+from trainer.words import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+DEFAULT_CARD_GIB = 80
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,9 @@ class Inspection:
     plan: WrapPlan
     """For the configured number of ranks."""
     memory: MemoryEstimate
+    """With the plan for memory that is chosen."""
+    plans: Choice | None
+    """For a card of the given size; None: nothing is chosen (on the CPU, or with parallel.memory manual)."""
     savings: list[Saving]
     schedule: Schedule
     rates: list[str]
@@ -70,8 +80,11 @@ class Inspection:
     notes: list[str]
 
 
-def inspect_run(config: Config, *, samples: int) -> Inspection:
-    """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would."""
+def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) -> Inspection:
+    """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would.
+
+    `card_gib`: memory of a GPU that it is to fit into; None: of the first one here, else 80.
+    """
     quiet_transformers()
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
@@ -79,6 +92,8 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
     folder = None if config.model.name is None else model_folder(config.model.name, alone, weights=False)
     shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
+    fit = _fit(config, shape, ranks.world_size, card_gib)
+    given, config = config, fit.config
     decoder = build_decoder(config, shape)
     plan = plan_wrapping(decoder, config, ranks.world_size)
     build = partial(import_module(f"trainer.recipes.{config.recipe}").RECIPE.build_data, config, ranks, tokenizer)
@@ -93,6 +108,7 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
         parameters=summarize(decoder),
         plan=plan,
         memory=estimate_memory(shape, config, world_size=ranks.world_size),
+        plans=fit.choice,
         savings=savings(shape, config, world_size=ranks.world_size),
         schedule=plan_schedule(config, data),
         rates=[
@@ -101,10 +117,22 @@ def inspect_run(config: Config, *, samples: int) -> Inspection:
             *render_lr_scaling(config.optim, data.train.global_batch_size),
         ],
         notes=[
-            *config_notes(config, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
+            *config_notes(given, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
             *length_notes(config, data.train.total_steps),
         ],
     )
+
+
+def _fit(config: Config, shape: DecoderShape, world_size: int, card_gib: float | None) -> Fit:
+    if config.target.device == "cpu" or config.parallel.memory == "manual":
+        return Fit(config)
+    return fit_into(config, shape, free=_card_bytes(card_gib), world_size=world_size)
+
+
+def _card_bytes(card_gib: float | None) -> int:
+    if card_gib is None and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int((card_gib or DEFAULT_CARD_GIB) * GIB)
 
 
 def _samples(data: Data, tokenizer: PreTrainedTokenizerFast, count: int) -> list[Sample]:

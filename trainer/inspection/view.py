@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trainer.inspection.inspecting import Inspection, Schedule
 from trainer.inspection.samples import Label, Piece, Sample
+from trainer.parallel.memory_plan import Choice, render_table, usable
 from trainer.words import GIB
 
 SHOWN_SAVINGS = 4
@@ -44,6 +45,10 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
     yield "data", inspection.data.render()
     yield "model and plan", [*inspection.parameters.render(), *inspection.plan.render()]
     yield f"memory of each rank, estimated: {memory.total / GIB:.2f} GiB at the peak", memory.render()
+    if inspection.plans is not None:
+        card = f"{inspection.plans.free / GIB:.1f} GiB"
+        title = f"plans for memory on a card of {card}; parallel.memory=auto takes the first that fits (*)"
+        yield title, render_table(inspection.plans)
     yield "what would lower it", [f"  {saving.render()}" for saving in inspection.savings[:SHOWN_SAVINGS]]
     yield "schedule", [*render_schedule(inspection.schedule), *inspection.rates]
 
@@ -121,7 +126,16 @@ def inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
         "parameters": asdict(inspection.parameters),
         "plan": asdict(plan) | {"ranks": plan.shards * plan.replicas, "parameters": plan.params},
         "memory": asdict(memory) | {"total": memory.total},
+        "memory_plans": None if inspection.plans is None else _plans_to_dict(inspection.plans),
         "savings": [asdict(saving) for saving in inspection.savings],
         "schedule": asdict(inspection.schedule) | {"rates": inspection.rates},
         "notes": inspection.notes,
     }
+
+
+def _plans_to_dict(choice: Choice) -> dict[str, Any]:
+    plans = [
+        {"plan": one.plan.render(), **asdict(one.plan), "needs": one.needs, "fits": one.needs <= usable(choice.free)}
+        for one in choice.priced
+    ]
+    return {"card": choice.free, "chosen": choice.index, "plans": plans}

@@ -15,6 +15,7 @@ from trainer.data.loader import Data
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
+from trainer.fitting import fit_memory, record_failure
 from trainer.losses import sft_loss
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
@@ -49,8 +50,12 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
     data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     hashes = {"tokenizer": recipe.hash_of(tokenizer)}
-    with closing(data), oom_advice(config, shape, dist), fastest_kernels():
-        train = build_run(config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes)
-        tell_plan(train)
+    fit = fit_memory(config, shape, run_dir, dist)
+    failed = partial(record_failure, run_dir, fit, config, dist.world_size)
+    with closing(data), oom_advice(fit.config, shape, dist, on_failure=failed), fastest_kernels():
+        train = build_run(
+            fit.config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes
+        )
+        tell_plan(train, fit.lines)
         result = loop.train(train)
         return finish(train, result, shape=shape, tokenizer=tokenizer)

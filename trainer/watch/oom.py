@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -77,8 +77,13 @@ def _size(pattern: str, message: str) -> int | None:
 
 
 @contextmanager
-def oom_advice(config: Config, shape: DecoderShape, dist: Dist) -> Iterator[None]:
-    """Raise OutOfMemory, with advice for this run, for a torch.OutOfMemoryError from inside."""
+def oom_advice(
+    config: Config, shape: DecoderShape, dist: Dist, *, on_failure: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
+    """Raise OutOfMemory, with advice for this run, for a torch.OutOfMemoryError from inside.
+
+    `on_failure`: called then; what it returns is told as well.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -87,7 +92,8 @@ def oom_advice(config: Config, shape: DecoderShape, dist: Dist) -> Iterator[None
         estimate = estimate_memory(shape, config, world_size=dist.world_size)
         found = savings(shape, config, world_size=dist.world_size)
         message = render_oom(facts, where=where, estimate=estimate.total, savings=found)
-        raise OutOfMemory(message) from error
+        further = on_failure()
+        raise OutOfMemory(f"{message}\nnote: {further}" if further else message) from error
 
 
 def render_oom(facts: OomFacts, *, where: str, estimate: int, savings: Sequence[Saving]) -> str:

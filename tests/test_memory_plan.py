@@ -1,0 +1,210 @@
+"""Which plan for memory is taken, and what happens when it was not enough: pure functions and a run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import ALONE, tiny_shape
+from trainer.config.load import config_from_dict
+from trainer.fitting import Fit, fit_into, fit_memory, read_failed, record_failure, write_plan
+from trainer.inspection.activations import Kernels
+from trainer.inspection.memory import estimate_memory
+from trainer.models.decoder import DecoderShape
+from trainer.parallel.memory_plan import MemoryPlan, choose_plan, possible_plans, render_table, usable
+from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
+from trainer.words import GIB
+
+FAST = MemoryPlan("none", None, False, False)
+SMALL = DecoderShape("qwen2", 151936, 896, 4864, 24, 14, 2, 64)
+WIDE = DecoderShape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False)
+
+
+def names(options: dict[str, Any], *, backend: str = "fsdp", compiled: bool = True, accumulates: bool = False) -> str:
+    plans = possible_plans(ParallelConfig(**options), backend=backend, compiled=compiled, accumulates=accumulates)
+    return "; ".join(plan.render().removeprefix("activation_checkpointing=") for plan in plans)
+
+
+# --- which plans there are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "where", "plans"),
+    [
+        ({}, {}, "none; budget (0.7); budget (0.5); budget (0.3); budget (0); budget (0), cpu_offload"),
+        ({}, {"compiled": False}, "none; selective; full; full, cpu_offload"),
+        ({}, {"backend": "pytorch"}, "none; budget (0.7); budget (0.5); budget (0.3); budget (0)"),
+        ({"cpu_offload": False}, {"compiled": False}, "none; selective; full"),
+        ({"cpu_offload": True}, {"compiled": False}, "none, cpu_offload; selective, cpu_offload; full, cpu_offload"),
+        ({"activation_checkpointing": "selective"}, {"backend": "ddp"}, "selective"),
+        ({"activation_checkpointing": "budget", "cpu_offload": False}, {}, "budget (0.5)"),
+        (
+            {"activation_checkpointing": "none"},
+            {"accumulates": True},
+            "none; none, reduce_every_micro_batch; none, reduce_every_micro_batch, cpu_offload",
+        ),
+        (
+            {"activation_checkpointing": "none", "reduce_every_micro_batch": False, "cpu_offload": False},
+            {"accumulates": True},
+            "none",
+        ),
+    ],
+)
+def test_plans_go_from_fast_to_small_and_leave_what_is_set(options, where, plans):
+    assert names(options, **where) == plans
+
+
+def test_plan_in_force_changes_nothing_but_memory():
+    before = ParallelConfig(reduce_dtype="bf16", checkpoint_every=2)
+    after = MemoryPlan("budget", 0.3, True, False).applied(before)
+    assert (after.activation_checkpointing, after.activation_budget, after.reduce_every_micro_batch) == (
+        "budget",
+        0.3,
+        True,
+    )
+    assert replace(after, activation_checkpointing=None, activation_budget=0.5, reduce_every_micro_batch=None) == (
+        replace(before, cpu_offload=False)
+    )
+
+
+# --- which one is taken -----------------------------------------------------------------------------------------------
+
+PLANS = [FAST, replace(FAST, activation_checkpointing="selective"), replace(FAST, activation_checkpointing="full")]
+NEEDS = {"none": 80, "selective": 60, "full": 40}
+
+
+def chosen(free: float, *, failed: tuple[str, ...] = ()) -> str:
+    choice = choose_plan(
+        PLANS, lambda plan: NEEDS[plan.activation_checkpointing] * GIB, free=int(free * GIB), failed=failed
+    )
+    return choice.chosen.plan.activation_checkpointing + ("" if choice.fits else "!")
+
+
+@pytest.mark.parametrize(
+    ("free", "plan"), [(100, "none"), (87, "none"), (86, "selective"), (65, "full"), (43, "full!"), (1, "full!")]
+)
+def test_first_plan_that_leaves_a_margin_is_taken_and_the_smallest_where_none_does(free, plan):
+    assert chosen(free) == plan
+
+
+@pytest.mark.parametrize(("failed", "plan"), [("none", "selective"), ("selective", "full"), ("full", "full")])
+def test_plans_up_to_one_that_has_failed_are_not_taken_again(failed, plan):
+    assert chosen(100, failed=(f"activation_checkpointing={failed}",)) == plan
+
+
+def test_choice_is_told_with_what_it_needs_and_what_more_would():
+    choice = choose_plan(PLANS, lambda plan: NEEDS[plan.activation_checkpointing] * GIB, free=int(79.1 * GIB))
+    assert choice.render() == (
+        "memory: activation_checkpointing=selective: about 60.0 GiB of 79.1 free; "
+        "activation_checkpointing=none would need 80.0"
+    )
+    table = render_table(choice)
+    assert [line[2] for line in table[:3]] == [" ", "*", " "]
+    assert table[0].endswith("does not fit")
+
+
+def fit(shape: DecoderShape, gib: float, *, ranks: int = 1, failed: tuple[str, ...] = (), **sections: Any) -> Fit:
+    values = {
+        "target": {"gpu_ranks": list(range(ranks))},
+        "data": {"seq_len": 4096, "packing": False},
+        "train": {"micro_batch_size": 4},
+        **sections,
+    }
+    return fit_into(config_from_dict(values), shape, free=int(gib * GIB), world_size=ranks, failed=failed)
+
+
+def test_large_model_on_four_gpus_gets_the_least_recomputation_that_fits_and_the_estimate_is_of_that():
+    taken = fit(WIDE, 79.1, ranks=4)
+    options = taken.config.parallel
+    assert (options.activation_checkpointing, options.activation_budget) == ("budget", 0.5)
+    needs = estimate_memory(WIDE, taken.config, world_size=4).total
+    assert taken.choice is not None
+    assert taken.choice.chosen.needs == needs <= usable(taken.choice.free)
+
+
+def test_small_model_is_not_recomputed():
+    assert fit(SMALL, 79.1, train={"micro_batch_size": 2}).config.parallel.activation_checkpointing == "none"
+
+
+def test_run_that_fits_in_no_way_is_warned_of_with_what_lowers_it():
+    taken = fit(WIDE, 20)
+    assert taken.lines[1] == "warning: that is more than there is room for; what lowers it:"
+    assert any("target.train_backend=fsdp saves" in line for line in taken.lines[2:])
+
+
+def test_gradients_are_reduced_every_micro_batch_where_waiting_ones_do_not_fit():
+    train = {"micro_batch_size": 1, "grad_accum_steps": 4}
+    tight, roomy = (fit(WIDE, gib, ranks=4, train=train).config.parallel for gib in (62, 100))
+    assert (tight.activation_checkpointing, tight.reduce_every_micro_batch) == ("none", True)
+    assert (roomy.activation_checkpointing, roomy.reduce_every_micro_batch) == ("none", False)
+
+
+def test_nothing_is_chosen_on_the_cpu(tmp_path):
+    config = Config()
+    assert fit_memory(config, tiny_shape(), tmp_path, ALONE) == Fit(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- after a failure --------------------------------------------------------------------------------------------------
+
+
+def next_start(folder: Path, config: Config, gib: float = 79.1) -> Fit:
+    failed = read_failed(folder, config, 1)
+    taken = fit_into(
+        config,
+        SMALL,
+        free=int(gib * GIB),
+        world_size=1,
+        kernels=Kernels(triton=True, compiled=False),
+        failed=failed,
+    )
+    write_plan(folder, taken, config, 1)
+    return taken
+
+
+def test_start_after_running_out_of_memory_takes_the_next_plan_and_says_so(tmp_path):
+    config = Config()
+    first = next_start(tmp_path, config)
+    told = record_failure(tmp_path, first, config, 1)
+    assert told is not None
+    assert told.startswith("the next start in this run folder takes the next plan, activation_checkpointing=selective")
+    second = next_start(tmp_path, config)
+    assert second.config.parallel.activation_checkpointing == "selective"
+    assert second.lines[0].endswith("; activation_checkpointing=none ran out of memory before")
+
+
+def test_last_plan_has_none_after_it(tmp_path):
+    config = Config(parallel=ParallelConfig(activation_checkpointing="full"))
+    told = record_failure(tmp_path, next_start(tmp_path, config), config, 1)
+    assert told == "activation_checkpointing=full is the last plan of parallel.memory=auto: none takes less"
+    assert next_start(tmp_path, config).config.parallel.activation_checkpointing == "full"
+
+
+def test_failure_of_another_batch_or_model_is_not_held_against_a_run(tmp_path):
+    config = Config()
+    record_failure(tmp_path, next_start(tmp_path, config), config, 1)
+    smaller = replace(config, train=replace(config.train, micro_batch_size=1))
+    assert (read_failed(tmp_path, config, 1), read_failed(tmp_path, smaller, 1)) == (
+        ["activation_checkpointing=none"],
+        [],
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"failed": 3}', "no json"])
+def test_plan_file_that_is_damaged_is_no_obstacle(tmp_path, text):
+    (tmp_path / MEMORY_PLAN_FILE).write_text(text)
+    assert read_failed(tmp_path, Config(), 1) == []
+
+
+def test_plan_file_names_the_plan_in_force(tmp_path):
+    next_start(tmp_path, Config())
+    noted = json.loads((tmp_path / MEMORY_PLAN_FILE).read_text())
+    assert (noted["plan"], noted["failed"]) == ("activation_checkpointing=none", [])
+
+
+def test_manual_memory_and_nothing_chosen_say_nothing_after_a_failure(tmp_path):
+    assert record_failure(tmp_path, Fit(Config()), Config(), 1) is None

@@ -1,0 +1,153 @@
+"""How a run is made to fit into its GPUs: what is free, which plan is taken, and which plans have failed before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config.parallel import backend_of
+from trainer.dist import Dist, gather
+from trainer.files import replace_text
+from trainer.inspection.activations import Kernels
+from trainer.inspection.memory import estimate_memory, micro_batches, savings
+from trainer.models.decoder import DecoderShape
+from trainer.parallel.memory_plan import Choice, MemoryPlan, choose_plan, possible_plans
+from trainer.schema import MEMORY_PLAN_FILE, Config
+
+SHOWN_SAVINGS = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A config with nothing left open about memory."""
+
+    config: Config
+    choice: Choice | None = None
+    """None: nothing is chosen here."""
+    lines: list[str] = field(default_factory=list)
+    """What to tell before the first step."""
+
+
+def fit_memory(config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -> Fit:
+    """The config with the plan in it that fits into the fullest GPU; every rank calls this.
+
+    On the CPU, and with `parallel.memory` manual, the config as it is.
+    """
+    if dist.device.type != "cuda" or config.parallel.memory == "manual":
+        return Fit(config)
+    kernels = Kernels.on(dist.device, config.parallel)
+    found = gather((free_bytes(dist.device), read_failed(run_dir, config, dist.world_size)), dist.control_group)
+    failed = list(dict.fromkeys(name for _, names in found for name in names))
+    fit = fit_into(
+        config, shape, free=min(free for free, _ in found), world_size=dist.world_size, kernels=kernels, failed=failed
+    )
+    if dist.is_main:
+        with suppress(OSError):  # a disk that takes nothing is told of by what must be written
+            write_plan(run_dir, fit, config, dist.world_size)
+    return fit
+
+
+def fit_into(
+    config: Config,
+    shape: DecoderShape,
+    *,
+    free: int,
+    world_size: int,
+    kernels: Kernels | None = None,
+    failed: Sequence[str] = (),
+) -> Fit:
+    """The config with the first plan that fits into so many free bytes of each GPU; pure."""
+    kernels = kernels or Kernels.assumed(config)
+
+    def needs(plan: MemoryPlan) -> int:
+        return estimate_memory(shape, planned(config, plan), world_size=world_size, kernels=kernels).total
+
+    plans = possible_plans(
+        config.parallel,
+        backend=backend_of(config, world_size),
+        compiled=kernels.compiled,
+        accumulates=micro_batches(config, world_size) > 1,
+    )
+    choice = choose_plan(plans, needs, free=free, failed=failed)
+    chosen = planned(config, choice.chosen.plan)
+    lines = [choice.render()]
+    if not choice.fits:
+        lines += ["warning: that is more than there is room for; what lowers it:"]
+        lines += [f"  {saving.render()}" for saving in savings(shape, chosen, world_size=world_size)[:SHOWN_SAVINGS]]
+    return Fit(chosen, choice, lines)
+
+
+def planned(config: Config, plan: MemoryPlan) -> Config:
+    """The config with a plan in it."""
+    return replace(config, parallel=plan.applied(config.parallel))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, for this process: what nobody has, and what torch's allocator keeps without using it."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+# --- what has failed --------------------------------------------------------------------------------------------------
+
+
+def setting_of(config: Config, world_size: int) -> dict[str, Any]:
+    """What a plan's failure was about: with another batch, model or number of ranks it may well fit."""
+    train, data = config.train, config.data
+    return {
+        "model": asdict(config.model),
+        "lora": asdict(config.lora),
+        "optimizer": config.optim.optimizer,
+        "seq_len": data.seq_len,
+        "packing": data.packing,
+        "micro_batch_size": train.micro_batch_size,
+        "micro_batch_tokens": train.micro_batch_tokens,
+        "precision": train.precision,
+        "parallel": asdict(config.parallel),
+        "world_size": world_size,
+    }
+
+
+def write_plan(run_dir: Path, fit: Fit, config: Config, world_size: int) -> None:
+    """Note the plan in force. `config`: as the user gave it."""
+    if fit.choice is not None:
+        _write(run_dir, config, world_size, plan=fit.choice.chosen.plan.render(), failed=list(fit.choice.failed))
+
+
+def record_failure(run_dir: Path, fit: Fit, config: Config, world_size: int) -> str | None:
+    """Note that the plan in force has run out of memory, and say what the next start does; None: nothing was chosen."""
+    if fit.choice is None:
+        return None
+    following, plan = fit.choice.following, fit.choice.chosen.plan.render()
+    failed = list(dict.fromkeys([*fit.choice.failed, plan]))
+    try:
+        _write(run_dir, config, world_size, plan=plan, failed=failed)
+    except OSError as error:
+        return f"{run_dir / MEMORY_PLAN_FILE} cannot be written ({error.strerror}): the next start would not know"
+    if following is None:
+        return f"{plan} is the last plan of parallel.memory=auto: none takes less"
+    return (
+        f"the next start in this run folder takes the next plan, {following.chosen.plan.render()}; in a job the host "
+        "starts it by itself where target.max_restarts allows"
+    )
+
+
+def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
+    """The plans that have failed in this run folder for the same setting."""
+    try:
+        noted = json.loads((run_dir / MEMORY_PLAN_FILE).read_text())
+        same = noted["setting"] == json.loads(json.dumps(setting_of(config, world_size)))
+        return [str(name) for name in noted["failed"]] if same else []
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _write(run_dir: Path, config: Config, world_size: int, *, plan: str, failed: list[str]) -> None:
+    noted = {"plan": plan, "failed": failed, "setting": setting_of(config, world_size)}
+    replace_text(run_dir / MEMORY_PLAN_FILE, json.dumps(noted, indent=1) + "\n")

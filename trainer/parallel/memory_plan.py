@@ -1,0 +1,155 @@
+"""The plan for memory: with how little recomputation a run fits into a GPU. Pure: estimates and bytes in, a choice out.
+
+Plans are tried from the fastest to the smallest. What the config says itself stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainer.config.parallel import recompute_mode
+from trainer.schema import ParallelConfig
+from trainer.words import GIB
+
+MARGIN = 0.08
+"""Of a GPU's free memory: for CUDA's and NCCL's own, and what the allocator cannot use between its blocks."""
+COMPILED_BUDGETS = (0.7, 0.5, 0.3, 0.0)
+"""0.7: all products and attention are kept (0.6 of a block at the widths of today's models). 0: only a block's input,
+which costs less than computing all of it again (`full`), by 6 % of a step of 7B on H100."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What is chosen for the keys of `parallel` that are about memory."""
+
+    activation_checkpointing: str
+    activation_budget: float | None
+    """With `activation_checkpointing` budget."""
+    reduce_every_micro_batch: bool
+    cpu_offload: bool
+
+    def applied(self, options: ParallelConfig) -> ParallelConfig:
+        """The section with this plan in it."""
+        values: dict[str, Any] = {
+            "activation_checkpointing": self.activation_checkpointing,
+            "reduce_every_micro_batch": self.reduce_every_micro_batch,
+            "cpu_offload": self.cpu_offload,
+        }
+        if self.activation_budget is not None:
+            values["activation_budget"] = self.activation_budget
+        return replace(options, **values)
+
+    def render(self) -> str:
+        """`activation_checkpointing=budget (0.5), reduce_every_micro_batch`: what is not as in the fastest plan."""
+        budget = "" if self.activation_budget is None else f" ({self.activation_budget:g})"
+        words = [f"activation_checkpointing={self.activation_checkpointing}{budget}"]
+        flags = {"reduce_every_micro_batch": self.reduce_every_micro_batch, "cpu_offload": self.cpu_offload}
+        return ", ".join([*words, *(name for name, on in flags.items() if on)])
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan and the bytes that each rank is estimated to need with it."""
+
+    plan: MemoryPlan
+    needs: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The plan in force, among those that there were."""
+
+    priced: tuple[Priced, ...]
+    """All of them, the fastest first."""
+    index: int
+    free: int
+    """Bytes of the fullest GPU that were free at the start."""
+    failed: tuple[str, ...] = ()
+    """Plans that ran out of memory in this run folder, as `MemoryPlan.render` names them."""
+
+    @property
+    def chosen(self) -> Priced:
+        return self.priced[self.index]
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.needs <= usable(self.free)
+
+    @property
+    def following(self) -> Choice | None:
+        """The choice after this one has run out of memory; None when it is the last."""
+        if self.index + 1 == len(self.priced):
+            return None
+        return replace(self, index=self.index + 1, failed=(*self.failed, self.chosen.plan.render()))
+
+    def render(self) -> str:
+        """`memory: activation_checkpointing=budget (0.5): about 61.2 GiB of 79.1 free; …=none would need 83.4`."""
+        chosen, fastest = self.chosen, self.priced[0]
+        text = f"memory: {chosen.plan.render()}: about {_gib(chosen.needs)} GiB of {_gib(self.free)} free"
+        if self.failed:
+            text += f"; {self.failed[-1]} ran out of memory before"
+        elif self.index:
+            text += f"; {fastest.plan.render()} would need {_gib(fastest.needs)}"
+        return text
+
+
+def usable(free: int) -> int:
+    """Of so many free bytes, those that a run's tensors may take."""
+    return int(free * (1 - MARGIN))
+
+
+def possible_plans(options: ParallelConfig, *, backend: str, compiled: bool, accumulates: bool) -> list[MemoryPlan]:
+    """What may be chosen, the fastest first; what is set stays. `accumulates`: a step has several micro-batches.
+
+    For each amount of recomputation gradients wait for the step's last micro-batch first, and are reduced with every
+    one then: that costs about 3 % of a step, less than more recomputation does.
+    """
+    fsdp = backend == "fsdp"
+    reduces = [bool(options.reduce_every_micro_batch)]
+    if fsdp and accumulates and options.reduce_every_micro_batch is None:
+        reduces = [False, True]
+    offload = bool(options.cpu_offload) and fsdp
+    plans = [
+        MemoryPlan(mode, budget, every, offload) for mode, budget in _levels(options, compiled) for every in reduces
+    ]
+    if fsdp and options.cpu_offload is None:
+        plans.append(replace(plans[-1], cpu_offload=True))
+    return plans
+
+
+def _levels(options: ParallelConfig, compiled: bool) -> list[tuple[str, float | None]]:
+    """Modes of recomputation with their budgets."""
+    if options.activation_checkpointing is not None:
+        mode = recompute_mode(options)
+        return [(mode, options.activation_budget if mode == "budget" else None)]
+    if compiled:
+        return [("none", None), *(("budget", budget) for budget in COMPILED_BUDGETS)]
+    return [("none", None), ("selective", None), ("full", None)]
+
+
+def choose_plan(
+    plans: Sequence[MemoryPlan], needs: Callable[[MemoryPlan], int], *, free: int, failed: Collection[str] = ()
+) -> Choice:
+    """The first plan that fits into `free` bytes less a margin and comes after all that have failed; else the last."""
+    priced = tuple(Priced(plan, needs(plan)) for plan in plans)
+    names = [one.plan.render() for one in priced]
+    first = max((names.index(name) + 1 for name in failed if name in names), default=0)
+    fitting = [i for i, one in enumerate(priced) if i >= first and one.needs <= usable(free)]
+    return Choice(priced, fitting[0] if fitting else len(priced) - 1, free, tuple(n for n in failed if n in names))
+
+
+def render_table(choice: Choice) -> list[str]:
+    """The plans with what they need, the chosen one marked."""
+    room = f"  of {_gib(choice.free)} GiB, {MARGIN:.0%} left for CUDA and between blocks"
+    rows = [
+        f"  {'*' if i == choice.index else ' '} {one.plan.render():<62}{_gib(one.needs):>7} GiB"
+        f"{'' if one.needs <= usable(choice.free) else '  does not fit'}"
+        for i, one in enumerate(choice.priced)
+    ]
+    return [*rows, room]
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
