@@ -20,6 +20,7 @@ from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.errors import UserError
+from trainer.hostmem import available_cores
 from trainer.runlock import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.watch.startup import Startup
@@ -164,7 +165,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     if launch.has_auto_gpus(config):
         here = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
     launch.check_target(here, launch.read_host_gpus(), os.environ)
-    os.environ.update(launch.build_launch_env(here, os.environ, cores=launch.available_cores()))
+    os.environ.update(launch.build_launch_env(here, os.environ, cores=available_cores()))
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     await_folder(run_dir)
     launch.write_config(config, run_dir)
@@ -203,7 +204,7 @@ def prepare_rank(config: Config, run_dir: Path | None) -> None:
         if launch.has_auto_gpus(config):  # each rank would choose for itself
             hint = "export CUDA_VISIBLE_DEVICES, or let `train.py CONFIG` start torchrun"
             raise ConfigError("under a torchrun of your own nobody chooses the GPUs of auto:N", hint=hint)
-        os.environ.update(launch.build_launch_env(config, os.environ, cores=launch.available_cores()))
+        os.environ.update(launch.build_launch_env(config, os.environ, cores=available_cores()))
     if run_dir is not None and os.environ["RANK"] == "0":
         forget_stop(run_dir)
 

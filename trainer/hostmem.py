@@ -1,7 +1,8 @@
-"""How much memory this host still has for us."""
+"""How much memory and how many cores this host has for us."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -11,6 +12,17 @@ def available_bytes(*, proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> i
     """Bytes that may still be taken: the system's, or the container's where that is less; None when nobody says."""
     found = [size for size in (_system(proc), *_limits(proc, cgroups)) if size is not None]
     return min(found) if found else None
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of_rank() -> int:
+    """Cores for each rank of this node, one at least."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, available_cores() // max(1, int(ranks) if ranks.isdigit() else 1))
 
 
 def _system(proc: Path) -> int | None:

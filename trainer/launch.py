@@ -187,10 +187,6 @@ def parse_gpus(csv: str) -> HostGpus:
     return HostGpus(bool(rows), frozenset(cell for row in rows for cell in row), len(rows))
 
 
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def new_run_dir(config: Config, started: time.struct_time) -> Path:
     """Create and return `run.dir/NAME-YYYYmmdd-HHMMSS`, with a number behind it when two start in one second."""
     parent, name = expanded(config.run.dir), f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S', started)}"

@@ -16,12 +16,12 @@ from tests.ranks import run_ranks
 from tests.tiny import ALONE, tiny_shape
 from trainer.dist import Dist
 from trainer.models.build import build_decoder
-from trainer.models.hf import gather_full, init_random, named_weights, own_slices
+from trainer.models.hf import gather_full, init_random, named_weights
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
+from trainer.parallel.tensors import local_tensor, own_slices
 from trainer.schema import Config, OptimConfig, TargetConfig, TrainConfig
 from trainer.step import clip_divisor
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
+from trainer.models.blocks import Block, for_each_block
 from trainer.models.lora import is_adapter
-from trainer.parallel.tensors import fsdp_modules, local_tensor
+from trainer.parallel.tensors import fsdp_modules, local_tensor, own_slices
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INIT_STD = 0.02
-INIT_THREADS = 8
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -44,40 +42,20 @@ def base_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named_weights(module) if not is_adapter(name)}
 
 
-def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """The region of the full tensor that this rank stores."""
-    shape, offset = tuple(parameter.shape), (0,) * parameter.dim()
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-
-
-@torch.no_grad()
 def init_random(module: nn.Module, seed: int) -> None:
     """Fill the model with N(0, 0.02) matrices, norms of 1 and biases of 0: the same for any number of ranks."""
-
-    def fill(item: tuple[str, nn.Parameter]) -> None:
-        name, parameter = item
-        value = _initial_value(name, tuple(parameter.shape), seed)
-        with torch.no_grad():  # which is each thread's own
-            local_tensor(parameter).copy_(value[own_slices(parameter)])
-
-    weights = base_weights(module)
-    device = local_tensor(next(iter(weights.values()))).device
-    # a thread's current device is the first one unless it says so
-    start = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
-    with ThreadPoolExecutor(INIT_THREADS, initializer=start) as pool:  # one alone draws 1e8 numbers a second
-        list(pool.map(fill, weights.items()))
+    for_each_block(base_weights(module), lambda block: _fill(block, seed))
 
 
-def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+def _fill(block: Block, seed: int) -> None:
+    if len(block.shape) == 1:
+        block.target.fill_(0.0 if block.name.endswith("bias") else 1.0)
+        return
+    word = f"{seed}/{block.name}" + (f"/{block.number}" if block.number else "")
+    digest = hashlib.sha256(word.encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.empty(shape, device="cpu").normal_(std=INIT_STD, generator=generator)
+    values = torch.empty(block.shape, device="cpu", pin_memory=block.target.is_cuda)
+    block.take(values.normal_(std=INIT_STD, generator=generator)[block.own])
 
 
 @torch.no_grad()
@@ -96,13 +74,14 @@ def load_pretrained(module: nn.Module, folder: Path | str, *, sender: Dist | Non
         files = _open_safetensors(Path(folder), stack)
         _check_names(set(weights), set(files), Path(folder))
         for name, parameter in weights.items():
-            stored = files[name].get_slice(name)
-            _check_shape(name, stored, parameter, Path(folder))
-            local = local_tensor(parameter)
-            if local.numel():
-                local.copy_(stored[own_slices(parameter)])
-            if not local.isfinite().all():
-                raise ModelError(f"{folder}: {name} has values that are not finite")
+            _check_shape(name, files[name].get_slice(name), parameter, Path(folder))
+
+        def read(block: Block) -> None:
+            block.take(files[block.name].get_slice(block.name)[block.rows])
+            if not block.target.isfinite().all():
+                raise ModelError(f"{folder}: {block.name} has values that are not finite")
+
+        for_each_block(weights, read)
         if HEAD in files and HEAD not in weights:
             _check_tied(weights[EMBEDDING], files[HEAD].get_slice(HEAD), Path(folder))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -20,3 +21,13 @@ def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's share of a sharded tensor; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """The region of the full tensor that this rank stores."""
+    shape, offset = tuple(parameter.shape), (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
