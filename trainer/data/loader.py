@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+STEPS_AHEAD = 3
+
 NO_END_TOKEN = (
     "note: no end token is among the targets, so the model will not learn to stop; "
     "the chat template's assistant turn should end with one"
@@ -169,7 +171,7 @@ class TrainLoader:
         self._plans: dict[int, Plan] = {}  # the last two that were asked for
         self._planning = Lock()  # the caller and the thread both ask for epochs
         self._first_step, self._first_row = 0, 0  # where the current division of rows into steps begins
-        self._ahead = Ahead(self._build_step, ranks)
+        self._ahead = Ahead(self._build_step, ranks, depth=STEPS_AHEAD)
         self.global_batch_size = global_batch_size(config, ranks.world_size)
         first = self._epoch(0)
         documents.report.packed_rows = len(first)
@@ -194,7 +196,7 @@ class TrainLoader:
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        Rows without targets fill up (see `trainer.data.batching`). The next step is laid out in a thread meanwhile.
+        Rows without targets fill up (see `trainer.data.batching`). The next steps are laid out in a thread meanwhile.
         """
         return self._ahead.take(step, total_steps=self.total_steps)
 

@@ -48,7 +48,7 @@ class StreamLoader:
         self._tokenizer_hash = tokenizer_hash(tokenizer)
         self._maker = WindowMaker(config, sources, tokenizer)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="windows")
-        self._ahead = Ahead(self._build_step, ranks)
+        self._ahead = Ahead(self._build_step, ranks)  # one step: a window goes once the step after it is laid out
         self._notes: deque[str] = deque()  # filled by the thread that lays out the next step
         self._lock = Lock()  # the caller and the thread that lays out the next step both ask for rows
         self._first_step, self._first_row = 0, 0
