@@ -1,0 +1,169 @@
+"""What the peers' scripts share: shapes, the clock, how a setting is run and its result printed."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+from train_cases import DOC_TOKENS, SHAPES, TIED  # noqa: E402
+
+__all__ = [
+    "DOC_TOKENS",
+    "SHAPES",
+    "TIED",
+    "StepClock",
+    "init_dist",
+    "is_tiny",
+    "qwen2_config",
+    "report",
+    "run_settings",
+]
+
+Settings = dict[str, Any]
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_tiny(c: Settings) -> bool:
+    return c["model"] == "tiny"
+
+
+def qwen2_config(c: Settings) -> Any:
+    """transformers' config of a shape, for torch's own attention."""
+    from transformers import Qwen2Config
+
+    s = SHAPES[c["model"]]
+    config = Qwen2Config(
+        vocab_size=s["vocab"],
+        hidden_size=s["hidden"],
+        intermediate_size=s["inter"],
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv"],
+        max_position_embeddings=32768,
+        tie_word_embeddings=c["model"] in TIED,
+        use_cache=False,
+        rms_norm_eps=1e-6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "sdpa"
+    return config
+
+
+class StepClock:
+    """Marks step ends by CUDA events, so that timing adds no wait to the loop."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+        self._cuda = torch.cuda.is_available()
+        self.first_s: float | None = None
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+        if len(self._marks) == 2:
+            self._first_ended()
+
+    def _first_ended(self) -> None:
+        """What lay on the card before it was sharded is not a step's peak."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.first_s = _seconds_since_start() if _is_first_setting else None
+
+    def steps(self, warm: int) -> list[float]:
+        """Seconds of each step after the first `warm`."""
+        pairs = list(zip(self._marks, self._marks[1:], strict=False))[warm:]
+        if not self._cuda:
+            return [b - a for a, b in pairs]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+
+
+_is_first_setting = True
+
+
+def _seconds_since_start() -> float:
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def report(clock: StepClock, warm: int, loss: float) -> None:
+    """Print the result of a setting, for bench/train.py to read."""
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    _emit({"step_s": clock.steps(warm), "peak_gib": peak, "first_step_s": clock.first_s, "loss": loss})
+
+
+def _emit(result: dict[str, Any]) -> None:
+    if rank() == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+def init_dist() -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(local)
+    device = torch.device("cuda", local)
+    dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
+    return device
+
+
+def run_settings(run_one: Callable[[Settings], None]) -> None:
+    """Run each JSON setting of argv[1] in turn; one that fails is told, and the next goes on."""
+    global _is_first_setting
+    for setting in json.loads(sys.argv[1]):
+        why = ""
+        try:
+            run_one(setting)
+        except torch.OutOfMemoryError as error:
+            why = "out of memory: " + str(error)[:120]
+        except Exception as error:
+            traceback.print_exc()
+            why = f"{type(error).__name__}: {error}"[:300]
+        if why:
+            _emit({"failed": why})
+        _settle(not why)
+        _is_first_setting = False
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _settle(ok: bool) -> None:
+    """Wait for the other ranks; leave the process when they hang behind a failure here."""
+    flag = torch.tensor([int(ok)])
+    try:
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MIN, async_op=True)
+        work.wait(timeout=datetime.timedelta(seconds=60 if ok else 12))
+    except Exception as error:  # the others wait in a collective that will never finish
+        print(f"rank {rank()}: the others did not arrive: {error}", file=sys.stderr, flush=True)
+        os._exit(3)

@@ -1,0 +1,143 @@
+"""What bench/train.py can run: models by their shapes, contenders with their settings, grouped in named cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 of an H100 or H200 SXM, by the vendor's datasheet."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # Qwen2.5; "-l14" has half the layers, so that two GPUs hold what four hold of the whole model
+    "7b": {"hidden": 3584, "inter": 18944, "layers": 28, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},
+    "7b-l14": {"hidden": 3584, "inter": 18944, "layers": 14, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},
+    "1.5b": {"hidden": 1536, "inter": 8960, "layers": 28, "heads": 12, "kv": 2, "head_dim": 128, "vocab": 151936},
+    "0.5b": {"hidden": 896, "inter": 4864, "layers": 24, "heads": 14, "kv": 2, "head_dim": 64, "vocab": 151936},
+    "tiny": {"hidden": 64, "inter": 160, "layers": 2, "heads": 4, "kv": 2, "head_dim": 16, "vocab": 512},
+}
+TIED = ("1.5b", "0.5b", "tiny")
+DOC_TOKENS = (256, 2048)
+"""Documents of the packed cases: lengths drawn evenly from this range (tiny: 4 to 32)."""
+
+
+def count_params(model: str) -> int:
+    """Parameters that take part in a product: without an untied input table, with the head."""
+    s = SHAPES[model]
+    q, kv = s["heads"] * s["head_dim"], s["kv"] * s["head_dim"]
+    layer = s["hidden"] * (2 * q + 2 * kv) + q + 2 * kv + 3 * s["hidden"] * s["inter"] + 2 * s["hidden"]
+    return s["layers"] * layer + s["hidden"] + s["vocab"] * s["hidden"]
+
+
+def flops_per_token(model: str, seq_len: int) -> float:
+    """6N + 12·L·H·Dh·T: attention not halved for causality, recomputation not counted."""
+    s = SHAPES[model]
+    return 6.0 * count_params(model) + 12.0 * s["layers"] * s["heads"] * s["head_dim"] * seq_len
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of a table: who runs what."""
+
+    who: str
+    """ours, raw, titan, hf, liger, trl."""
+    model: str
+    seq_len: int
+    micro_batch: int
+    gpus: int = 1
+    label: str = ""
+    """What is special about its settings, for the table."""
+    packed: bool = False
+    """Documents packed into rows; otherwise every row is one document of full length."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Overrides of our config, or settings of the peer's script."""
+
+    @property
+    def key(self) -> str:
+        """Names the row in a baseline."""
+        rows = "packed" if self.packed else "fixed"
+        return f"{self.who} {self.model} {self.gpus}x{self.micro_batch}x{self.seq_len} {rows} {self.label}".strip()
+
+
+def ours(
+    model: str, seq_len: int, micro_batch: int, *, label: str = "", packed: bool = False, gpus: int = 1, **options: Any
+) -> Contender:
+    overrides = {name.replace("__", "."): value for name, value in options.items()}
+    return Contender("ours", model, seq_len, micro_batch, gpus, label, packed, overrides)
+
+
+def peer(
+    who: str,
+    model: str,
+    seq_len: int,
+    micro_batch: int,
+    *,
+    label: str = "",
+    packed: bool = False,
+    gpus: int = 1,
+    **options: Any,
+) -> Contender:
+    return Contender(who, model, seq_len, micro_batch, gpus, label, packed, options)
+
+
+def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
+    """One GPU at 2048 tokens: the smaller micro-batch for all, the larger for those whose best it may be."""
+    small, large = batches
+    return [
+        ours(model, 2048, small),
+        ours(model, 2048, large),
+        peer("titan", model, 2048, small, label="no AC", ac="none"),
+        peer("titan", model, 2048, large, label="no AC", ac="none"),
+        peer("raw", model, 2048, small, wrap="autocast"),
+        peer("trl", model, 2048, small, label="no AC", ac="none"),
+        peer("hf", model, 2048, small, label="no AC", ac="none"),
+        peer("liger", model, 2048, small, label="no AC", ac="none"),
+        peer("liger", model, 2048, large, label="no AC", ac="none"),
+    ]
+
+
+CASES: dict[str, list[Contender]] = {
+    "0.5b": _small("0.5b", (8, 16)),
+    "1.5b": _small("1.5b", (4, 8)),
+    "launch": [ours("0.5b", 2048, 1), ours("0.5b", 2048, 1, label="no graphs", parallel__cuda_graphs="false"),
+               peer("titan", "0.5b", 2048, 1, label="no AC", ac="none")],
+    "packed": [
+        *(row for model, rows in (("0.5b", 4), ("1.5b", 2)) for row in (
+            ours(model, 4096, rows), ours(model, 4096, rows, packed=True),
+            peer("trl", model, 4096, rows, packed=True, label="default packing, no AC", ac="none"))),
+    ],
+    "7b-l14": [
+        ours("7b-l14", 4096, 2, gpus=2),
+        ours("7b-l14", 4096, 4, gpus=2),
+        ours("7b-l14", 4096, 4, gpus=2, label="SHARD_GRAD_OP", parallel__sharding_strategy="SHARD_GRAD_OP"),
+        ours("7b-l14", 4096, 2, gpus=2, packed=True),
+        peer("titan", "7b-l14", 4096, 2, gpus=2, label="no AC", ac="none"),
+        peer("titan", "7b-l14", 4096, 4, gpus=2, label="no AC", ac="none"),
+        peer("titan", "7b-l14", 4096, 4, gpus=2, label="selective AC", ac="selective"),
+        peer("liger", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="fsdp"),
+        peer("liger", "7b-l14", 4096, 8, gpus=2, label="full AC", ac="fsdp"),
+        peer("trl", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="gc"),
+        peer("trl", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="gc"),
+        peer("trl", "7b-l14", 4096, 2, gpus=2, packed=True, label="default packing, full AC", ac="gc"),
+        peer("hf", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="fsdp"),
+    ],
+    "lora": [
+        ours("7b", 4096, 1, label="LoRA", lora__rank=16),
+        ours("7b", 4096, 2, label="LoRA", lora__rank=16),
+        peer("trl", "7b", 4096, 1, label="LoRA, no AC", ac="none", lora=16),
+        peer("trl", "7b", 4096, 2, label="LoRA, full AC", ac="gc", lora=16),
+    ],
+    "options": [
+        ours("1.5b", 2048, 4),
+        ours("1.5b", 2048, 4, label="adamw8bit", optim__optimizer="adamw8bit"),
+        ours("1.5b", 2048, 4, label="float8", train__float8="on"),
+        ours("1.5b", 2048, 4, label="frozen embedding", model__freeze="model.embed_tokens.*"),
+        ours("1.5b", 2048, 4, label="cpu_offload", target__train_backend="fsdp", parallel__cpu_offload="true"),
+    ],
+    "tiny": [
+        ours("tiny", 64, 2),
+        ours("tiny", 64, 2, packed=True),
+        peer("raw", "tiny", 64, 2, attn="flash", compile=False),
+        peer("hf", "tiny", 64, 2, label="no AC", ac="none"),
+    ],
+}  # fmt: skip
