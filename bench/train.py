@@ -39,8 +39,9 @@ SECONDS = {"ours": 40, "raw": 25, "titan": 25, "hf": 25, "liger": 25, "trl": 30}
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--case", default="0.5b,1.5b", help=f"of {', '.join(CASES)}, joined by commas")
-    made.add_argument("--peers", default="all", help="all, none, or names: raw,titan,hf,liger,trl")
+    made.add_argument("--peers", default="all", help="all, none, names as raw,titan, or only:NAMES without ours")
     made.add_argument("--out", type=Path, help="write the report (JSON) here, after every row")
+    made.add_argument("--append", action="store_true", help="add to the report of this machine that --out names")
     made.add_argument("--budget-s", type=float, default=3600, help="start nothing after so many seconds")
     made.add_argument("--baseline", type=Path, help="compare ours with this report: 1 when a row is 5 %% slower")
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -74,8 +75,8 @@ def choose(cases: Sequence[str], peers: str) -> list[Contender]:
         sys.exit(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
     wanted = [row for case in cases for row in CASES[case]]
     if peers != "all":
-        names = set(peers.split(",")) - {"none"}
-        wanted = [row for row in wanted if row.who == "ours" or row.who in names]
+        names = set(peers.removeprefix("only:").split(",")) | (set() if peers.startswith("only:") else {"ours"})
+        wanted = [row for row in wanted if row.who in names or ("all" in names and row.who != "ours")]
     absent = {row.who: lacking(row.who) for row in wanted if row.who != "ours"}
     for who, packages in absent.items():
         if packages:
@@ -84,8 +85,13 @@ def choose(cases: Sequence[str], peers: str) -> list[Contender]:
 
 
 def run_all(contenders: Sequence[Contender], chosen: argparse.Namespace) -> list[Row]:
-    began, rows = time.monotonic(), []
-    meta = describe_machine(chosen.device)
+    began, meta = time.monotonic(), describe_machine(chosen.device)
+    rows: list[Row] = []
+    if chosen.append and chosen.out.exists():
+        before = read_report(chosen.out)
+        if before["meta"]["card"] != meta["card"]:
+            sys.exit(f"{chosen.out} is of {before['meta']['card']}, and this is {meta['card']}")
+        rows, meta = before["rows"], {**meta, "command": f"{before['meta']['command']}; {meta['command']}"}
     with tempfile.TemporaryDirectory(prefix="tf-bench-") as name:
         for (who, _gpus), group in groupby(contenders, key=lambda row: (row.who, row.gpus)):
             part = list(group)
@@ -112,11 +118,11 @@ def measure(
         if rest < SECONDS["ours"]:
             found.append({"failed": "no time was left"})
             continue
-        found.append(
-            run_ours(
-                contender, place, device=chosen.device, warm=chosen.warm, steps=chosen.steps, limit_s=min(rest, 240)
-            )
-        )
+        settings = {"device": chosen.device, "warm": chosen.warm, "steps": chosen.steps, "limit_s": min(rest, 240)}
+        found.append(run_ours(contender, place, **settings))
+        if chosen.out:
+            with chosen.out.with_suffix(".ours.log").open("a") as log:
+                log.write(f"== {contender.key}\n{(place / 'log.txt').read_text(errors='replace')}")
     return found
 
 

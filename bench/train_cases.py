@@ -87,11 +87,8 @@ def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
         ours(model, 2048, small),
         ours(model, 2048, large),
         peer("titan", model, 2048, small, label="no AC", ac="none"),
-        peer("titan", model, 2048, large, label="no AC", ac="none"),
-        peer("raw", model, 2048, small, wrap="autocast"),
         peer("trl", model, 2048, small, label="no AC", ac="none"),
         peer("hf", model, 2048, small, label="no AC", ac="none"),
-        peer("liger", model, 2048, small, label="no AC", ac="none"),
         peer("liger", model, 2048, large, label="no AC", ac="none"),
     ]
 
@@ -99,8 +96,14 @@ def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
 CASES: dict[str, list[Contender]] = {
     "0.5b": _small("0.5b", (8, 16)),
     "1.5b": _small("1.5b", (4, 8)),
-    "launch": [ours("0.5b", 2048, 1), ours("0.5b", 2048, 1, label="no graphs", parallel__cuda_graphs="false"),
-               peer("titan", "0.5b", 2048, 1, label="no AC", ac="none")],
+    "launch": [
+        ours("0.5b", 2048, 1, packed=True),
+        ours("0.5b", 2048, 1, packed=True, label="no graphs", parallel__cuda_graphs="false"),
+    ],
+    "raw": [
+        ours("0.5b", 2048, 8), peer("raw", "0.5b", 2048, 8, wrap="autocast"),
+        ours("1.5b", 2048, 4), peer("raw", "1.5b", 2048, 4, wrap="autocast"),
+    ],
     "packed": [
         *(row for model, rows in (("0.5b", 4), ("1.5b", 2)) for row in (
             ours(model, 4096, rows), ours(model, 4096, rows, packed=True),
