@@ -1,6 +1,7 @@
 """Run by tests/test_kernels.py with TRITON_INTERPRET=1: the kernels on CPU tensors against their twins in torch.
 
-Prints one JSON object: the largest difference of each case, and what torch's own cross entropy gives.
+Prints one JSON object: the largest difference of each case, and what torch's own cross entropy and torchao's 8-bit
+AdamW give.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import torch
 import torch.nn.functional as F
 
+from tests.adamw8bit_check import check_adamw8bit
 from trainer.batch import IGNORE
 from trainer.kernels.cross_entropy import scale_, softmax_gradient_, softmax_gradient_in_torch_
 from trainer.kernels.support import INTERPRETED, uses_triton
@@ -54,6 +56,7 @@ def main() -> None:
         json.dumps(
             {
                 "cases": found,
+                "adamw8bit": check_adamw8bit("cpu"),
                 "nan stays": bool(softmax_gradient_(bad, torch.tensor([0])).isnan()),
                 "scaled": scale_(values.clone(), torch.tensor(0.5)).equal(values * 0.5),
                 "left": scale_(values.clone(), torch.tensor(1.0)).equal(values),

@@ -53,6 +53,21 @@ def test_scaling_multiplies_and_leaves_what_is_scaled_by_one(found):
     assert (found["scaled"], found["left"]) == (True, True)
 
 
+@needs_triton
+def test_the_8_bit_step_of_the_kernel_is_that_of_torchao(found):
+    case = found["adamw8bit"]
+    assert case["wrong codes"] == 0
+    assert case["codes"] <= 1  # a unit in the last place decides a tie
+    assert case["other codes"] < 1e-3
+    assert case["scales"] < 1e-6
+    assert case["parameters"] < 1e-6 < 1e-3 < case["moved"]
+
+
+@needs_triton
+def test_the_8_bit_step_of_the_kernel_divides_gradients_and_changes_no_bit_when_it_is_skipped(found):
+    assert (found["adamw8bit"]["divided"], found["adamw8bit"]["skipped"]) == (True, True)
+
+
 def test_tensors_on_the_cpu_go_through_plain_torch():
     assert not uses_triton(torch.zeros(1))
     assert why_no_triton(torch.device("cpu")) == "not on a GPU"

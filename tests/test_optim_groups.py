@@ -30,7 +30,7 @@ from trainer.parallel.choose import make_backend
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.recipes import sft
 from trainer.schema import Config, GroupConfig, ModelConfig, OptimConfig, TargetConfig, TrainConfig
-from trainer.step import apply_update
+from trainer.step import apply_update, divides_by_itself
 
 SHAPE = tiny_shape()
 FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)
@@ -278,6 +278,17 @@ def test_8_bit_step_that_is_not_finite_changes_no_bit(first):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
     after = stored(optimizer)
     assert all(not t.any() for t in after) if first == 0 else all(map(torch.equal, after, before))
+
+
+def test_8_bit_step_divides_the_gradients_itself():
+    models = [quantised_model() for _ in range(2)]
+    for model, factor in zip(models, (1.0, 4.0), strict=True):
+        optimizer = build_optimizer(model, EIGHT_BIT)
+        assert divides_by_itself(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * factor
+        apply_update(optimizer, 1e-2, FINITE, divisor=torch.tensor(factor))
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 def test_8_bit_without_torchao_says_what_to_install(monkeypatch):

@@ -86,7 +86,7 @@ def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides the gradients within its own pass over them: torch's fused ones do."""
+    """Whether the optimizer divides the gradients within its own pass over them: torch's fused ones and ours do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)  # what torch.amp.GradScaler looks at
 
 

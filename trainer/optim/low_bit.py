@@ -1,9 +1,8 @@
-"""torchao's AdamW with 8-bit state (arXiv 2110.02861), able to skip a step on the device as torch's fused one is."""
+"""torchao's AdamW with 8-bit state (arXiv 2110.02861), able to divide gradients and to skip a step on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError
+from trainer.kernels.adamw8bit import BLOCK, adamw8bit_
 from trainer.parallel.tensors import local_tensor
 
-BLOCK = 128
 SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
 
 
@@ -30,33 +29,59 @@ def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
 
 
 def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit over parameter groups. Raises ConfigError when torchao is not installed.
+    """torchao's AdamW8bit over parameter groups, its step in one kernel a parameter (`trainer.kernels.adamw8bit`).
 
     Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
     state stays fp32. This is judged by the whole tensor, so any number of ranks shards, saves and loads the same state.
+    Raises ConfigError when torchao is not installed.
     """
     base: Any = torchao_adamw8bit()
 
-    class SkippingAdamW8bit(base):
-        """Honours `found_inf`: where it is 1, a step leaves parameters and state bit for bit as they were.
+    class OneKernelAdamW8bit(base):
+        """Honours `found_inf` and `grad_scale` as torch's fused optimizers do: read on the device, nobody waits.
 
-        torchao knows no such flag and the host must not wait for it, so each parameter's step is taken and then, by a
-        select on the device, taken back or kept. One parameter at a time: no more than one is held twice.
+        Where `found_inf` is 1, a step leaves parameters and state bit for bit as they were.
         """
 
+        _step_supports_amp_scaling = True
         found_inf: Tensor | None = None
+        grad_scale: Tensor | None = None
 
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> None:
             assert closure is None
-            all_groups = self.param_groups
-            try:
-                for group in all_groups:
-                    for parameter in (p for p in group["params"] if p.grad is not None):
-                        self.param_groups = [{**group, "params": [parameter]}]
-                        self._step_one(parameter, super().step)
-            finally:
-                self.param_groups = all_groups
+            for group in self.param_groups:
+                by_device: dict[torch.device, list[Tensor]] = {}
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        by_device.setdefault(parameter.device, []).append(parameter)
+                for device, parameters in by_device.items():
+                    self._step_on(device, parameters, group)
+
+        def _step_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
+            scalars: dict[str, Any] = {"found_inf": torch.zeros((), device=device), "grad_scale": None}
+            scalars |= {name: given.to(device) for name in scalars if (given := getattr(self, name)) is not None}
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self._new_state(parameter))
+            states = [self.state[parameter] for parameter in parameters]
+            torch._foreach_add_([state["step"] for state in states], 1.0 - scalars["found_inf"])
+            rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+            large = _columns([row for row in rows if hasattr(row[2], "codes")])
+            small = _columns([row for row in rows if not hasattr(row[2], "codes")])
+            beta1, beta2 = group["betas"]
+            rates = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}
+            adamw8bit_(*large, lr=group["lr"], **rates, **scalars)
+            if device.type != "cuda":
+                adamw8bit_(*small, lr=group["lr"], **rates, **scalars)
+            elif small[0]:  # one kernel for all of them
+                (*tensors, steps), lr = small, group["lr"].item()
+                torch._fused_adamw_(*tensors, [], steps, lr=lr, amsgrad=False, maximize=False, **rates, **scalars)
+
+        def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+            # the count is on the device, where torchao would have it on the host: there, a step could not be skipped
+            moments = {name: self._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
+            return {"step": torch.zeros((), device=parameter.device), **moments}
 
         def _new_buffer(self, parameter: Tensor, signed: bool) -> Tensor:
             local = local_tensor(parameter.detach())
@@ -68,23 +93,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
             mesh, whole = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
             return DTensor.from_local(state, mesh, parameter.placements, run_check=False, **whole).to(parameter.device)
 
-        def _step_one(self, parameter: Tensor, step: Callable[[], Any]) -> None:
-            state = self.state[parameter]
-            if not state:
-                # on the device, where torchao would have it on the host: there it could not be taken back
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = self._new_buffer(parameter, True)
-                state["exp_avg_sq"] = self._new_buffer(parameter, False)
-            values = [part for tensor in (parameter, *state.values()) for part in _stored(tensor)]
-            before = [value.clone() for value in values]
-            with _compiled_on(parameter.device):
-                step()
-            if self.found_inf is not None:
-                skipped = self.found_inf.bool().to(parameter.device)
-                for value, old in zip(values, before, strict=True):
-                    value.copy_(torch.where(skipped, old, value))
-
-    return SkippingAdamW8bit(groups, **settings, block_size=BLOCK)
+    return OneKernelAdamW8bit(groups, **settings, block_size=BLOCK)
 
 
 def is_quantised(parameter: Tensor) -> bool:
@@ -92,12 +101,13 @@ def is_quantised(parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
 
 
-def _stored(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors of this rank that hold a parameter or a state, which may be quantised."""
-    local = local_tensor(tensor.detach())
-    return [local.codes, local.scale] if hasattr(local, "codes") else [local]
+def _local(parameter: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """This rank's part of a parameter, its gradient, both moments and the count of its steps."""
+    assert parameter.grad is not None
+    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    return (*map(local_tensor, tensors), state["step"])
 
 
-def _compiled_on(device: torch.device) -> AbstractContextManager[Any]:
-    """torchao compiles its step; on a CPU that takes a minute, a C++ compiler, and gains nothing worth it."""
-    return nullcontext() if device.type == "cuda" else torch.compiler.set_stance("force_eager")
+def _columns(rows: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """A list of each kind of tensor that `_local` gives."""
+    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], [], []]
