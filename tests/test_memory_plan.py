@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
-from trainer.fitting import Fit, fit_into, fit_memory, read_failed, record_failure, write_plan
+from trainer.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
 from trainer.inspection.activations import Kernels
 from trainer.inspection.memory import estimate_memory
 from trainer.models.decoder import DecoderShape
@@ -21,6 +21,7 @@ from trainer.words import GIB
 
 FAST = MemoryPlan("none", None, False, False)
 SMALL = DecoderShape("qwen2", 151936, 896, 4864, 24, 14, 2, 64)
+CONFIG = Config()
 WIDE = DecoderShape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False)
 
 
@@ -152,59 +153,69 @@ def test_nothing_is_chosen_on_the_cpu(tmp_path):
 # --- after a failure --------------------------------------------------------------------------------------------------
 
 
-def next_start(folder: Path, config: Config, gib: float = 79.1) -> Fit:
-    failed = read_failed(folder, config, 1)
-    taken = fit_into(
-        config,
-        SMALL,
-        free=int(gib * GIB),
-        world_size=1,
-        kernels=Kernels(triton=True, compiled=False),
-        failed=failed,
-    )
-    write_plan(folder, taken, config, 1)
-    return taken
+class Keeper(MemoryKeeper):
+    """A keeper that finds a free GPU of 80 GiB without a compiler."""
+
+    def __init__(self, folder: Path, config: Config = CONFIG) -> None:
+        self.given, self._shape, self._run_dir, self._dist = config, SMALL, folder, ALONE
+        kernels, failed = Kernels(triton=True, compiled=False), read_failed(folder, config, 1)
+        self.fit = fit_into(config, SMALL, free=80 * GIB, world_size=1, kernels=kernels, failed=failed)
+        self._note()
+
+    @property
+    def mode(self) -> str | None:
+        return self.config.parallel.activation_checkpointing
 
 
 def test_start_after_running_out_of_memory_takes_the_next_plan_and_says_so(tmp_path):
-    config = Config()
-    first = next_start(tmp_path, config)
-    told = record_failure(tmp_path, first, config, 1)
+    told = Keeper(tmp_path).record_failure()
     assert told is not None
     assert told.startswith("the next start in this run folder takes the next plan, activation_checkpointing=selective")
-    second = next_start(tmp_path, config)
-    assert second.config.parallel.activation_checkpointing == "selective"
-    assert second.lines[0].endswith("; activation_checkpointing=none ran out of memory before")
+    second = Keeper(tmp_path)
+    assert second.mode == "selective"
+    assert second.fit.lines[0].endswith("; activation_checkpointing=none ran out of memory before")
 
 
 def test_last_plan_has_none_after_it(tmp_path):
-    config = Config(parallel=ParallelConfig(activation_checkpointing="full"))
-    told = record_failure(tmp_path, next_start(tmp_path, config), config, 1)
+    full = replace(CONFIG, parallel=ParallelConfig(activation_checkpointing="full"))
+    told = Keeper(tmp_path, full).record_failure()
     assert told == "activation_checkpointing=full is the last plan of parallel.memory=auto: none takes less"
-    assert next_start(tmp_path, config).config.parallel.activation_checkpointing == "full"
+    assert Keeper(tmp_path, full).mode == "full"
 
 
-def test_failure_of_another_batch_or_model_is_not_held_against_a_run(tmp_path):
-    config = Config()
-    record_failure(tmp_path, next_start(tmp_path, config), config, 1)
-    smaller = replace(config, train=replace(config.train, micro_batch_size=1))
-    assert (read_failed(tmp_path, config, 1), read_failed(tmp_path, smaller, 1)) == (
-        ["activation_checkpointing=none"],
-        [],
-    )
+def test_plan_that_fails_before_the_first_step_gives_way_within_the_process_and_for_the_next_start(tmp_path):
+    keeper = Keeper(tmp_path)
+    taken = keeper.take_next()
+    assert taken is not None
+    assert (taken.parallel.activation_checkpointing, keeper.mode, Keeper(tmp_path).mode) == ("selective",) * 3
+    assert keeper.take_next() is not None
+    assert keeper.take_next() is None
+
+
+def test_failure_of_another_batch_is_not_held_against_a_run(tmp_path):
+    Keeper(tmp_path).record_failure()
+    smaller = replace(CONFIG, train=replace(CONFIG.train, micro_batch_size=1))
+    assert read_failed(tmp_path, CONFIG, 1) == ["activation_checkpointing=none"]
+    assert read_failed(tmp_path, smaller, 1) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"failed": 3}', "no json"])
 def test_plan_file_that_is_damaged_is_no_obstacle(tmp_path, text):
     (tmp_path / MEMORY_PLAN_FILE).write_text(text)
-    assert read_failed(tmp_path, Config(), 1) == []
+    assert Keeper(tmp_path).mode == "none"
 
 
 def test_plan_file_names_the_plan_in_force(tmp_path):
-    next_start(tmp_path, Config())
+    Keeper(tmp_path)
     noted = json.loads((tmp_path / MEMORY_PLAN_FILE).read_text())
     assert (noted["plan"], noted["failed"]) == ("activation_checkpointing=none", [])
 
 
-def test_manual_memory_and_nothing_chosen_say_nothing_after_a_failure(tmp_path):
-    assert record_failure(tmp_path, Fit(Config()), Config(), 1) is None
+def test_plan_that_cannot_be_noted_is_said(tmp_path):
+    keeper = Keeper(tmp_path / "gone")
+    assert "cannot be written (No such file or directory)" in str(keeper.record_failure())
+
+
+def test_nothing_is_said_after_a_failure_where_nothing_was_chosen(tmp_path):
+    keeper = MemoryKeeper(CONFIG, SMALL, tmp_path, ALONE)
+    assert (keeper.record_failure(), keeper.take_next(), list(tmp_path.iterdir())) == (None, None, [])

@@ -44,13 +44,70 @@ def fit_memory(config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -
     kernels = Kernels.on(dist.device, config.parallel)
     found = gather((free_bytes(dist.device), read_failed(run_dir, config, dist.world_size)), dist.control_group)
     failed = list(dict.fromkeys(name for _, names in found for name in names))
-    fit = fit_into(
-        config, shape, free=min(free for free, _ in found), world_size=dist.world_size, kernels=kernels, failed=failed
-    )
-    if dist.is_main:
-        with suppress(OSError):  # a disk that takes nothing is told of by what must be written
-            write_plan(run_dir, fit, config, dist.world_size)
-    return fit
+    free = min(free for free, _ in found)
+    return fit_into(config, shape, free=free, world_size=dist.world_size, kernels=kernels, failed=failed)
+
+
+class MemoryKeeper:
+    """The plan in force, what follows it, and the note of it in the run folder."""
+
+    def __init__(self, config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -> None:
+        """Every rank calls this; see `fit_memory`."""
+        self.given, self._shape, self._run_dir, self._dist = config, shape, run_dir, dist
+        self.fit = fit_memory(config, shape, run_dir, dist)
+        self._note()
+
+    @property
+    def config(self) -> Config:
+        """With the plan in force in it."""
+        return self.fit.config
+
+    def take_next(self) -> Config | None:
+        """The next plan, in this process, after the one in force has failed; None where there is none, or where it
+        would store the model elsewhere."""
+        choice = self.fit.choice
+        following = None if choice is None else choice.following
+        if choice is None or following is None or following.chosen.plan.cpu_offload != choice.chosen.plan.cpu_offload:
+            return None
+        self.fit = Fit(planned(self.given, following.chosen.plan), following, [following.render()])
+        self._note()
+        return self.config
+
+    def choose_again(self, config: Config) -> Config:
+        """The plan for a config that has changed meanwhile; every rank calls this."""
+        self.given = config
+        self.fit = fit_memory(config, self._shape, self._run_dir, self._dist)
+        return self.config
+
+    def record_failure(self) -> str | None:
+        """Note that the plan in force has run out of memory, and say what the next start does; None: there is none."""
+        choice = self.fit.choice
+        if choice is None:
+            return None
+        following, plan = choice.following, choice.chosen.plan.render()
+        try:
+            self._write(list(dict.fromkeys([*choice.failed, plan])))
+        except OSError as error:
+            file = self._run_dir / MEMORY_PLAN_FILE
+            return f"{file} cannot be written ({error.strerror}), so the next start will not know of it"
+        if following is None:
+            return f"{plan} is the last plan of parallel.memory=auto: none takes less"
+        return (
+            f"the next start in this run folder takes the next plan, {following.chosen.plan.render()}; in a job the "
+            "host starts it by itself where target.max_restarts allows"
+        )
+
+    def _note(self) -> None:
+        choice = self.fit.choice
+        if choice is not None and self._dist.is_main:
+            with suppress(OSError):  # a disk that takes nothing is told of by what must be written
+                self._write(list(choice.failed))
+
+    def _write(self, failed: list[str]) -> None:
+        assert self.fit.choice is not None
+        setting = setting_of(self.given, self._dist.world_size)
+        noted = {"plan": self.fit.choice.chosen.plan.render(), "failed": failed, "setting": setting}
+        replace_text(self._run_dir / MEMORY_PLAN_FILE, json.dumps(noted, indent=1) + "\n")
 
 
 def fit_into(
@@ -114,30 +171,6 @@ def setting_of(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def write_plan(run_dir: Path, fit: Fit, config: Config, world_size: int) -> None:
-    """Note the plan in force. `config`: as the user gave it."""
-    if fit.choice is not None:
-        _write(run_dir, config, world_size, plan=fit.choice.chosen.plan.render(), failed=list(fit.choice.failed))
-
-
-def record_failure(run_dir: Path, fit: Fit, config: Config, world_size: int) -> str | None:
-    """Note that the plan in force has run out of memory, and say what the next start does; None: nothing was chosen."""
-    if fit.choice is None:
-        return None
-    following, plan = fit.choice.following, fit.choice.chosen.plan.render()
-    failed = list(dict.fromkeys([*fit.choice.failed, plan]))
-    try:
-        _write(run_dir, config, world_size, plan=plan, failed=failed)
-    except OSError as error:
-        return f"{run_dir / MEMORY_PLAN_FILE} cannot be written ({error.strerror}): the next start would not know"
-    if following is None:
-        return f"{plan} is the last plan of parallel.memory=auto: none takes less"
-    return (
-        f"the next start in this run folder takes the next plan, {following.chosen.plan.render()}; in a job the host "
-        "starts it by itself where target.max_restarts allows"
-    )
-
-
 def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
     """The plans that have failed in this run folder for the same setting."""
     try:
@@ -146,8 +179,3 @@ def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
         return [str(name) for name in noted["failed"]] if same else []
     except (OSError, ValueError, KeyError, TypeError):
         return []
-
-
-def _write(run_dir: Path, config: Config, world_size: int, *, plan: str, failed: list[str]) -> None:
-    noted = {"plan": plan, "failed": failed, "setting": setting_of(config, world_size)}
-    replace_text(run_dir / MEMORY_PLAN_FILE, json.dumps(noted, indent=1) + "\n")

@@ -14,9 +14,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter runs kernels on CPU tensors: slow, and the same arithmetic."""
 
 
-@cache
+_given_up: list[str] = []
+
+
+def give_up_triton(reason: str) -> None:
+    """Run no kernel of Triton's in this process from now on, after one could not be made."""
+    _given_up.append(reason)
+
+
 def why_no_triton(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run there; None when they can."""
+    return _given_up[0] if _given_up else _why_not(device)
+
+
+@cache
+def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "not on a GPU"
     if not HAS_TRITON:

@@ -10,6 +10,7 @@ storage of this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +52,27 @@ class Backend:
         Raises ConfigError where `parallel` asks for what this model has not.
         """
         self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
+        self._decoder = decoder
+        self._arrange(decoder)
+        self.module = self._spread(decoder)
+        return self.module
+
+    def rearrange(self, config: Config) -> None:
+        """Take another plan for activations and gradients; parameters stay where they are."""
+        torch._dynamo.reset()  # what is compiled already would be taken for any budget
+        for module in (*self._decoder.blocks, self._decoder.model.norm):
+            for name in ("forward", "eager_forward"):
+                module.__dict__.pop(name, None)
+        self.config, self.options = config, config.parallel
+        every = bool(config.parallel.reduce_every_micro_batch) and self.plan.backend == "fsdp"
+        self.plan = replace(self.plan, reduces_every=every)
+        self._arrange(self._decoder)
+
+    def settle(self) -> None:
+        """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
+
+    def _arrange(self, decoder: Decoder) -> None:
+        """What of the blocks is computed again, and whether they are compiled."""
         mode = recompute_mode(self.options)
         recompute_blocks(decoder, mode, self.options.checkpoint_every)
         device = self.dist.device
@@ -63,8 +85,6 @@ class Backend:
         if self.compiled:
             set_budget(self._budget(decoder) if mode == "budget" else 1.0)
             compile_blocks(decoder, fixed_shapes=self.config.data.packing)
-        self.module = self._spread(decoder)
-        return self.module
 
     def sync(self, last: bool) -> None:
         """Say, before its forward, whether the coming micro-batch is the step's last: gradients are reduced then."""

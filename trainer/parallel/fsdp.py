@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
+from trainer.parallel.fsdp_reset import forget_iteration
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.tensors import fsdp_modules, local_tensor
 from trainer.parallel.wrapping import ignored_names
@@ -83,6 +84,9 @@ class FSDPBackend(Backend):
         self.module.set_requires_gradient_sync(last or every)
         self.module.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
         self.module.set_is_last_backward(last or every)
+
+    def settle(self) -> None:
+        forget_iteration(self.module)
 
     def _sum_whole(self, parameter: Tensor) -> None:
         """The gradient of a parameter that is not sharded, summed over all ranks after the last micro-batch."""

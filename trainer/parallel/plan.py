@@ -75,6 +75,11 @@ class WrapPlan:
         return sum(group.local_bytes for group in self.all_groups)
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Of the optimizer's state on this rank's device, which the first step makes."""
+        return 0 if self.offloaded else round(self.state_bytes * self.local_trainable)
+
+    @property
     def peak_gathered_bytes(self) -> int:
         """Gathered copies alive at once: all that are kept, and of the freed ones those that are used or come next."""
         freed = sorted((group.gathered_bytes for group in self.groups if group.kept is not True), reverse=True)

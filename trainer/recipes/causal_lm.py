@@ -15,11 +15,12 @@ from trainer.data.loader import Data
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
-from trainer.fitting import fit_memory, record_failure
+from trainer.fitting import MemoryKeeper
 from trainer.losses import sft_loss
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.shapes import shape_from_config
+from trainer.probing import probe
 from trainer.schema import Config
 from trainer.telling import tell_plan
 from trainer.watch.oom import oom_advice
@@ -50,12 +51,13 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
     data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
     loss_fn = partial(sft_loss, packed=config.data.packing)
     hashes = {"tokenizer": recipe.hash_of(tokenizer)}
-    fit = fit_memory(config, shape, run_dir, dist)
-    failed = partial(record_failure, run_dir, fit, config, dist.world_size)
-    with closing(data), oom_advice(fit.config, shape, dist, on_failure=failed), fastest_kernels():
+    memory = MemoryKeeper(config, shape, run_dir, dist)
+    advice = oom_advice(lambda: memory.config, shape, dist, on_failure=memory.record_failure)
+    with closing(data), advice, fastest_kernels():
         train = build_run(
-            fit.config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes
+            memory.config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes
         )
-        tell_plan(train, fit.lines)
+        tell_plan(train, memory.fit.lines)
+        probe(train, memory)
         result = loop.train(train)
         return finish(train, result, shape=shape, tokenizer=tokenizer)

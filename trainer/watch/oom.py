@@ -78,19 +78,19 @@ def _size(pattern: str, message: str) -> int | None:
 
 @contextmanager
 def oom_advice(
-    config: Config, shape: DecoderShape, dist: Dist, *, on_failure: Callable[[], str | None] = lambda: None
+    config: Callable[[], Config], shape: DecoderShape, dist: Dist, *, on_failure: Callable[[], str | None]
 ) -> Iterator[None]:
     """Raise OutOfMemory, with advice for this run, for a torch.OutOfMemoryError from inside.
 
-    `on_failure`: called then; what it returns is told as well.
+    `config`: gives the one in force. `on_failure`: called then; what it returns is told as well.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         facts = parse_oom(str(error))
         where = f"{render_place(dist.progress.phase, dist.progress.step)}, at {place_of(error)}"
-        estimate = estimate_memory(shape, config, world_size=dist.world_size)
-        found = savings(shape, config, world_size=dist.world_size)
+        estimate = estimate_memory(shape, config(), world_size=dist.world_size)
+        found = savings(shape, config(), world_size=dist.world_size)
         message = render_oom(facts, where=where, estimate=estimate.total, savings=found)
         further = on_failure()
         raise OutOfMemory(f"{message}\nnote: {further}" if further else message) from error

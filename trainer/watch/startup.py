@@ -14,7 +14,9 @@ from typing import Literal
 
 from trainer.schema import STARTED_ENV
 
-Phase = Literal["launcher", "command", "imports", "ranks", "data", "model", "weights", "evaluation", "first step"]
+Phase = Literal[
+    "launcher", "command", "imports", "ranks", "data", "model", "weights", "probe", "evaluation", "first step"
+]
 
 WORDS: dict[Phase, str] = {
     "launcher": "launcher",  # train.py before it becomes torchrun, and torchrun until the rank's own Python starts
@@ -24,6 +26,7 @@ WORDS: dict[Phase, str] = {
     "data": "tokenizer and data",
     "model": "model",  # built, wrapped, its optimizer
     "weights": "weights",  # read or made, or a checkpoint
+    "probe": "probe",  # a pass over the largest batch, with whatever is compiled in it
     "evaluation": "evaluation",
     "first step": "first step",  # with whatever is compiled in it
 }

@@ -1,0 +1,168 @@
+"""One forward and backward pass over the largest micro-batch before the first step: it finds a compiler that fails and
+a plan that does not fit while nothing is lost. Gradients are dropped; weights, random numbers and data stay.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from trainer.batch import Batch
+from trainer.config.load import config_to_dict
+from trainer.config.parallel import recompute_mode
+from trainer.data.batching import BatchRules
+from trainer.dist import Dist, gather
+from trainer.fitting import MemoryKeeper, free_bytes
+from trainer.inspection.memory import micro_batches
+from trainer.kernels.support import give_up_triton
+from trainer.parallel.compiling import is_compile_failure
+from trainer.run import Run
+from trainer.schema import Config
+from trainer.words import GIB
+
+
+def probe(run: Run, memory: MemoryKeeper) -> None:
+    """Try the largest micro-batch on the GPUs, with the next plan where one fails; every rank calls this.
+
+    Of several ranks one that is out of memory raises, for the others wait for it in the middle of a collective: the
+    next start takes the next plan then. Nothing is tried on the CPU.
+    """
+    if run.dist.device.type != "cuda":
+        return
+    run.dist.startup.enter("probe")
+    while not _fits(run, memory):
+        pass
+    torch.cuda.empty_cache()  # what follows may use other pools and other sizes
+
+
+def _fits(run: Run, memory: MemoryKeeper) -> bool:
+    """Whether the run may begin as it stands now; False: something was changed, and is to be tried."""
+    torch.cuda.reset_peak_memory_stats()
+    outcome = try_pass(run)
+    if outcome is None:
+        return _leaves_room(run, memory) or not take_next_plan(run, memory)
+    if isinstance(outcome, str):
+        run_without_compiler(run, memory, outcome)
+    elif run.dist.world_size > 1 or not take_next_plan(run, memory):
+        raise outcome
+    return False
+
+
+def try_pass(run: Run) -> str | torch.OutOfMemoryError | None:
+    """What kept a pass from its end: the first line of a compiler's failure on any rank, or this GPU's lack of memory,
+    which the other ranks of several do not hear of. None: it came through everywhere."""
+    reason = None
+    try:
+        probe_pass(run)
+    except torch.OutOfMemoryError as error:
+        return error
+    except Exception as error:
+        if not is_compile_failure(error):
+            raise
+        reason = f"rank {run.dist.rank}: {first_line(error)}"
+    reasons = [told for told in gather(reason, run.dist.control_group) if told is not None]
+    return reasons[0] if reasons else None
+
+
+def _leaves_room(run: Run, memory: MemoryKeeper) -> bool:
+    """Whether the pass's peak and what the first step adds fit on every rank; told in a line."""
+    device = run.dist.device
+    later = 0 if run.optimizer.state else run.backend.plan.optimizer_bytes
+    needs = torch.cuda.max_memory_allocated(device) + later
+    room = free_bytes(device) + torch.cuda.memory_allocated(device)
+    fullest = max(gather((needs - room, needs, room), run.dist.control_group))
+    run.log.note(render_probe(needs=fullest[1], room=fullest[2], later=later))
+    return fullest[0] <= 0
+
+
+def render_probe(*, needs: int, room: int, later: int) -> str:
+    """`probe: peak 58.1 GiB of 79.1, 12.0 of them the optimizer's state, which the first step makes`."""
+    text = f"probe: peak {needs / GIB:.1f} GiB of {room / GIB:.1f}"
+    return text + (f", {later / GIB:.1f} of them the optimizer's state, which the first step makes" if later else "")
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
+def probe_pass(run: Run) -> None:
+    """Forward and backward of the largest micro-batch; twice where gradients wait for a step's last micro-batch."""
+    batch = largest_batch(run.config).to(run.dist.device)
+    several = micro_batches(run.config, run.dist.world_size) > 1
+    run.module.train()
+    with _same_random_numbers(run.dist), _no_gradients_left(run):
+        for last in (False, True) if several else (True,):
+            run.backend.sync(last)
+            run.loss_fn(run.module, batch).total.backward()
+
+
+def largest_batch(config: Config) -> Batch:
+    """The micro-batch that takes most memory: full rows of one document each, every token but the last a target."""
+    rules = BatchRules.of(config)
+    length = rules.padded(rules.seq_len)
+    rows = max(1, rules.micro_batch_tokens // length) if rules.micro_batch_tokens else rules.micro_batch_size
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return Batch(tokens, tokens.clone(), torch.arange(length).repeat(rows, 1), torch.zeros_like(tokens))
+
+
+@contextmanager
+def _same_random_numbers(dist: Dist) -> Iterator[None]:
+    with torch.random.fork_rng([dist.device] if dist.device.type == "cuda" else []):
+        yield
+
+
+@contextmanager
+def _no_gradients_left(run: Run) -> Iterator[None]:
+    """None afterwards, and no block left gathered, whatever happens inside."""
+    try:
+        yield
+    except Exception:
+        run.backend.settle()
+        raise
+    finally:
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+# --- another way ------------------------------------------------------------------------------------------------------
+
+
+def run_without_compiler(run: Run, memory: MemoryKeeper, reason: str) -> None:
+    """Go on as plain torch, on all ranks, and say so; with the plan that fits then."""
+    given = replace(memory.given.parallel, compile=False)
+    if recompute_mode(given) == "budget":
+        given = replace(given, activation_checkpointing="selective")
+    run.log.note(f"warning: blocks cannot be compiled and run as plain torch, which is slower: {reason}")
+    give_up_triton("the compiler has failed")
+    _adopt(run, memory.choose_again(replace(memory.given, parallel=given)))
+    run.graphed = None
+    for line in memory.fit.lines:
+        run.log.note(line)
+
+
+def take_next_plan(run: Run, memory: MemoryKeeper) -> bool:
+    """Take the next plan within this process; False where there is none, or it would store the model elsewhere."""
+    following = memory.take_next()
+    if following is None:
+        return False
+    _adopt(run, following)
+    for line in memory.fit.lines:
+        run.log.note(line)
+    return True
+
+
+def _adopt(run: Run, config: Config) -> None:
+    run.config = config
+    run.extra = {**run.extra, "config": config_to_dict(config)}
+    run.backend.rearrange(config)
+    gc.collect()
+    if run.dist.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a compiler's message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
