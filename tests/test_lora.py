@@ -22,7 +22,7 @@ from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
-from trainer.flops import flops_per_token
+from trainer.flops import Flops, flops_of
 from trainer.models.adapter_export import verify_adapter, write_adapter
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
@@ -168,8 +168,8 @@ def test_adapters_are_shown_in_the_plan():
 def test_frozen_parameters_count_two_products_of_three():
     cfg = config(rank=1, targets=["q_proj"])
     frozen, adapters = SHAPE.num_params, 2 * (32 + 32)
-    attention = 12 * 2 * 4 * 8 * 512  # layers, heads, head_dim, positions
-    assert flops_per_token(build_decoder(cfg, SHAPE), SHAPE, cfg) == 4 * frozen + 6 * adapters + attention
+    attention = 12 * 2 * 4 * 8  # layers, heads, head_dim
+    assert flops_of(build_decoder(cfg, SHAPE), SHAPE) == Flops(4 * frozen + 6 * adapters, attention)
 
 
 def test_dropout_acts_in_training_only():

@@ -50,6 +50,12 @@ class Batch:
         """How many tokens are not padding, a scalar int64 tensor on the batch's device."""
         return (self.doc_ids >= 0).sum()
 
+    @property
+    def squared_lengths(self) -> torch.Tensor:
+        """The sum of squares of the documents' lengths, which attention's operations grow with; a scalar int64 tensor
+        on the batch's device."""
+        return torch.where(self.doc_ids >= 0, 2 * self.positions + 1, 0).sum()  # 1 + 3 + … + (2n - 1) = n²
+
 
 @dataclass(frozen=True)
 class LossSum:

@@ -15,7 +15,7 @@ from torch import nn
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.flops import flops_per_token, peak_flops
+from trainer.flops import flops_of, peak_flops
 from trainer.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
 from trainer.metrics import MetricsLog
 from trainer.models.build import build_decoder, fill_weights
@@ -79,7 +79,7 @@ def build_run(
         data=data,
         loss_fn=loss_fn,
         log=log,
-        flops_per_token=flops_per_token(module, shape, config),
+        flops=flops_of(module, shape),
         peak_flops=peak_flops(config, dist),
         extra={**extra, **now, "total_steps": data.train.total_steps},
         start_step=start_step,

@@ -1,6 +1,8 @@
-"""What MFU is reckoned from: the operations of a trained token, and the peak of the card."""
+"""What MFU is reckoned from: the operations of trained tokens, and the peak of the card."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -14,27 +16,36 @@ LIMITED_VARIANTS = ("PCIe", "NVL", "MIG")
 """Variants of those cards with another peak."""
 
 
-def flops_per_token(module: torch.nn.Module, shape: DecoderShape, config: Config) -> float:
-    """Of a trained token, forward and backward. An untied embedding is looked up, not multiplied with, and counts for
-    nothing. A frozen parameter takes part in two products instead of three: it has no gradient."""
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations of training, forward and backward: products with weights, and attention within each
+    document, without a discount for causality (the convention of the PaLM paper, appendix B)."""
+
+    products: float
+    """Of a token: 6 for each parameter that multiplies."""
+    attention: float
+    """Of a token and each token of its document: 12·L·H·Dh."""
+
+    def per_token(self, mean_length: float) -> float:
+        """`mean_length`: of the document that a token stands in, so sum of squared lengths / sum of lengths."""
+        return self.products + self.attention * mean_length
+
+
+NO_FLOPS = Flops(0.0, 0.0)
+
+
+def flops_of(module: torch.nn.Module, shape: DecoderShape) -> Flops:
+    """An untied embedding is looked up, not multiplied with, and counts for nothing. A frozen parameter takes part in
+    two products instead of three: it has no gradient."""
     sizes = [
         (parameter.numel(), parameter.requires_grad)
         for name, parameter in module.named_parameters()
         if shape.tie_embeddings or not name.endswith("embed_tokens.weight")
     ]
-    flops = _dense_flops(
-        sum(size for size, _ in sizes),
-        layers=shape.num_layers,
-        heads=shape.num_heads,
-        head_dim=shape.head_dim,
-        seq_len=config.data.seq_len,
+    return Flops(
+        products=sum(size * (6.0 if trained else 4.0) for size, trained in sizes),
+        attention=12.0 * shape.num_layers * shape.num_heads * shape.head_dim,
     )
-    return flops - 2.0 * sum(size for size, trained in sizes if not trained)
-
-
-def _dense_flops(num_params: int, *, layers: int, heads: int, head_dim: int, seq_len: int) -> float:
-    """Floating point operations of one trained token: 6N + 12·L·H·Dh·T, without a discount for causality."""
-    return 6.0 * num_params + 12.0 * layers * heads * head_dim * seq_len
 
 
 def peak_flops(config: Config, dist: Dist) -> float | None:

@@ -53,11 +53,12 @@ class Reader:
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
-        loss, targets, tokens, norm, finite, *by_rank = late.read()
+        loss, targets, tokens, norm, finite, squares, *by_rank = late.read()
         busy, bad = by_rank[: self._run.dist.world_size], by_rank[self._run.dist.world_size :]
         self._tell_start()
         seconds = self._clock.lap(late.ready)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
+        self._window.squares += squares
         self._window.add_busy(busy)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         self._newest = late, norm
@@ -80,7 +81,7 @@ class Reader:
     def _record(self, late: StepValues, norm: float) -> Record:
         window, run = self._window, self._run
         speed = window.tokens / max(window.seconds, 1e-9) / run.dist.world_size
-        mfu = None if run.peak_flops is None else run.flops_per_token * speed / run.peak_flops
+        mfu = None if run.peak_flops is None else run.flops.per_token(window.mean_length) * speed / run.peak_flops
         record: Record = {
             "step": late.step,
             "loss": window.loss,
@@ -160,6 +161,8 @@ class Window:
     loss_sum: float = 0.0
     targets: float = 0.0
     tokens: float = 0.0
+    squares: float = 0.0
+    """Of the documents' lengths."""
     seconds: float = 0.0
     wait: float = 0.0
     busy: list[float] = field(default_factory=list)
@@ -190,6 +193,11 @@ class Window:
         slowest = max(range(len(self.busy)), key=lambda rank: self.busy[rank])
         ratio = self.busy[slowest] / max(statistics.median_low(self.busy), 1e-9)
         return {"straggler": round(ratio, 3), "slowest_rank": slowest}
+
+    @property
+    def mean_length(self) -> float:
+        """Of the document that a token stands in, in tokens."""
+        return self.squares / self.tokens if self.tokens else 0.0
 
     @property
     def loss(self) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import Data
 from trainer.dist import Dist
+from trainer.flops import NO_FLOPS, Flops
 from trainer.graphs import GraphedMicroBatches
 from trainer.metrics import MetricsLog
 from trainer.parallel.backend import Backend
@@ -34,7 +35,7 @@ class Run:
     data: Data
     loss_fn: LossFn
     log: MetricsLog
-    flops_per_token: float = 0.0
+    flops: Flops = NO_FLOPS
     peak_flops: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint's state.json."""

@@ -273,7 +273,10 @@ class TrainConfig:
     deterministic: bool = False
     """Deterministic kernels (slower on CUDA): bitwise repeatable runs."""
     log_every: int = 1
-    """Steps between records of the metrics, each over all steps since the one before; the end of a run adds one."""
+    """Steps between records of the metrics, each over all steps since the one before; the end of a run adds one.
+    Their MFU is (6 N + 12 layers x heads x head size x L) x tokens/s / the card's dense bf16 peak: N the parameters
+    that multiply, 4 N of the frozen ones, L the length of the document that a token stands in, averaged over the
+    tokens; padding and recomputation count for nothing, and attention is not halved for being causal."""
     eval_every: int = 50
     """Steps between evaluations; 0: only before the first and after the last step."""
     eval_batches: int | None = None

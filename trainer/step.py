@@ -11,7 +11,7 @@ from trainer.dist import Dist, sum_over_ranks
 from trainer.optim.groups import set_learning_rate
 from trainer.run import Run
 
-NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite")
+NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite", "squared document lengths")
 """The first entries of StepValues.values. After them stand, rank by rank, the seconds that each took to get its data
 and through its forward passes, and whether its own loss was not finite (1.0)."""
 
@@ -23,7 +23,7 @@ class StepValues:
     step: int
     lr: float
     data_wait_s: float
-    values: torch.Tensor  # [5 + 2·ranks] float64 on the CPU, see NAMES
+    values: torch.Tensor  # [6 + 2·ranks] float64 on the CPU, see NAMES
     ready: torch.cuda.Event | None
 
     def read(self) -> list[float]:
@@ -43,7 +43,7 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
     began = time.perf_counter()
     batches = run.data.train.step_batches(step)
     busy = waited = time.perf_counter() - began
-    sums = torch.zeros(3, dtype=torch.float64, device=run.dist.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=run.dist.device)
     for index, batch in enumerate(batches):
         batch = batch.to(run.dist.device)
         run.backend.sync(index == len(batches) - 1)
@@ -57,7 +57,8 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
             busy += time.perf_counter() - began
             progress.enter("backward")
             loss.total.backward()
-        sums += torch.stack([loss.total.detach().double(), loss.count.double(), batch.num_tokens.double()])
+        counts = torch.stack([loss.count, batch.num_tokens, batch.squared_lengths])
+        sums += torch.cat([loss.total.detach().double()[None], counts.double()])
     progress.enter("optimizer")
     sums = sum_over_ranks(torch.cat([sums, _own_slots(sums[0], busy, run.dist)]), run.dist)
     targets = sums[1].clamp(min=1.0).float()
@@ -68,7 +69,8 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
         run.backend.scale_grads(1.0 / divisor)
         divisor = None
     apply_update(run.optimizer, lr, finite, divisor=divisor)
-    values = torch.cat([sums[:3], torch.stack([norm.double(), finite.double()]), sums[3:]])
+    loss_and_counts, squares_and_slots = sums[:3], sums[3:]
+    values = torch.cat([loss_and_counts, torch.stack([norm.double(), finite.double()]), squares_and_slots])
     return _on_its_way(step + 1, lr, waited, values)
 
 
