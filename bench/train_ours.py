@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from train_cases import DOC_TOKENS, SHAPES, TIED, Contender
+from train_processes import MARK_ENV, end_marked, new_mark
 
 HERE = Path(__file__).resolve().parent
 MORE_STEPS = 1000
@@ -26,11 +26,14 @@ def run_ours(
     """The measured row of one of our runs; `failed` says why there is none."""
     run_dir, log = folder / "run", folder / "log.txt"
     command = _command(contender, folder, run_dir, device=device)
+    mark = new_mark()
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=HERE.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=_environ()
+            command, cwd=HERE.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=_environ(mark)
         )
         ended = _await_records(process, run_dir / "metrics.jsonl", count=warm + steps + 1, limit_s=limit_s)
+        end_marked(mark)
+        process.wait()
     text = log.read_text(errors="replace")
     records = _records(run_dir / "metrics.jsonl")[warm : warm + steps]
     if len(records) < steps:
@@ -74,8 +77,8 @@ def _command(contender: Contender, folder: Path, run_dir: Path, *, device: str) 
     return [sys.executable, "train.py", str(config), "--run-dir", str(run_dir), *words]
 
 
-def _environ() -> dict[str, str]:
-    return {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
+def _environ(mark: str) -> dict[str, str]:
+    return {**os.environ, MARK_ENV: mark, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
 
 
 def _model_folder(contender: Contender, folder: Path) -> Path:
@@ -115,19 +118,13 @@ def _token_file(contender: Contender, folder: Path) -> Path:
 
 
 def _await_records(process: subprocess.Popen[bytes], metrics: Path, *, count: int, limit_s: float) -> str:
-    """Wait until so many steps are recorded, then end the run and all it has started; how it ended otherwise."""
-    ended, deadline = "ended early", time.monotonic() + limit_s
+    """Wait until so many steps are recorded; why there are fewer, if there are."""
+    deadline = time.monotonic() + limit_s
     while process.poll() is None and len(_records(metrics)) < count:
         if time.monotonic() > deadline:
-            ended = f"no {count} steps within {limit_s:.0f} s"
-            break
+            return f"no {count} steps within {limit_s:.0f} s"
         time.sleep(0.2)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    return ended
+    return "ended early"
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

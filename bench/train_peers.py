@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from train_cases import Contender
+from train_processes import MARK_ENV, end_marked, new_mark
 
 SCRIPTS = {"raw": "raw.py", "titan": "titan.py", "hf": "hf.py", "liger": "hf.py", "trl": "hf.py"}
 NEEDS = {
@@ -49,8 +49,9 @@ def run_peers(
             break
         left = contenders[len(rows) :]
         found = _run(left, warm=warm, steps=steps, limit_s=deadline - time.monotonic(), log=log)
-        rows += found[: len(left)]
-        if len(found) < len(left):
+        rows += found
+        told = bool(found) and "failed" in found[-1]  # the process may have ended with the failure that it told
+        if len(found) < len(left) and not told:
             rows.append({"failed": "hung, died or out of time"})
     return rows
 
@@ -58,10 +59,10 @@ def run_peers(
 def _run(contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path) -> list[dict[str, Any]]:
     """The rows up to the first that hangs or dies."""
     first = contenders[0]
-    port, found = _free_port(), []
+    port, found, mark = _free_port(), [], new_mark()
     last = [time.monotonic()]
     settings = json.dumps([_settings(c, warm, steps) for c in contenders])
-    processes = [_start(first, rank, port, settings, log) for rank in range(first.gpus)]
+    processes = [_start(first, rank, port, settings, log, mark) for rank in range(first.gpus)]
 
     def read() -> None:
         for line in processes[0].stdout or ():
@@ -80,9 +81,8 @@ def _run(contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: flo
         if dead or time.monotonic() - last[0] > STALL_S or time.monotonic() - began > limit_s:
             time.sleep(1)
             break
+    end_marked(mark)
     for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     reader.join(timeout=5)
     return found
@@ -104,10 +104,10 @@ def _settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
     return {**base, **by_who.get(contender.who, {}), **alone, **pack, **contender.options}
 
 
-def _start(contender: Contender, rank: int, port: int, settings: str, log: Path) -> subprocess.Popen[str]:
+def _start(contender: Contender, rank: int, port: int, settings: str, log: Path, mark: str) -> subprocess.Popen[str]:
     script = Path(__file__).resolve().parent / "peers" / SCRIPTS[contender.who]
     environ = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contender.gpus),
+        **os.environ, MARK_ENV: mark, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contender.gpus),
         "LOCAL_WORLD_SIZE": str(contender.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }  # fmt: skip

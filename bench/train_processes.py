@@ -1,0 +1,50 @@
+"""Ends what a measured run has started, whatever session it went into.
+
+torchrun gives each rank a session of its own, so killing the group of what was started leaves the ranks: they would
+train on beside the next row, on the same GPUs, until they notice. All that descends from a run has its mark.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+MARK_ENV = "TORCHFERRY_BENCH_MARK"
+
+
+def new_mark() -> str:
+    """A value of MARK_ENV that no other run has."""
+    return uuid.uuid4().hex
+
+
+def end_marked(mark: str, *, within_s: float = 30.0) -> None:
+    """Kill every process with this mark, and return when none is left: its GPU memory is free then.
+
+    Raises RuntimeError when some are still there after `within_s`: no figure would be worth anything beside them.
+    """
+    deadline = time.monotonic() + within_s
+    while alive := marked(mark):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {alive} do not end")
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[int]:
+    """The living processes with this mark."""
+    word = f"{MARK_ENV}={mark}".encode()
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if word in _environ(folder)]
+
+
+def _environ(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")  # nothing of a zombie
+    except OSError:
+        return []
