@@ -190,7 +190,7 @@ def test_options_of_inspecting_alone_are_refused(tmp_path):
     result = CliRunner().invoke(cli.train_command, ["x.yaml", "--samples", "2"])
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (
         2,
-        "Error: --samples, --card-gib and --json belong to --inspect",
+        "Error: --samples and --card-gib belong to --inspect",
     )
 
 

@@ -83,13 +83,14 @@ def build_run(
         peak_flops=peak_flops(config, dist),
         extra={**extra, **now, "total_steps": data.train.total_steps},
         start_step=start_step,
-        graphed=_graphed(config, shape, backend, module, loss_fn),
+        graphed=graphed_micro_batches(config, shape, backend, module, loss_fn),
     )
 
 
-def _graphed(
+def graphed_micro_batches(
     config: Config, shape: DecoderShape, backend: Backend, module: nn.Module, loss_fn: LossFn
 ) -> GraphedMicroBatches | None:
+    """What runs micro-batches as CUDA graphs, where that is worth it."""
     compiled = backend.compiled and backend.dist.device.type == "cuda"
     wanted = decide_graphs(config, shape, backend=backend.name, compiled=compiled)
     return GraphedMicroBatches(module, loss_fn, CudaCapture()) if wanted else None

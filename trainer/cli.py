@@ -40,6 +40,7 @@ Every value can be overridden: KEY is the dotted name, as in train.steps=50.
   python train.py configs/02_debug_sft_fsdp.py target.gpu_ranks=0,1 train.steps=50
   python train.py my.yaml --run-dir runs/big      # again: resumes from its newest checkpoint
   python train.py my.yaml --inspect               # samples by label, plan, memory, schedule; trains nothing
+  python train.py my.yaml --calibrate             # the fastest micro-batch on these GPUs, in two minutes
 
 With several entries in target.gpu_ranks it starts itself again under torchrun, one process for each; under torchrun it
 trains right away. Checkpoints, metrics.jsonl, config.yaml, outcome.json and the exported model go into the run folder,
@@ -102,7 +103,10 @@ def render_commands() -> str:
 @click.option(
     "--card-gib", type=float, metavar="N", help="Memory of the GPU that --inspect plans for [this one's, or 80]."
 )
-@click.option("--json", "as_json", is_flag=True, help="--inspect as one JSON object.")
+@click.option(
+    "--calibrate", is_flag=True, help="Time micro-batch sizes here for at most two minutes, and name the best."
+)
+@click.option("--json", "as_json", is_flag=True, help="--inspect or --calibrate as one JSON object.")
 @click.option("--debug", is_flag=True, help="Show stack traces.")
 def train_command(
     config_path: str,
@@ -112,11 +116,14 @@ def train_command(
     inspect: bool,
     samples: int | None,
     card_gib: float | None,
+    calibrate: bool,
     as_json: bool,
     debug: bool,
 ) -> None:
-    if (samples is not None or card_gib is not None or as_json) and not inspect:
-        raise click.UsageError("--samples, --card-gib and --json belong to --inspect")
+    if (samples is not None or card_gib is not None) and not inspect:
+        raise click.UsageError("--samples and --card-gib belong to --inspect")
+    if as_json and inspect == calibrate:
+        raise click.UsageError("--json belongs to --inspect or --calibrate")
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config)
     if fsdp_config is not None and os.environ.get("RANK", "0") == "0":
@@ -125,6 +132,8 @@ def train_command(
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
+    if calibrate:
+        sys.exit(start_calibration(config, as_json=as_json, debug=debug))
     if launch.is_under_torchrun(os.environ):
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
@@ -161,11 +170,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     """Train in this process, or become torchrun when the config names several devices. Raises ConfigError."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
-    here = config
-    if launch.has_auto_gpus(config):
-        here = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
-    launch.check_target(here, launch.read_host_gpus(), os.environ)
-    os.environ.update(launch.build_launch_env(here, os.environ, cores=available_cores()))
+    prepare_host(config)
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
     await_folder(run_dir)
     launch.write_config(config, run_dir)
@@ -178,6 +183,32 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
         sys.executable, sys.argv[0], run_dir / CONFIG_FILE, processes=processes, debug=debug
     )
     launch.relaunch(argv, run_dir)
+
+
+def prepare_host(config: Config) -> None:
+    """Choose and check the devices, and say in the environment what torch reads when it is imported."""
+    here = config
+    if launch.has_auto_gpus(config):
+        here = launch.choose_gpus(config, os.environ, launch.read_gpu_usage())
+    launch.check_target(here, launch.read_host_gpus(), os.environ)
+    os.environ.update(launch.build_launch_env(here, os.environ, cores=available_cores()))
+
+
+def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
+    """Time micro-batches in this process, or in the ranks of a torchrun, and give the exit code. Raises ConfigError."""
+    if config.script is not None:
+        raise ConfigError(f"script is {config.script!r}: --calibrate is about the trainer only")
+    if launch.is_under_torchrun(os.environ):
+        prepare_rank(config, None)
+    else:
+        prepare_host(config)
+        if num_processes(config) > 1:
+            options = ["--calibrate", *(["--json"] if as_json else [])]
+            return launch.run_torchrun(config, sys.argv[0], options=options, debug=debug)
+    os.environ.update(compile_cache(config))
+    from trainer.commands.calibrate import calibrate_rank  # imports torch
+
+    return calibrate_rank(config, as_json=as_json, debug=debug)
 
 
 def await_folder(run_dir: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, num_processes
@@ -58,10 +59,12 @@ def is_under_torchrun(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
-def build_torchrun_argv(python: str, script: str, config_path: Path, *, processes: int, debug: bool) -> list[str]:
+def build_torchrun_argv(
+    python: str, script: str, config_path: Path, *, processes: int, debug: bool, options: Sequence[str] = ()
+) -> list[str]:
     """The command that starts one rank for each process of this node; `--standalone` needs no port."""
     torchrun = [python, TORCHRUN, "--standalone", f"--nproc-per-node={processes}", "--max-restarts=0"]
-    return [*torchrun, script, str(config_path), *(["--debug"] if debug else [])]
+    return [*torchrun, script, str(config_path), *options, *(["--debug"] if debug else [])]
 
 
 def build_launch_env(config: Config, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
@@ -212,6 +215,21 @@ def write_config(config: Config, run_dir: Path) -> None:
         replace_text(run_dir / CONFIG_FILE, config_to_yaml(config))
     except OSError as error:
         raise ConfigError(f"the run folder {run_dir} cannot be written: {error.strerror}") from error
+
+
+def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: bool) -> int:
+    """Run ranks that need no run folder to their end, and give torchrun's exit code."""
+    with TemporaryDirectory() as folder:
+        write_config(config, Path(folder))
+        argv = build_torchrun_argv(
+            sys.executable,
+            script,
+            Path(folder) / CONFIG_FILE,
+            processes=num_processes(config),
+            debug=debug,
+            options=options,
+        )
+        return subprocess.call(argv, env={**os.environ, RUN_DIR_ENV: folder})
 
 
 def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:

@@ -40,7 +40,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
     try:
         check_trackers(config)
         startup.enter("ranks")
-        dist = start_dist(_usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
+        dist = start_dist(usable_device(config), comm_timeout_s=comm_timeout_s(config.train.hang_timeout_s))
         dist = replace(dist, startup=startup)
         taken = on_rank0(dist, lambda: taken_by(run_dir) if run_dir else None)
         if taken:
@@ -52,7 +52,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
                 sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model"
             )
     except FAILURES as error:
-        code = _tell_failure(error, run_dir, debug=debug)
+        code = tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
             leave(code)
         return code
@@ -72,7 +72,7 @@ def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int
         except FAILURES as error:
             if watchdog is not None and diagnose.is_lost_peer(error) and watchdog.await_verdict(LOST_PEER_S):
                 leave(1)  # told already, with the rank's name
-            code = _tell_failure(error, run_dir, debug=debug)
+            code = tell_failure(error, run_dir, debug=debug)
             if watchdog is not None:
                 watchdog.tell_failure(diagnose.describe(error))
             if dist.world_size > 1:
@@ -85,7 +85,8 @@ def comm_timeout_s(hang_timeout_s: float) -> float:
     return hang_timeout_s + COMM_MARGIN_S if hang_timeout_s > 0 else control_timeout_s()
 
 
-def _usable_device(config: Config) -> launch.DeviceKind:
+def usable_device(config: Config) -> launch.DeviceKind:
+    """The kind of device that the ranks run on. Raises ConfigError where torch finds none of it."""
     kind = launch.device_kind(config)
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("torch finds no usable GPU on this host", hint="train on the CPU with target.device=cpu")
@@ -103,7 +104,7 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> int:
+def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> int:
     """Tell the reason if no other rank of this start has told one, and give the exit code."""
     number = os.environ.get("RANK", "0")
     rank = int(number) if number.isdigit() else 0
