@@ -72,6 +72,13 @@ def test_full_gpu_is_told_with_what_each_change_saves():
     assert rest[-1] == "  target.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins the 9.35 GiB in pieces"
 
 
+def test_what_the_next_start_does_is_told_after_the_advice():
+    advice = oom_advice(lambda: config_of("rows.jsonl"), tiny_shape(), ALONE, on_failure=lambda: "another plan is next")
+    with pytest.raises(OutOfMemory) as caught, advice:
+        raise torch.OutOfMemoryError(SHARED)
+    assert str(caught.value).splitlines()[-1] == "note: another plan is next"
+
+
 def test_memory_that_others_hold_is_named():
     text = run_out_of_memory(SHARED)
     assert "  other processes hold 20.04 GiB of this GPU (nvidia-smi shows them): end them or take another" in text

@@ -147,7 +147,7 @@ def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int
     """Each change as an override, the config with it, the ranks then, and a note."""
     yield from _smaller_batches(config, world_size)
     parallel, optim = config.parallel, config.optim
-    if recompute_mode(parallel) == "none":
+    if recompute_mode(parallel) != "full":
         changed = replace(config, parallel=replace(parallel, activation_checkpointing="full"))
         yield "parallel.activation_checkpointing=full", changed, world_size, "about a third more time"
     if optim.optimizer == "adamw":
