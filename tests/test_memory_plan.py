@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deployer.agent.restarts import Past, why_no_restart
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
@@ -174,6 +175,15 @@ def test_start_after_running_out_of_memory_takes_the_next_plan_and_says_so(tmp_p
     second = Keeper(tmp_path)
     assert second.mode == "selective"
     assert second.fit.lines[0].endswith("; activation_checkpointing=none ran out of memory before")
+
+
+def test_host_starts_a_run_again_that_has_a_plan_left_and_no_other(tmp_path):
+    def end() -> Past:
+        return Past("failed", 1, True, f"out of memory\nnote: {Keeper(tmp_path).record_failure()}", 3)
+
+    ends = [end() for _ in ("none", "selective", "full", "full")]
+    reasons = [why_no_restart(ends[:n], restarts=n - 1, max_restarts=5, is_trainer=True) for n in (1, 2, 3, 4)]
+    assert reasons == [None, None, None, "the same error a second time, at step 3"]
 
 
 def test_last_plan_has_none_after_it(tmp_path):
