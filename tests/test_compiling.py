@@ -66,6 +66,13 @@ def test_compilation_failures_are_told_from_the_models():
     assert not compiling.is_compile_failure(RuntimeError("shape"))
 
 
+def test_what_triton_raises_for_want_of_a_c_compiler_is_a_failure_to_compile():
+    source = 'raise RuntimeError("Failed to find C compiler. Please specify via CC")'
+    with pytest.raises(RuntimeError) as caught:
+        exec(source, {"__name__": "triton.runtime.build"})
+    assert compiling.is_compile_failure(caught.value)
+
+
 def decide(wanted: bool | None, kind: str, why_not: str | None) -> tuple[bool, str]:
     return compiling.decide_compile(wanted, torch.device(kind), why_not=why_not)
 

@@ -15,10 +15,10 @@ from trainer.batch import Batch
 from trainer.config.load import config_to_dict
 from trainer.config.parallel import recompute_mode
 from trainer.data.batching import BatchRules
-from trainer.dist import Dist, gather
+from trainer.dist import Dist, DistError, gather
 from trainer.fitting import MemoryKeeper, free_bytes
 from trainer.inspection.memory import micro_batches
-from trainer.kernels.support import give_up_triton
+from trainer.kernels.support import give_up_triton, why_no_triton
 from trainer.parallel.compiling import is_compile_failure
 from trainer.run import Run
 from trainer.schema import Config
@@ -46,6 +46,8 @@ def _fits(run: Run, memory: MemoryKeeper) -> bool:
     if outcome is None:
         return _leaves_room(run, memory) or not take_next_plan(run, memory)
     if isinstance(outcome, str):
+        if why_no_triton(run.dist.device) is not None:  # it is in use no more
+            raise DistError(f"the compiler fails, though nothing is compiled any more: {outcome}")
         run_without_compiler(run, memory, outcome)
     elif run.dist.world_size > 1 or not take_next_plan(run, memory):
         raise outcome

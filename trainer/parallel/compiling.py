@@ -7,6 +7,7 @@ one kind and share what is compiled for the first.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -53,8 +54,12 @@ def run_eagerly(decoder: Decoder) -> None:
 
 
 def is_compile_failure(error: BaseException) -> bool:
-    """Whether the compiler failed, and not the model."""
-    return any(kind.__module__.startswith(FAILURES) for kind in type(error).__mro__)
+    """Whether the compiler or Triton failed, and not the model. What Triton raises for want of a C compiler or of
+    Python's headers is told by where it comes from alone."""
+    if any(kind.__module__.startswith(FAILURES) for kind in type(error).__mro__):
+        return True
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("triton.") for frame in frames)
 
 
 def _compiled(decoder: Decoder) -> Iterator[Any]:
