@@ -1,7 +1,8 @@
 """Several gloo ranks for a test: `run_ranks(fn, world_size, *args)` gives what `fn(dist, *args)` returned on each rank.
 
 The ranks are forked from one server process that has imported torch, so that a start costs a fraction of a second, and
-from a process that has never run autograd, which may not be forked after its first backward pass.
+from a process that has never run autograd, which may not be forked after its first backward pass. Saver
+processes are forked there too: `forked_saver` gives one where a rank would start a new interpreter.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,6 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from trainer.checkpoint.saver import serve
+from trainer.checkpoint.saver_process import Launched
+from trainer.checkpoint.writer import Beside
 from trainer.dist import Dist
 
 _ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -33,42 +39,105 @@ _PRELOAD = [
     "transformers.models.auto.modeling_auto",
     "transformers.quantizers.auto",  # which imports torchao, where it is installed
     "trainer.models.build",
+    "trainer.checkpoint.serving",
 ]
+_savers: list[Launched] = []  # of a rank: the one that was forked with it
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, grace_s: float = 5
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    grace_s: float = 5,
+    savers: bool = False,
 ) -> list[Any]:
     """What `fn(dist, *args)` returned on each rank, in rank order.
 
     `fn` must be a function of a module's top level; arguments and results go through torch.save. The first failure of
-    any rank ends them all, `grace_s` later, and is raised here with that rank's traceback.
+    any rank ends them all, `grace_s` later, and is raised here with that rank's traceback. With `savers` each rank may
+    call `forked_saver`, once.
     """
-    os.environ.update({name: value for name, value in _ENV.items() if name not in os.environ})
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
         packed = _pack(args)
-        readers, processes = [], []
+        readers, processes, beside = [], [], []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
+            saver = None
+            if savers:
+                saver, process = _fork_saver(context)
+                beside.append(process)
             process = context.Process(
-                target=_rank_main, args=(writer, store, rank, world_size, fn, packed), daemon=True
+                target=_rank_main,
+                args=(writer, store, rank, world_size, fn, packed, saver, beside[-1].pid if savers else 0),
+                daemon=True,
             )
             process.start()
             writer.close()
+            if saver is not None:
+                saver.close()
             readers.append(reader)
             processes.append(process)
         try:
             return _collect(readers, timeout_s)
         finally:
             _end(processes, grace_s)
+            _end(beside, grace_s)
+
+
+def forked_saver() -> Launched:
+    """A saver process that had imported torch before it was forked; instead of `launch_saver`."""
+    if _savers:
+        return _savers.pop()
+    connection, process = _fork_saver(_context())
+
+    def end() -> str:
+        process.kill()
+        process.join()
+        return f"was ended by signal {-(process.exitcode or 0)}"
+
+    return Launched(connection, process.pid or 0, end)
+
+
+FORKED = Beside(launch=forked_saver, wait_from_bytes=0)
+"""Savers that were forked, and waited for though the state is small."""
+
+
+def _context() -> Any:
+    os.environ.update({name: value for name, value in _ENV.items() if name not in os.environ})
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _fork_saver(context: Any) -> tuple[Connection, BaseProcess]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _kill(pid: int) -> str:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return "was ended"
 
 
 def _rank_main(
-    writer: Connection, store: str, rank: int, world_size: int, fn: Callable[..., Any], packed: bytes
+    writer: Connection,
+    store: str,
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    packed: bytes,
+    saver: Connection | None,
+    saver_pid: int,
 ) -> None:
+    if saver is not None:
+        _savers.append(Launched(saver, saver_pid, lambda: _kill(saver_pid)))
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     torch.set_num_threads(1)
     from trainer.dist import start_dist, stop_dist

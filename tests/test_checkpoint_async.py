@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.ranks import FORKED, forked_saver, run_ranks
 from tests.test_checkpoint import ALONE, start, step
 from tests.test_loop import build
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.loading import load, read_full
+from trainer.checkpoint.folders import newest_complete
+from trainer.checkpoint.integrity import Manifest, damages
+from trainer.checkpoint.loading import load, read_full, read_info
+from trainer.checkpoint.packing import pack, packed_bytes, unpack
 from trainer.checkpoint.retention import Keep
-from trainer.checkpoint.staging import Staging, copy_of, sizes_of, why_no_room
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.saver_process import Launched, launch_saver
+from trainer.checkpoint.shards import sharded_state
+from trainer.checkpoint.sizing import expected_bytes, why_no_room
+from trainer.checkpoint.staging import Staging
+from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
 from trainer.hostmem import available_bytes
+from trainer.optim.build import build_optimizer
+from trainer.runlock import release_all, taken_by
+from trainer.schema import OptimConfig
 
 GIB = 2**30
 
 
 class Gate:
-    """Holds the writer's thread at a point of a save until it is opened."""
+    """Holds a save at one of its points until it is opened."""
 
     def __init__(self, point: str) -> None:
         self._point = point
@@ -52,7 +69,7 @@ def mutate_during_a_save(dist: Dist, folder: str, prepared: bool) -> dict[str, t
     model, optimizer = start(dist)
     step(model, optimizer)
     gate = Gate("begun")
-    writer = Writer(dist, asynchronous=True, at=gate)
+    writer = Writer(dist, beside=FORKED, at=gate)
     if prepared:
         assert writer.prepare(model, optimizer) is None
     before = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
@@ -77,7 +94,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("prepared", [True, False])
 def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path, ranks, prepared):
-    before = run_ranks(mutate_during_a_save, ranks, str(tmp_path), prepared)[0]
+    before = run_ranks(mutate_during_a_save, ranks, str(tmp_path), prepared, savers=True)[0]
     state = read_full(tmp_path / "step_000001")
     assert torch.equal(state["optimizer"]["mid.weight"]["exp_avg"], before.pop("exp_avg"))
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in before.items())
@@ -86,7 +103,7 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(tmp_path, ranks, prepa
 
 def test_start_returns_before_anything_is_written(tmp_path):
     gate = Gate("begun")
-    writer = Writer(ALONE, asynchronous=True, at=gate)
+    writer = Writer(ALONE, beside=FORKED, at=gate)
     begin(writer, tmp_path, 1, *start(ALONE))
     assert gate.passed == ["staged"]
     assert not writer.has_ended()
@@ -111,7 +128,7 @@ def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_
         return loss_fn(module, batch)
 
     run.loss_fn = forward
-    loop.train(run, at=at)
+    loop.train(run, at=at, beside=FORKED)
     saves = [events[begin:end] for begin, end in pairwise([i for i, e in enumerate(events) if e == "staged"])]
     assert "forward" in saves[0][: saves[0].index("begun")]
     assert all("pruned" in save for save in saves)
@@ -119,7 +136,7 @@ def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_
 
 
 def test_synchronous_save_is_written_when_start_returns(tmp_path):
-    writer = Writer(ALONE, asynchronous=False)
+    writer = Writer(ALONE, beside=None)
     begin(writer, tmp_path, 1, *start(ALONE))
     assert writer.has_ended()
     assert (tmp_path / "step_000001" / "COMPLETE").exists()
@@ -128,7 +145,7 @@ def test_synchronous_save_is_written_when_start_returns(tmp_path):
 
 def test_points_of_a_save_are_told_in_order(tmp_path):
     gate = Gate("none")
-    writer = Writer(ALONE, asynchronous=True, at=gate)
+    writer = Writer(ALONE, beside=FORKED, at=gate)
     begin(writer, tmp_path, 1, *start(ALONE))
     writer.close()
     points = "staged begun shards random state marker renamed committed pruned"
@@ -141,7 +158,7 @@ def save_a_nan_beside(dist: Dist, folder: str) -> tuple[str, bool]:
     if dist.rank == dist.world_size - 1:
         for state in optimizer.state.values():
             state["exp_avg"].mul_(float("inf"))
-    writer = Writer(dist, asynchronous=True)
+    writer = Writer(dist, beside=FORKED)
     begin(writer, folder, 1, model, optimizer)
     with pytest.raises(CheckpointError) as caught:
         writer.result()
@@ -151,7 +168,7 @@ def save_a_nan_beside(dist: Dist, folder: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, ranks):
-    results = run_ranks(save_a_nan_beside, ranks, str(tmp_path))
+    results = run_ranks(save_a_nan_beside, ranks, str(tmp_path), savers=True)
     assert "exp_avg: values that are not finite" in results[-1][0]
     assert not any(left for _, left in results)
 
@@ -159,7 +176,7 @@ def test_optimizer_state_that_is_not_finite_is_not_saved(tmp_path, ranks):
 def prepare_where_one_rank_has_no_room(dist: Dist, folder: str) -> tuple[str | None, bool]:
     model, optimizer = start(dist)
     step(model, optimizer)
-    writer = Writer(dist, asynchronous=True, available=0 if dist.rank == 1 else GIB)
+    writer = Writer(dist, beside=replace(FORKED, available=0 if dist.rank == 1 else GIB))
     reason = writer.prepare(model, optimizer)
     begin(writer, folder, 1, model, optimizer)
     ended = writer.has_ended()  # a save that is not beside the training is over when start returns
@@ -175,48 +192,79 @@ def test_no_room_for_a_copy_on_one_rank_is_told_by_all_and_none_saves_beside(tmp
     assert first[1]
 
 
-def test_buffers_are_used_again_and_grow_with_the_state(tmp_path):
-    model, optimizer = start(ALONE)
-    writer = Writer(ALONE, asynchronous=True)
+def start_with_momentum() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """An optimizer whose state nobody expects."""
+    model, _ = start(ALONE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_memory_is_used_again_and_grows_where_the_state_is_larger_than_expected(tmp_path):
+    model, optimizer = start_with_momentum()
+    writer = Writer(ALONE, beside=FORKED)
     assert not writer.is_ready()
-    writer.prepare(model, optimizer)  # the optimizer has no state yet
+    writer.prepare(model, optimizer)
     for number in (1, 2):
         step(model, optimizer)
         begin(writer, tmp_path, number, model, optimizer)
         assert writer.is_ready()
         writer.result()
     writer.close()
-    first, second = (start(ALONE) for _ in range(2))
+    first, second = (start_with_momentum() for _ in range(2))
     load(tmp_path / "step_000001", *first, ALONE)
     load(tmp_path / "step_000002", *second, ALONE)
     step(*first)
     assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True))
 
 
-def test_tied_tensors_take_one_buffer():
-    weight = torch.ones(4, 3)
-    assert list(sizes_of({"model": {"a": weight, "b": weight.detach(), "c": weight.clone()}})) == [
-        "/model/a",
-        "/model/c",
-    ]
-
-
-def test_copy_keeps_values_and_other_entries_apart_from_the_original():
-    state = {"model": {"a": torch.ones(2), "b": torch.empty(0, 3)}, "optimizer": {"a": {"step": 3}}}
-    staging = Staging(torch.device("cpu"))
-    staging.allocate(sizes_of(state))
-    copied, wait = staging.copy(state)
-    state["model"]["a"].zero_()
+def copy_of(state: dict, *, piece_bytes: int = 2**20) -> dict:
+    """What a saver would find of a state; the original is changed once it has been copied."""
+    staging = Staging(torch.device("cpu"), piece_bytes=piece_bytes)
+    packed, wait = staging.copy(state)
     wait()
-    assert copied["model"]["a"].tolist() == [1, 1]
-    assert copied["model"]["b"].shape == (0, 3)
-    assert copied["optimizer"] == {"a": {"step": 3}}
+    return unpack(packed, staging.region)
 
 
-@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (4, True), (5, False)])
+def test_tied_tensors_are_copied_once():
+    weight, puts = torch.ones(4, 3), []
+    state = {"model": {"a": weight, "b": weight.detach(), "c": weight.clone()}}
+    packed = pack(state, lambda offset, tensor: puts.append(offset))
+    assert packed["model"]["a"] == packed["model"]["b"]
+    assert puts == [0, 64]
+    assert packed_bytes(state) == 128
+
+
+@pytest.mark.parametrize("piece_bytes", [4096, 2**20])
+def test_copy_keeps_values_and_other_entries_whatever_the_pieces(piece_bytes):
+    tensors = {
+        "long": torch.arange(5000.0),
+        "turned": torch.arange(6000).view(2, 3000).t(),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    found = copy_of({"model": tensors, "optimizer": {"a": {"step": 3}}}, piece_bytes=piece_bytes)
+    assert all(torch.equal(found["model"][name], tensor) for name, tensor in tensors.items())
+    assert found["model"]["half"].dtype == torch.bfloat16
+    assert found["optimizer"] == {"a": {"step": 3}}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_memory_is_made_before_the_first_step_for_what_there_is_after_it(optimizer):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 3, bias=False))
+    built = build_optimizer(model, OptimConfig(optimizer=optimizer))
+    expected = expected_bytes(model, built)
+    model(torch.ones(2, 128)).sum().backward()
+    built.step()
+    needed = packed_bytes(sharded_state(model, built))
+    assert needed <= expected <= 1.01 * needed + 2 * 1024  # torchao's optimizers share a table among tensors
+    assert expected_bytes(model, built) == pytest.approx(needed, abs=2 * 1024)
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (3, True), (4, False)])
 def test_copies_of_all_ranks_of_a_node_must_fit_into_its_memory(ranks, fits):
-    reason = why_no_room(2 * GIB, available=10 * GIB, ranks=ranks)
-    assert reason is None if fits else "5 rank(s) would copy 2.00 GiB each" in reason
+    reason = why_no_room(2 * GIB, available=10 * GIB, ranks=ranks)  # and their savers
+    assert reason is None if fits else "4 rank(s) would copy 2.00 GiB each" in reason
 
 
 def memory_files(folder: Path, *, limit: str) -> dict[str, Path]:
@@ -239,9 +287,196 @@ def test_available_memory_is_unknown_where_nothing_says_it(tmp_path):
     assert available_bytes(proc=tmp_path, cgroups=tmp_path) is None
 
 
-def test_copy_of_8_bit_state_is_of_its_own_memory():
+def test_copy_of_8_bit_state_is_whole_and_of_its_own_memory():
     state = pytest.importorskip("torchao.optim.subclass_8bit").OptimState8bit.zeros((4, 1024), block_size=256)
     state.copy_(torch.ones(4, 1024))
-    kept = copy_of(state)
+    found = copy_of({"a": state})["a"]
     state.copy_(torch.zeros(4, 1024))
-    assert torch.equal(kept.dequantize(), torch.ones(4, 1024))
+    assert type(found) is type(state)
+    assert torch.equal(found.dequantize(), torch.ones(4, 1024))
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def save_in_both_ways(dist: Dist, folder: str) -> tuple[Manifest, Manifest]:
+    """The files of a save beside the training and of one by the trainer itself."""
+    model, optimizer = start(dist)
+    step(model, optimizer)
+    found = []
+    for beside in (FORKED, None):
+        writer = Writer(dist, beside=beside)
+        begin(writer, folder, 1, model, optimizer)
+        found.append(read_info(writer.result().path).files)
+        writer.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_saver_writes_bit_for_bit_what_the_trainer_would(tmp_path, ranks):
+    beside, alone = run_ranks(save_in_both_ways, ranks, str(tmp_path), savers=True)[0]
+    del beside[".metadata"], alone[".metadata"]  # holds a random id
+    assert len(beside) == 2 * ranks
+    assert beside == alone
+
+
+def lose_a_saver(dist: Dist, folder: str, point: str) -> tuple[str, bool, str]:
+    """Kill the last rank's saver at a point of a save; what is told, whether the next save is synchronous, its note."""
+    model, optimizer = start(dist)
+    step(model, optimizer)
+    pids: list[int] = []
+
+    def launch() -> Launched:
+        launched = forked_saver()
+        pids.append(launched.pid)
+        return launched
+
+    def at(name: str) -> None:
+        if name == point and dist.rank == dist.world_size - 1 and pids:
+            os.kill(pids.pop(), signal.SIGKILL)
+
+    writer = Writer(dist, beside=replace(FORKED, launch=launch), at=at)
+    begin(writer, folder, 1, model, optimizer)
+    told = ""
+    try:
+        writer.result()
+    except CheckpointError as error:
+        told = str(error)
+    begin(writer, folder, 2, model, optimizer)
+    ended, note = writer.has_ended(), writer.result().note
+    writer.close()
+    return told, ended, note
+
+
+@pytest.mark.parametrize("point", ["begun", "shards"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_saver_that_dies_in_a_save_is_told_on_all_ranks_which_write_themselves_from_then_on(tmp_path, ranks, point):
+    results = run_ranks(lose_a_saver, ranks, str(tmp_path), point, savers=True)
+    assert len(set(results)) == 1
+    told, ended, note = results[0]
+    assert f"cannot write the checkpoint {tmp_path}/step_000001: the saver process of rank" in told
+    assert told.endswith("; saves stop the training from now on")
+    assert (ended, note) == (True, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_signal_that_ended_a_saver_is_named(tmp_path):
+    told, _, _ = lose_a_saver(ALONE, str(tmp_path), "shards")
+    assert "the saver process of rank 0 was ended by signal 9" in told
+
+
+def test_saver_that_is_gone_before_a_save_costs_no_checkpoint(tmp_path):
+    model, optimizer = start(ALONE)
+    launched = forked_saver()
+    writer = Writer(ALONE, beside=replace(FORKED, launch=lambda: launched))
+    writer.prepare(model, optimizer)
+    while not writer.is_ready():
+        os.sched_yield()
+    launched.end()
+    begin(writer, tmp_path, 1, model, optimizer)
+    assert writer.has_ended()
+    assert (
+        writer.result().note == "the saver process of rank 0 was ended by signal 9: saves stop the training from now on"
+    )
+    assert newest_complete(tmp_path) == tmp_path / "step_000001"
+    writer.close()
+
+
+def save_where_the_last_saver_does_not_start(dist: Dist, folder: str) -> tuple[bool, str]:
+    def launch() -> Launched:
+        if dist.rank == dist.world_size - 1:
+            raise OSError("no more processes")
+        return forked_saver()
+
+    writer = Writer(dist, beside=replace(FORKED, launch=launch))
+    begin(writer, folder, 1, *start(dist))
+    ended, note = writer.has_ended(), writer.result().note
+    writer.close()
+    return ended, note
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saver_that_cannot_be_started_costs_no_checkpoint_and_nobody_waits_for_it(tmp_path, ranks):
+    (ended, note), *_ = run_ranks(save_where_the_last_saver_does_not_start, ranks, str(tmp_path), savers=True)
+    assert ended
+    assert f"saver process of rank {ranks - 1} could not be started: no more processes: saves stop the training" in note
+    assert newest_complete(tmp_path) == tmp_path / "step_000001"
+
+
+def test_last_save_of_a_run_is_made_again_when_its_saver_dies(rows, tmp_path, capfd):
+    run = build(rows, tmp_path, backend="pytorch", steps=2, save_every=1, eval_every=0)
+    launched = forked_saver()
+
+    def at(point: str) -> None:
+        if point == "random" and (tmp_path / "checkpoints" / "step_000001").exists():
+            launched.end()
+
+    loop.train(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    assert "was ended by signal 9" in (told := capfd.readouterr().out)
+    assert "it is saved again" in told
+    path = newest_complete(tmp_path / "checkpoints")
+    assert path.name == "step_000002"
+    assert damages(path, read_info(path).files) == []
+
+
+def test_small_state_does_not_wait_for_a_saver_that_is_not_up(tmp_path):
+    ours, theirs = socket.socketpair()
+    silent = Launched(Connection(ours.detach()), 0, lambda: theirs.close() or "")
+    writer = Writer(ALONE, beside=Beside(launch=lambda: silent))
+    begin(writer, tmp_path, 1, *start(ALONE))
+    assert writer.has_ended()
+    assert writer.result().note == ""
+    writer.close()
+
+
+@pytest.fixture
+def launched():
+    """A saver as a run starts it."""
+    saver = launch_saver()
+    yield saver
+    saver.end()
+    saver.connection.close()
+
+
+def test_run_saves_through_a_process_of_its_own_that_sees_no_gpu_and_heeds_no_signal(rows, tmp_path, launched):
+    environment = Path(f"/proc/{launched.pid}/environ").read_text().split("\0")
+    assert "CUDA_VISIBLE_DEVICES=" in environment
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(launched.pid, number)
+    run = build(rows, tmp_path, backend="pytorch", steps=2, save_every=1, eval_every=0)
+    loop.train(run, beside=Beside(launch=lambda: launched, wait_from_bytes=0))
+    path = newest_complete(tmp_path / "checkpoints")
+    assert path.name == "step_000002"
+    assert damages(path, read_info(path).files) == []
+
+
+def test_run_folder_is_in_use_as_long_as_a_saver_lives(tmp_path):
+    assert taken_by(tmp_path, patience_s=0) is None
+    saver = launch_saver()
+    release_all()  # as the end of the trainer does
+    assert "in use by another run" in taken_by(tmp_path, patience_s=0)
+    saver.end()
+    assert taken_by(tmp_path, patience_s=0) is None
+    release_all()
+
+
+TRAINER = """
+import sys
+from trainer.checkpoint.saver_process import launch_saver
+saver = launch_saver()
+print(saver.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_saver_ends_with_a_trainer_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+        ended = os.pidfd_open(int(trainer.stdout.readline()))
+        trainer.kill()
+    assert wait_for(ended)
+
+
+def wait_for(process: int, *, seconds: float = 20) -> bool:
+    readable, _, _ = select.select([process], [], [], seconds)
+    os.close(process)
+    return bool(readable)

@@ -1,7 +1,7 @@
 """A run that is killed again and again, anywhere, ends as if it had never been.
 
 A chain is one run folder: start, SIGKILL to one rank, start again from what is there, and so on; the last start ends.
-Ranks are forked from a process that has imported torch, so that a start costs a fraction of a second.
+Ranks and savers are forked from a process that has imported torch, so that a start costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import FORKED, run_ranks
 from tests.test_loop import build, losses
 from trainer import loop
 from trainer.batch import Batch, LossSum
@@ -97,7 +97,7 @@ def attempt(dist: Dist, rows: str, run_dir: str, steps: int, kill: Kill | None) 
         return loss_fn(module, batch)
 
     run.loss_fn = observed
-    loop.train(run, at=killer.at)
+    loop.train(run, at=killer.at, beside=FORKED)
     run.log.close()
     return start_step
 
@@ -107,9 +107,9 @@ def records_after(rows: str, run_dir: Path, steps: int, kills: list[Kill], *, la
     newest = None
     for kill in kills:
         with pytest.raises(RuntimeError, match=r"ended without a result|failed"):
-            run_ranks(attempt, kill.world_size, rows, str(run_dir), steps, kill, grace_s=0.3)
+            run_ranks(attempt, kill.world_size, rows, str(run_dir), steps, kill, grace_s=0.3, savers=True)
         newest = check_checkpoints(run_dir / "checkpoints", newest, kill)
-    (start_step, *_) = run_ranks(attempt, last, rows, str(run_dir), steps, None)
+    (start_step, *_) = run_ranks(attempt, last, rows, str(run_dir), steps, None, savers=True)
     assert start_step == (newest or 0)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

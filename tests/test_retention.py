@@ -48,7 +48,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_told_and_the_new_one_is_comple
             (tmp_path / ".tmp_step_000001_removed" / "taken").mkdir(parents=True, exist_ok=True)
 
     model, optimizer = start(ALONE)
-    writer = Writer(ALONE, asynchronous=False, at=occupy)
+    writer = Writer(ALONE, beside=None, at=occupy)
     for number in (1, 2):
         writer.start(tmp_path, number, model, optimizer, {}, keep=Keep(last=1))
         written = writer.result()
@@ -76,7 +76,7 @@ def test_newest_stays_and_so_does_all_that_any_rule_wants(saved, keep, newest):
 
 def test_writer_keeps_the_best_by_the_loss_in_its_checkpoints(tmp_path: Path):
     model, optimizer = start(ALONE)
-    writer = Writer(ALONE, asynchronous=False)
+    writer = Writer(ALONE, beside=None)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5)):
         writer.start(tmp_path, step, model, optimizer, {"eval_loss": loss}, keep=Keep(last=1, best=1))
         writer.result()

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from trainer.checkpoint.writer import Beside
 from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
 from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
-from trainer.saving import Saver
+from trainer.saving import DEFAULT, Saver
 from trainer.step import train_step
 from trainer.stopping import stop_requests
 from trainer.watch.profiling import step_watchers, watched
 
 
-def train(run: Run, *, at: AtPoint = nothing) -> Result:
+def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Result:
     """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
 
     Raises NonFiniteError after `train.max_nonfinite_steps` skipped steps in a row, on every rank at the same step.
-    `at` hears of each point that a save passes.
+    `at` hears of each point that a save passes; `beside` says how saves beside the training are made.
     """
     run.module.train()
     total = run.data.train.total_steps
     multiplier = lr_multiplier(run.config.optim, total)
     peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
-    evaluator, saver = Evaluator(run), Saver(run, at=at)
+    evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside)
     with stop_requests(run.run_dir) as is_stop_requested:
+        saver.prepare()
         flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
             run.dist.startup.enter("evaluation")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LOCK_FILE = "control/trainer.lock"
-"""Held by rank 0 as long as its process lives, however it ends. It holds that process's host and id."""
+"""Held by rank 0 as long as its process or its saver's lives, however they end. It holds that process's host and id."""
 PATIENCE_S = 30.0
 """A restart may come while the ranks of the start before are still dying."""
 IN_USE_HINT = "wait for it, stop it, or name another --run-dir"
@@ -35,6 +35,11 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
     os.pwrite(descriptor, f"host {os.uname().nodename}, process {os.getpid()}\n".encode(), 0)
     _held.append(descriptor)
     return None
+
+
+def held_descriptors() -> tuple[int, ...]:
+    """What a child is given that writes into the run folder too: the lock is held until both have ended."""
+    return tuple(_held)
 
 
 def release_all() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.retention import METRIC, Keep
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.writer import Beside, Writer
 from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.run import Run
 from trainer.schema import CHECKPOINTS_DIR
 
+DEFAULT = Beside()
 WORTH_SAYING_S = 1.0
 """Shorter waits for a save are not told."""
 
@@ -19,12 +20,12 @@ WORTH_SAYING_S = 1.0
 class Saver:
     """Writes checkpoints of a run when they are due, beside the training where `train.async_save` says so."""
 
-    def __init__(self, run: Run, *, at: AtPoint = nothing) -> None:
+    def __init__(self, run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> None:
         self._run = run
         train = run.config.train
         # what is saved only at the end is waited for anyway, and needs no copy
-        beside = train.async_save and 0 < train.save_every < run.data.train.total_steps
-        self._writer = Writer(run.dist, asynchronous=beside, at=at)
+        is_worth_it = train.async_save and 0 < train.save_every < run.data.train.total_steps
+        self._writer = Writer(run.dist, beside=beside if is_worth_it else None, at=at)
         self.unsaved: CheckpointError | None = None
         """Why there is no checkpoint of the last save."""
         self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
@@ -32,11 +33,14 @@ class Saver:
     def is_due(self, step: int) -> bool:
         return self._run.is_due(step, every=self._run.config.train.save_every)
 
-    def after_step(self) -> None:
-        """Tell the outcome of a save that has ended meanwhile; and, after the first step, make the copy's buffers."""
+    def prepare(self) -> None:
+        """Begin with what saves beside the training need, before the first step: it waits for nothing of that."""
         reason = self._writer.prepare(self._run.module, self._run.optimizer)
         if reason:
             self._run.log.note(f"note: saves stop the training, train.async_save has no effect: {reason}")
+
+    def after_step(self) -> None:
+        """Tell the outcome of a save that has ended meanwhile."""
         if self._writer.has_ended():
             self._tell()
 
@@ -52,6 +56,9 @@ class Saver:
             self._wait_for_earlier()
             self._start(step)
         if must_succeed:
+            if self._writer.was_lost():
+                self._tell(goes_on="it is saved again")
+                self._start(step)
             self._tell(must_succeed=not then_export, goes_on="the model is exported all the same")
 
     def finish(self) -> None:

@@ -1,13 +1,15 @@
 """One rank of a measurement: what an asynchronous save costs the training. Run under torchrun by test_async_save.py.
 
 `python -m torch.distributed.run --standalone --nproc-per-node=N -m tests.gpu.async_save FOLDER [tiny]`: rank 0 prints
-one JSON object. Without `tiny` the model has the shape of Qwen2.5-1.5B, in fp32 with AdamW: 18.5 GB of state.
+one JSON object, every list in it seconds of single steps. Without `tiny` the model has the shape of Qwen2.5-1.5B, in
+fp32 with AdamW: 18.5 GB of state.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import sys
 import time
 from functools import partial
@@ -20,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from trainer.batch import Batch
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
-from trainer.checkpoint.writer import Writer
+from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist, gather, start_dist, stop_dist
 from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
@@ -57,8 +59,14 @@ SHAPES = {
 }
 
 
+SAVES = ("first", "second", "third")
+
+
 def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
-    """Two saves with steps before, during and after them, and what the first one holds of a tensor changed after it."""
+    """Saves with steps before, during and after them, and what each holds of a tensor that the step after it changes.
+
+    `during` has every step from the start of a save to its end; `copying` is the first of them.
+    """
     config = Config(
         target=TargetConfig(gpu_ranks=list(range(dist.world_size))),
         parallel=ParallelConfig(activation_checkpointing="full"),
@@ -68,46 +76,63 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     init_random(module, 0)
     optimizer = build_optimizer(module, config.optim)
     step = partial(one_step, backend, module, optimizer, batch_of(shape, dist))
-    writer = Writer(dist, asynchronous=True)
-    step()
-    reason = writer.prepare(module, optimizer)
-    result: dict[str, Any] = {"synchronous": reason}
-    began, result["while_allocating"] = time.perf_counter(), []
+    writer = Writer(dist, beside=Beside(wait_from_bytes=0))
+    began = time.perf_counter()
+    result: dict[str, Any] = {"synchronous": writer.prepare(module, optimizer)}
+    result["prepare_blocked_s"] = time.perf_counter() - began
+    result["first_step_s"], result["while_allocating"] = step(), []
     while any(gather(not writer.is_ready(), dist.control_group)):
         result["while_allocating"].append(step())
     result["allocated_after_s"] = time.perf_counter() - began
-    result["before"] = [step() for _ in range(10)]
+    result["before"] = [step() for _ in range(20)]
     norm = local_tensor(next(p for name, p in module.named_parameters() if name.endswith(NORM)))
-    for save in ("first", "second"):
+    for number, save in enumerate(SAVES, start=1):
         settled(module)
         expected = norm.detach().clone()
         began = time.perf_counter()
-        writer.start(folder, 1 if save == "first" else 2, module, optimizer, {}, keep=Keep(last=1))
+        writer.start(folder, number, module, optimizer, {}, keep=Keep(last=1))
         result[f"{save}_blocked_s"] = time.perf_counter() - began
-        with torch.no_grad():
-            norm.add_(1.0)  # at once, before the copy can have been written
-        during = []
+        during = [step()]  # at once, before the copy can have been written
+        assert not torch.equal(norm, expected), "the step has not changed what is looked at"
         while any(gather(not writer.has_ended(), dist.control_group)):
             during.append(step())
-        result[f"{save}_during"] = during
         written = writer.result()
         assert written is not None
-        result[f"{save}_written_s"] = written.seconds
+        result[f"{save}_during"], result[f"{save}_copying_s"] = during, during[0]
+        result[f"{save}_written_s"], result[f"{save}_note"] = written.seconds, written.note
         result[f"{save}_holds_the_old_value"] = holds(written.path, expected, dist)
-    result["after"] = [step() for _ in range(5)]
+        result[f"after_{save}"] = [step() for _ in range(5)]
     writer.close()
-    return result
+    return {**result, "summary": summary(result)}
+
+
+def summary(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of each list of steps: their number, median, mean and slowest in seconds, and mean and slowest as a multiple of
+    the mean and the median of the steps before."""
+    before = result["before"]
+    return {
+        name: {
+            "steps": len(steps),
+            "median_s": statistics.median(steps),
+            "mean_s": statistics.mean(steps),
+            "slowest_s": max(steps),
+            "mean_ratio": statistics.mean(steps) / statistics.mean(before),
+            "slowest_ratio": max(steps) / statistics.median(before),
+        }
+        for name, steps in result.items()
+        if isinstance(steps, list) and steps
+    }
 
 
 def one_step(backend: Any, module: Any, optimizer: Any, batch: Batch) -> float:
-    """Seconds of one optimizer step, the device's work included."""
+    """Seconds of one optimizer step, the device's work for it included."""
     began = time.perf_counter()
     backend.sync(True)
     sft_loss(module, batch, packed=False).total.backward()
     backend.scale_grads(torch.tensor(1e-3, device=batch.input_ids.device))
     apply_update(optimizer, 1e-6, torch.tensor(True, device=batch.input_ids.device))
     if batch.input_ids.is_cuda:
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()  # not the stream of a copy beside it
     return time.perf_counter() - began
 
 

@@ -15,6 +15,10 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read; the message names the folder and what to do."""
 
 
+class SaverLostError(CheckpointError):
+    """A save ended with the process that wrote it; the trainer itself can write."""
+
+
 def cannot_load(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(f"cannot load {path}: {reason}. {DAMAGED}")
 

@@ -1,123 +1,110 @@
-"""A copy of this rank's state in host memory, so that training goes on while the copy is written."""
+"""A copy of this rank's state in memory that its saver process maps too, so that training goes on at once."""
 
 from __future__ import annotations
 
-import copy
-import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.states import Key, State, is_plain, key_of, leaves, map_leaves
-from trainer.hostmem import available_bytes
-from trainer.parallel.tensors import local_tensor
-from trainer.words import render_bytes
+from trainer.checkpoint.packing import pack, packed_bytes
+from trainer.checkpoint.region import Region
+from trainer.checkpoint.states import State
 
-PINNED_FROM_BYTES = 2**20
-"""Larger tensors are pinned one by one; smaller ones lie together in one pinned buffer."""
-SHARE_OF_MEMORY = 0.8
-"""Of the host memory that is available, what the copies of all ranks of this node may take."""
+PIECE_BYTES = 64 * 2**20
+"""Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other
+thread can launch a kernel. A multiple of `packing.ALIGNMENT`, so no value lies in two pieces."""
 
 
 class Staging:
-    """Buffers for one copy of the state, made once by `allocate`; every `copy` overwrites the one before."""
+    """Memory for one copy of the state, made once by `allocate`; every `copy` overwrites the one before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
         self._on_cuda = device.type == "cuda"
-        self._buffers: dict[str, Tensor] = {}
-        self._registered: list[int] = []
+        self._region: Region | None = None
+        self._pinned: list[int] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._is_cancelled = False
 
-    def allocate(self, sizes: dict[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Make a buffer for each tensor, pinned on CUDA: seconds for some GB, and the GIL is free meanwhile."""
-        for path, (size, dtype) in sizes.items():
-            buffer = torch.empty(size, dtype=dtype)
+    @property
+    def region(self) -> Region:
+        assert self._region is not None
+        return self._region
+
+    def allocate(self, size: int, *, beside: bool = True) -> None:
+        """Make the memory, pinned on CUDA: seconds for some GB, and the GIL is free meanwhile.
+
+        `beside`: other threads train, and are let in between the pieces. Raises OSError where there is none.
+        """
+        self.close()
+        self._region = Region.create(size)
+        for start in range(0, self._region.size, self._piece_bytes):
+            if self._is_cancelled:
+                return
+            began = time.perf_counter()
+            piece = self._region.bytes[start : start + self._piece_bytes]
+            piece.zero_()  # makes its pages, without CUDA's lock
             if self._on_cuda:
-                buffer = self._pin(buffer)
-            else:
-                buffer.zero_()  # have its pages now
-            self._buffers[path] = buffer
+                self._pin(piece)
+                if beside:
+                    time.sleep(time.perf_counter() - began)
 
     def copy(self, state: State) -> tuple[State, Callable[[], None]]:
-        """The state with every tensor copied, and a function that waits until the copies are there.
+        """A description of the copy, and a function that waits until it is there.
 
-        Returns once the copies are under way, in order with the device's other work: what changes a tensor later
-        comes later.
+        Returns once the copy is under way. On CUDA that is beside the device's other work: `when_copied` must be called
+        before anything changes the state.
         """
-        done: dict[Key, Tensor] = {}  # tied tensors once
-
-        def staged(path: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return copy.deepcopy(leaf)
-            local = local_tensor(leaf).detach()
-            if key_of(local) not in done:
-                done[key_of(local)] = self._copied(path, local)
-            mine = done[key_of(local)]
-            return DTensor(mine, leaf._spec, requires_grad=False) if isinstance(leaf, DTensor) else mine
-
-        copied = map_leaves(staged, state)
+        needed = packed_bytes(state)
+        if self._region is None or needed > self._region.size:
+            self.allocate(needed, beside=False)
         if not self._on_cuda:
-            return copied, lambda: None
-        event = torch.cuda.Event()
-        event.record()
-        return copied, event.synchronize
+            return pack(state, self._copy), lambda: None
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            packed = pack(state, self._copy)
+            copied = self._copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            copied.record()
+        return packed, copied.synchronize
+
+    def when_copied(self, *ignored: Any) -> None:
+        """Let the device's work that comes now, such as the optimizer's step, wait for the copy; the host does not."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def cancel(self) -> None:
+        """Let an `allocate` in another thread come to its end."""
+        self._is_cancelled = True
 
     def close(self) -> None:
-        """Give the buffers back; no copy may be in use any more."""
-        for pointer in self._registered:
+        """Give the memory back; no copy may be in use any more."""
+        for pointer in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(pointer)
-        self._registered.clear()
-        self._buffers.clear()
+        self._pinned.clear()
+        if self._region is not None:
+            self._region.close()
+        self._region = None
 
-    def _copied(self, path: str, local: Tensor) -> Tensor:
-        if not is_plain(local):  # e.g. 8-bit optimizer state, which is several tensors in one
-            return copy_of(local)
-        buffer = self._buffers.get(path)
-        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-            buffer = torch.empty(local.shape, dtype=local.dtype)
-        return buffer.copy_(local, non_blocking=True)
+    def _copy(self, offset: int, tensor: Tensor) -> None:
+        target = self.region.tensor(offset, tuple(tensor.shape), tensor.dtype)
+        item, size = target.element_size(), target.numel() * target.element_size()
+        if offset % self._piece_bytes + size <= self._piece_bytes:
+            target.copy_(tensor, non_blocking=True)
+            return
+        # CUDA takes no copy across the border of two pieces that were pinned one by one
+        flat, values, begin = target.view(-1), tensor.contiguous().view(-1), 0
+        while begin < len(values):
+            room = self._piece_bytes - (offset + begin * item) % self._piece_bytes
+            end = begin + room // item
+            flat[begin:end].copy_(values[begin:end], non_blocking=True)
+            begin = end
 
-    def _pin(self, buffer: Tensor) -> Tensor:
-        # torch's own pinned memory is rounded up to a power of two: twice the memory for an unlucky embedding
-        size = buffer.numel() * buffer.element_size()
-        if size < PINNED_FROM_BYTES:
-            return buffer.pin_memory() if size else buffer
-        if int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
-            self._registered.append(buffer.data_ptr())
-        return buffer  # not pinned where the system does not let us: the copy is slower, and as right
-
-
-def copy_of(tensor: Any) -> Tensor:
-    """A copy on the CPU, also of one that is several in one: torchao's have no `clone`, and their `cpu` may alias."""
-    if is_plain(tensor):
-        return tensor.detach().to("cpu", copy=True)
-    names, meta = tensor.__tensor_flatten__()
-    parts = {name: copy_of(getattr(tensor, name)) for name in names}
-    return type(tensor).__tensor_unflatten__(parts, meta, tensor.shape, tensor.stride())
-
-
-def sizes_of(state: State) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of this rank's part of every tensor, by its path in the state; tied ones once."""
-    first: dict[Key, str] = {}
-    found = {}
-    for path, leaf in leaves(state):
-        if not isinstance(leaf, Tensor):
-            continue
-        local = local_tensor(leaf)
-        if is_plain(local) and first.setdefault(key_of(local), path) == path:
-            found[path] = local.shape, local.dtype
-    return found
-
-
-def why_no_room(needed: int, *, available: int | None = None, ranks: int | None = None) -> str | None:
-    """Why this node's ranks cannot hold a copy of `needed` bytes each; None when they can."""
-    available = available_bytes() if available is None else available
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
-    if available is None or needed * ranks <= SHARE_OF_MEMORY * available:
-        return None
-    return (
-        f"{ranks} rank(s) would copy {render_bytes(needed)} each to the host's memory, "
-        f"of which {render_bytes(available)} are available"
-    )
+    def _pin(self, piece: Tensor) -> None:
+        # not pinned where the system does not let us: the copy is slower, and as right
+        if int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)) == 0:
+            self._pinned.append(piece.data_ptr())

@@ -1,0 +1,36 @@
+"""Where the saver processes of a run find each other: in the key-value store in which their trainers did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_dist
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A key-value store that every saver can reach: that of the trainers, under a name of its own."""
+
+    kind: str
+    """tcp or file."""
+    place: tuple[Any, ...]
+    name: str
+
+    def open(self, timeout_s: float) -> torch_dist.Store:
+        """A connection of this process's own."""
+        if self.kind == "file":
+            store: Any = torch_dist.FileStore(*self.place, -1)
+        else:
+            store = torch_dist.TCPStore(*self.place, is_master=False, timeout=timedelta(seconds=timeout_s))
+        return torch_dist.PrefixStore(self.name, store)
+
+
+def meeting_at(store: torch_dist.Store | None, name: str) -> Meeting | None:
+    """Where savers can meet that know the trainers' store only by this; None where they cannot."""
+    while isinstance(store, torch_dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, torch_dist.TCPStore):
+        return Meeting("tcp", (store.host, store.port), name)
+    return Meeting("file", (store.path,), name) if isinstance(store, torch_dist.FileStore) else None

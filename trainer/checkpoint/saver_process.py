@@ -1,0 +1,141 @@
+"""The trainer's end of its saver process: start it, order, answer at points, and learn how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import Any
+
+import trainer
+from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive, send
+from trainer.checkpoint.region import Region
+from trainer.checkpoint.states import State
+from trainer.checkpoint.writing import AtPoint, Order, nothing
+from trainer.runlock import held_descriptors
+
+NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""Sent to the whole process group by a terminal or a scheduler; the trainer decides what becomes of a save."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A saver process that has just been started."""
+
+    connection: Connection
+    pid: int
+    end: Callable[[], str]
+    """Kill it, if it has not ended, and say how it ended: `was ended by signal 9 (SIGKILL)`."""
+
+
+Launch = Callable[[], Launched]
+
+
+def launch_saver() -> Launched:
+    """Start a saver of this rank; call this in the main thread, for the saver ends with the thread that starts it.
+
+    Raises OSError when it cannot be started.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "trainer.checkpoint.saver", str(theirs.fileno()), str(os.getpid())]
+    with theirs:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_A_SAVER)  # the child has the mask for good
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                env=saver_environment(),
+                # the run folder's lock, so that no later start finds this process writing
+                pass_fds=(theirs.fileno(), *held_descriptors()),
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return Launched(Connection(ours.detach()), process.pid, lambda: _ended(process))
+
+
+def saver_environment() -> dict[str, str]:
+    """No GPU, one thread, and the modules that this process would find."""
+    paths = [str(Path(trainer.__file__).parents[1]), *(path for path in sys.path if path)]
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    with suppress(subprocess.TimeoutExpired):  # its end of the connection closes a moment before it has ended
+        process.wait(0.2)
+    process.kill()
+    code = process.wait()
+    if code >= 0:
+        return f"ended with code {code}"
+    with suppress(ValueError):
+        hint = ", mostly the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+        return f"was ended by signal {-code} ({signal.Signals(-code).name}{hint})"
+    return f"was ended by signal {-code}"
+
+
+class SaverProcess:
+    """Use it from one thread at a time."""
+
+    def __init__(self, launched: Launched, setup: Setup) -> None:
+        """Raises OSError when it has ended already."""
+        self._connection = launched.connection
+        self._end = launched.end
+        self._region: Region | None = None
+        send(self._connection, setup)
+
+    def wait_until_up(self) -> str:
+        """Wait until all savers have met; how this one was lost, empty when it was not."""
+        answer = self._answer()
+        return "" if isinstance(answer, Up) else self._lost(answer)
+
+    def is_gone(self) -> bool:
+        """Whether it has ended; only while nothing is expected of it."""
+        return self._connection.closed or self._connection.poll()
+
+    def save(self, order: Order, state: State, region: Region, at: AtPoint) -> Outcome:
+        """Have a state written that is in the region; `at` hears of each point before it is passed."""
+        new = region is not self._region
+        try:
+            send(self._connection, Save(order, state, region.size if new else None, at is not nothing))
+            if new:
+                send_handle(self._connection, region.descriptor, None)
+                self._region = region
+        except OSError:
+            return Outcome(lost=self._lost(None))
+        while isinstance(answer := self._answer(), Point):
+            at(answer.name)
+            with suppress(OSError):  # the next answer tells
+                send(self._connection, None)
+        return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))
+
+    def kill(self) -> str:
+        """End it, from any thread: who waits for its answer hears that it is gone. Says how it ended."""
+        return self._end()
+
+    def end(self) -> str:
+        """Kill it, and say how it ended."""
+        said = self._end()
+        self._region = None
+        self._connection.close()
+        return said
+
+    def _answer(self) -> Any:
+        try:
+            return receive(self._connection)
+        except (EOFError, OSError):
+            return None
+
+    def _lost(self, answer: Any) -> str:
+        said = self.end()
+        return answer.lost if isinstance(answer, Outcome) and answer.lost else said
