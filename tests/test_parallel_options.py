@@ -238,10 +238,9 @@ def test_the_wrap_policy_chooses_the_groups(options, names):
     assert groups_of(options) == names
 
 
-def test_an_untied_embedding_may_be_a_group_and_a_tied_one_or_a_head_never():
-    options = {"wrap_policy": "size", "min_num_params": 3000}
-    assert "model.embed_tokens" in groups_of(options, tie_embeddings=False)
-    assert "lm_head" not in groups_of(options, tie_embeddings=False)
+@pytest.mark.parametrize("options", [{}, {"wrap_policy": "size", "min_num_params": 3000}], ids=["transformer", "size"])
+def test_an_untied_embedding_and_its_head_are_groups_and_a_tied_one_never(options):
+    assert {"model.embed_tokens", "lm_head"} < set(groups_of(options, tie_embeddings=False))
     assert "model.embed_tokens" not in groups_of(options)
 
 

@@ -83,15 +83,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         new = torch.empty_like if targets is None else torch.zeros_like
         grad_rows = new(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_weight = None
         for part in _parts(rows, targets, chunk):
             taken = _taken(rows, part)
             logits = F.linear(taken, weight)
             total += softmax_gradient_(logits, labels[part])
             if grad_rows is not None:
                 _put(grad_rows, part, logits, weight)
-            if grad_weight is not None:
-                _add_product_(grad_weight, logits.T, taken)
+            if needs_weight:
+                grad_weight = _plus_product(grad_weight, logits.T, taken)
+        if needs_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight_dtype))
         return total
 
@@ -108,9 +110,11 @@ def _put(grad_rows: Tensor, part: Part, grad_logits: Tensor, weight: Tensor) -> 
         grad_rows.index_copy_(0, part, grad_logits @ weight)
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product of low-precision matrices to an fp32 one, in fp32; on a GPU within the product's kernel."""
-    if left.is_cuda and left.dtype != torch.float32:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """A product of low-precision matrices, added in fp32 to those before; on a GPU within the product's kernel."""
+    if not left.is_cuda or left.dtype == torch.float32:
+        product = (left @ right).float()
+        return product if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -15,7 +15,7 @@ from trainer.data.steps import global_batch_size
 from trainer.inspection.activations import Kernels, count_activations
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
-from trainer.parallel.plan import WrapPlan
+from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import Config
 from trainer.words import render_bytes
@@ -89,18 +89,29 @@ def estimate_memory(
         gathered=plan.peak_gathered_bytes if gathers else batch.casts,
         activations=batch.kept,
         temporary=temporary,
-        communication=_buffer_bytes(plan, freed=batch.kept + temporary),
+        communication=_buffer_bytes(plan, kept=batch.kept, temporary=temporary),
         offloaded=sum(stored) if plan.offloaded else 0,
         accumulates=accumulates,
     )
 
 
-def _buffer_bytes(plan: WrapPlan, *, freed: int) -> int:
-    """A group's gather and its gradients' reduction; the root's comes last, when the activations are gone."""
+def _buffer_bytes(plan: WrapPlan, *, kept: int, temporary: int) -> int:
+    """The largest buffer of a group's gather and of its gradients' reduction, beyond what is gone by then.
+
+    The root and an embedding are reduced when the activations are gone; an own head is gathered before the loss has
+    its logits, and reduced after.
+    """
     if plan.backend != "fsdp":
         return 0
-    sizes = [group.gathered_bytes + plan.reduce_bytes * group.trainable for group in plan.groups]
-    return max([sizes[-1] - freed, *sizes[:-1]])
+
+    def size(group: Group) -> int:
+        reduced = plan.reduce_bytes * group.trainable
+        if group.name == HEAD:
+            return max(group.gathered_bytes, reduced) - temporary
+        late = group.name == ROOT or not group.needed_again
+        return group.gathered_bytes + reduced - (kept + temporary if late else 0)
+
+    return max(0, *map(size, plan.groups))
 
 
 def micro_batches(config: Config, world_size: int) -> int:

@@ -198,6 +198,13 @@ class Block(nn.Module):
         return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
 
 
+class Head(Linear):
+    """The output head of an untied model, which runs what is made of the logits: FSDP gathers its weight for that."""
+
+    def forward(self, hidden: Tensor, head: Callable[[Tensor, Tensor], Any]) -> Any:
+        return head(hidden, self.weight)
+
+
 class Trunk(nn.Module):
     """What Hugging Face calls `model`: the embedding, the layers and the final norm."""
 
@@ -233,7 +240,7 @@ class Decoder(nn.Module):
         self._flex = False
         self.model = Trunk(shape)
         if not shape.tie_embeddings:
-            self.lm_head = Linear(shape.hidden_size, shape.vocab_size, bias=False)
+            self.lm_head = Head(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(
         self,
@@ -246,13 +253,15 @@ class Decoder(nn.Module):
     ) -> Any:
         """The hidden states [B, T, D] after the final norm, or `head(hidden, head_weight [V, D])` when a head is given.
 
-        The head runs inside this forward because only here FSDP holds the head's weight gathered. `packed=False` says
+        The head runs inside this forward because only here FSDP holds its weight gathered. `packed=False` says
         that every row is one document from position 0, padded at its end at most: causal attention alone is then right
         for all but the padding, and faster.
         """
         mask = (document_blocks if self._flex else document_mask)(doc_ids) if packed else None
         hidden = self.model(input_ids, positions, mask, self.compute_dtype)
-        return hidden if head is None else head(hidden, self.head_weight)
+        if head is None:
+            return hidden
+        return head(hidden, self.head_weight) if self.shape.tie_embeddings else self.lm_head(hidden, head)
 
     def pack_with(self, *, flex: bool, tiles: Tiles | None = None) -> None:
         """Say what packed rows go through: FlexAttention with these tile sizes, or a dense mask as at first."""

@@ -33,7 +33,8 @@ class FSDPBackend(Backend):
         for group in self.plan.groups:
             kept = group.kept  # FSDP2 says what happens to the gathered copy: freed, or kept
             reshard = not kept if isinstance(kept, bool) else kept
-            fully_shard(decoder.get_submodule(group.name), reshard_after_forward=reshard, **settings)
+            module = fully_shard(decoder.get_submodule(group.name), reshard_after_forward=reshard, **settings)
+            module.set_unshard_in_backward(group.needed_again)
         for module in fsdp_modules(decoder):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MIB = 2**20
-ROOT = ""
+ROOT, HEAD = "", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Group:
     """The gathered copy in the compute dtype; 0 where the stored parameters are used as they are."""
     kept: bool | int
     """After the forward: gathered until the backward (True), freed (False), or kept sharded over so many ranks."""
+    needed_again: bool = True
+    """Whether the backward needs the parameters: that of an embedding does not."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class WrapPlan:
     @property
     def gather_bytes_per_micro_batch(self) -> float:
         """Bytes that a rank receives to gather parameters, forward and backward."""
-        return sum(group.gathered_bytes * _passes(group.kept, self.shards) for group in self.groups)
+        return sum(group.gathered_bytes * _passes(group, self.shards) for group in self.groups)
 
     @property
     def reduce_bytes_each(self) -> float:
@@ -135,7 +137,7 @@ class WrapPlan:
     def _group_lines(self) -> Iterator[str]:
         if self.backend == "fsdp":
             for names, group in _alike(self.groups):
-                yield f"  {names} of {group.params:,} parameters, {_after(group.kept)}"
+                yield f"  {names} of {group.params:,} parameters, {_after(group.kept, group.needed_again)}"
         if self.ignored is not None:
             yield f"  {self.ignored.name}: {self.ignored.params:,} parameters, whole on every rank"
 
@@ -162,15 +164,17 @@ def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _passes(kept: bool | int, shards: int) -> float:
+def _passes(group: Group, shards: int) -> float:
     """How often a micro-batch brings the other ranks' part of a group: forward, and backward unless it was kept."""
-    forward = _others(shards)
-    if kept is True:
+    forward, kept = _others(shards), group.kept
+    if kept is True or not group.needed_again:
         return forward
     return 2 * forward if kept is False else forward + _others(kept)
 
 
-def _after(kept: bool | int) -> str:
+def _after(kept: bool | int, needed_again: bool) -> str:
+    if not needed_again:
+        return "freed after forward, not needed again"
     if kept is True:
         return "kept after forward"
     return "freed after forward" if kept is False else f"kept over {kept} ranks after forward"

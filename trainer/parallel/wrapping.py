@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import ceil
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
 from trainer.models.patterns import matching
 from trainer.optim.build import state_bytes
-from trainer.parallel.plan import ROOT, Group, WrapPlan
+from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.parallel.tensors import DTYPES
 from trainer.schema import Config, ParallelConfig
 
@@ -65,7 +66,7 @@ class _Planner:
 
     def __init__(self, decoder: Decoder, options: ParallelConfig, *, shards: int, dtype: torch.dtype) -> None:
         self.decoder, self.options, self.shards, self.dtype = decoder, options, shards, dtype
-        fixed = {decoder.model, decoder.blocks, getattr(decoder, "lm_head", None)}
+        fixed = {decoder.model, decoder.blocks}
         if decoder.shape.tie_embeddings:
             fixed.add(decoder.model.embed_tokens)  # the head uses it after the embedding's group would be freed
         self.wrappable = {name: m for name, m in decoder.named_modules() if name and m not in fixed}
@@ -79,8 +80,14 @@ class _Planner:
             own = [p for p in self.decoder.get_submodule(name).parameters() if id(p) not in taken]
             taken |= {id(p) for p in own}
             if own or name == ROOT:
-                found.append(self._measure(name, own, kept=True if name == ROOT else kept))
+                found.append(self._measure(name, own, **self._fate(name, kept)))
         return tuple(found)
+
+    def _fate(self, name: str, kept: bool | int) -> dict[str, Any]:
+        """What becomes of a group's gathered copy. The head's is used again at once, an embedding's never."""
+        if isinstance(self.decoder.get_submodule(name), nn.Embedding):
+            return {"kept": False, "needed_again": False}
+        return {"kept": True if name in (ROOT, HEAD) else kept}
 
     def whole(self) -> Group:
         """The model in one piece, used as it is stored."""
@@ -98,7 +105,8 @@ class _Planner:
         policy = self.options.wrap_policy
         if policy == "size":
             return self._by_size()
-        classes = {"Block"} if policy == "transformer" else self._classes()
+        # an untied embedding and head are as large as several blocks: alone, their traffic hides behind products
+        classes = {"Block", "Embedding", "Head"} if policy == "transformer" else self._classes()
         return [name for name, module in self.wrappable.items() if type(module).__name__ in classes]
 
     def _classes(self) -> set[str]:
@@ -136,6 +144,7 @@ class _Planner:
         own: list[nn.Parameter],
         *,
         kept: bool | int = True,
+        needed_again: bool = True,
         shards: int | None = None,
         gathered: bool = True,
     ) -> Group:
@@ -151,6 +160,7 @@ class _Planner:
             local_bytes=sum(size * p.element_size() for size, p in zip(local, own, strict=True)),
             gathered_bytes=sum(p.numel() for p in own) * self.dtype.itemsize if gathered else 0,
             kept=kept,
+            needed_again=needed_again,
         )
 
 
