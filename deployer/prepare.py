@@ -170,7 +170,8 @@ def requirements(config: Config, command: Command | None, *, project: Path) -> t
         data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
         hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
         parquet = any(d.endswith(".parquet") for d in data)
-        extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": config.optim.optimizer == "adamw8bit"}
+        torchao = config.optim.optimizer == "adamw8bit" or config.train.float8 != "off"
+        extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": torchao}
         extra |= dict.fromkeys(config.run.trackers, True)
         return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
     listed = _requirement_lines(project / "requirements.txt")

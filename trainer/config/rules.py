@@ -12,6 +12,7 @@ from trainer.config.broken import Broken
 from trainer.config.corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
 from trainer.config.data import data_rules, data_without_effect
 from trainer.config.fields import show
+from trainer.config.float8 import float8_rules
 from trainer.config.keys import Places, field_kinds, get_key, scalar_texts
 from trainer.config.length import warmup_steps
 from trainer.config.optim import groups_rules, lora_rules, optim_without_effect
@@ -134,6 +135,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _watching,
         groups_rules,
         lora_rules,
+        float8_rules,
         best_rules,
         config_parallel.broken_rules,
     )

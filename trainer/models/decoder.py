@@ -109,10 +109,12 @@ class Linear(nn.Linear):
 
     adapter: Callable[[Tensor, Tensor], Tensor] | None = None
     """What is added: of the input and the product, the output. No module, so that no name changes (`models.lora`)."""
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    """Of input, weight and bias in one dtype; another one in `models.float8`."""
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.adapted(x, F.linear(x, self.weight.to(x.dtype), bias))
+        return self.adapted(x, self.product(x, self.weight.to(x.dtype), bias))
 
     def adapted(self, x: Tensor, out: Tensor) -> Tensor:
         return out if self.adapter is None else self.adapter(x, out)
@@ -130,7 +132,8 @@ def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
         return [linear(x) for linear in linears]
     weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
-    outs = F.linear(x, weight, torch.cat(biases) if biases else None).split([m.out_features for m in linears], dim=-1)
+    out = linears[0].product(x, weight, torch.cat(biases) if biases else None)
+    outs = out.split([m.out_features for m in linears], dim=-1)
     return [m.adapted(x, out) for m, out in zip(linears, outs, strict=True)]
 
 

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from trainer.config.float8 import why_no_float8
 from trainer.config.parallel import recompute_mode
-from trainer.dist import Dist
+from trainer.dist import Dist, gather
 from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
+from trainer.models.float8 import decide_float8, use_float8, why_not_float8
 from trainer.parallel.compiling import compile_blocks, decide_compile, set_budget
 from trainer.parallel.partition import partition_budget
+from trainer.parallel.timing import seconds_of
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
 from trainer.parallel.wrapping import plan_wrapping
@@ -53,6 +57,7 @@ class Backend:
         """
         self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
         self._decoder = decoder
+        self._choose_float8(decoder)
         self._arrange(decoder)
         self.module = self._spread(decoder)
         return self.module
@@ -70,6 +75,34 @@ class Backend:
 
     def settle(self) -> None:
         """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
+
+    def _choose_float8(self, decoder: Decoder) -> None:
+        self._float8_words: list[str] = []
+        wanted, device = self.config.train.float8, self.dist.device
+        if wanted == "off":
+            return
+        why_not = why_no_float8(self.config) or why_no_triton(device) or why_not_float8(decoder, device)
+        why_not = next(filter(None, gather(why_not, self.dist.control_group)), None)  # one rank's is everyone's
+        chosen, line = decide_float8(wanted, why_not=why_not, gain=lambda: self._float8_gain(decoder))
+        self._float8_words = [line]
+        if chosen:
+            use_float8(decoder)
+
+    def _float8_gain(self, decoder: Decoder) -> float:
+        """How many times as fast as in bf16 blocks are in float8, on the rank that gains least: all decide alike."""
+
+        def in_float8(blocks: Decoder) -> None:
+            use_float8(blocks)
+            self._arrange(blocks)
+
+        stored = self.compute_dtype if self.plan.backend == "fsdp" else decoder.blocks[0].self_attn.q_proj.weight.dtype
+        rows, seq_len = self.config.train.micro_batch_size, self.config.data.seq_len
+        seconds = partial(seconds_of, decoder, rows=rows, seq_len=seq_len, device=self.dist.device, stored=stored)
+        gain = seconds(self._arrange) / seconds(in_float8)
+        torch._dynamo.reset()  # what was compiled for these blocks is not for those of the model
+        if self.dist.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return min(gather(gain, self.dist.control_group))
 
     def _arrange(self, decoder: Decoder) -> None:
         """What of the blocks is computed again, and whether they are compiled."""
@@ -109,6 +142,7 @@ class Backend:
             *self.plan.render(),
             f"on {self.dist.device.type}; activation checkpointing {self._recompute_words()}{every},"
             f" compile {'on' if self.compiled else 'off' + self._why_eager}",
+            *self._float8_words,
         ]
         return "\n".join(lines)
 

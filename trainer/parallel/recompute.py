@@ -20,6 +20,8 @@ KEPT_OPS: frozenset[Any] = frozenset(
         aten.addmm,
         aten.bmm,
         aten.baddbmm,
+        aten._scaled_mm,  # products in float8
+        aten.max,  # the largest value of a tensor, by which it is scaled for them
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention,
         aten._scaled_dot_product_cudnn_attention,

@@ -1,0 +1,96 @@
+"""Products of the blocks in float8, by torchao: each tensor scaled by its own largest value, anew at each product.
+
+Values and weights are e4m3, gradients e5m2; sums and results are in bf16 or better, parameters and their names stay.
+Embedding, head, norms and adapters stay as they are (recipe: github.com/pytorch/ao/tree/main/torchao/float8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config.float8 import MULTIPLE
+from trainer.errors import ConfigError
+from trainer.models.decoder import Decoder, Linear
+
+NEEDED = (8, 9)
+"""Compute capability of the first cards with float8 products (Ada; Hopper is 9.0)."""
+
+WORTH = 1.05
+"""How many times as fast as bf16 float8 must be, for it is less exact."""
+
+
+def use_float8(decoder: Decoder, *, emulate: bool = False) -> None:
+    """Let the seven projections of each block multiply in float8. `emulate`: round to it, and multiply in fp32."""
+    for _, linear in _projections(decoder):
+        linear.product = _float8_product(emulate)
+
+
+def why_not_float8(decoder: Decoder, device: torch.device) -> str | None:
+    """Why this model has no float8 products on this device; None when it can have them."""
+    if device.type != "cuda":
+        return "not on a GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < NEEDED:
+        card, (major, minor) = torch.cuda.get_device_name(device), capability
+        return f"{card} has compute capability {major}.{minor}, and float8 needs {NEEDED[0]}.{NEEDED[1]}"
+    if find_spec("torchao") is None:
+        return "torchao is not installed (pip install torchao, the extra `lowbit`)"
+    return odd_size(decoder)
+
+
+def odd_size(decoder: Decoder) -> str | None:
+    """The first matrix that float8 cannot multiply with, in words."""
+    for name, linear in _projections(decoder):
+        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+            size = f"{linear.out_features} x {linear.in_features}"
+            return f"{name} is {size}, and float8 needs multiples of {MULTIPLE}"
+    return None
+
+
+def decide_float8(wanted: Literal["auto", "on"], *, why_not: str | None, gain: Callable[[], float]) -> tuple[bool, str]:
+    """Whether products are in float8, and a line that tells so.
+
+    `gain`: measures how many times as fast as in bf16 they are; called for `auto` alone. Raises ConfigError for `on`
+    where they cannot be.
+    """
+    if why_not is not None:
+        if wanted == "on":
+            hint = "set train.float8=auto, which then stays with bf16"
+            raise ConfigError(f"train.float8 is on, and there is none: {why_not}", hint=hint)
+        return False, f"float8: off ({why_not})"
+    if wanted == "on":
+        return True, "float8: on"
+    measured = gain()
+    chosen = measured >= WORTH
+    return chosen, f"float8: {measured:.2f} x of bf16 over a few blocks: {'on' if chosen else 'off'}"
+
+
+def _projections(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
+    for index, block in enumerate(decoder.blocks):
+        for part in ("self_attn", "mlp"):
+            for name, child in getattr(block, part).named_children():  # an adapter's matrices are a level below
+                if isinstance(child, Linear):
+                    yield f"model.layers.{index}.{part}.{name}", child
+
+
+@cache
+def _float8_product(emulate: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    # torchao's own module, for its settings; making it also keeps the compiler from code that Triton gets wrong
+    model = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"))
+    module = convert_to_float8_training(model, config=Float8LinearConfig(emulate=emulate))[0]
+    products, casts = module.linear_mm_config, module.config
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = matmul_with_hp_or_float8_args.apply(x, weight.t(), products, casts)
+        return out if bias is None else out + bias
+
+    return product
