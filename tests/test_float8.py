@@ -155,6 +155,16 @@ def test_backend_says_why_it_stays_with_bf16():
     assert module.blocks[0].mlp.up_proj.product is F.linear
 
 
+def test_a_model_that_is_no_longer_compiled_goes_back_to_bf16():
+    config = Config(train=TrainConfig(float8="auto"), target=TargetConfig(train_backend="pytorch", device="cpu"))
+    backend = make_backend(config, ALONE)
+    module = backend.prepare(build_decoder(config, SHAPE))
+    use_float8(module, emulate=True)
+    backend.rearrange(config)
+    assert "float8: off (blocks are not compiled)" in backend.describe()
+    assert module.blocks[0].mlp.up_proj.product is F.linear
+
+
 def test_backend_refuses_float8_on_a_device_without():
     config = Config(train=TrainConfig(float8="on"), parallel=ParallelConfig(compile=True))
     with pytest.raises(ConfigError, match=r"train\.float8 is on, and there is none: not on a GPU"):

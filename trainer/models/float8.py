@@ -31,6 +31,12 @@ def use_float8(decoder: Decoder, *, emulate: bool = False) -> None:
         linear.product = _float8_product(emulate)
 
 
+def use_bf16(decoder: Decoder) -> None:
+    """Take `use_float8` back."""
+    for _, linear in _projections(decoder):
+        linear.__dict__.pop("product", None)
+
+
 def why_not_float8(decoder: Decoder, device: torch.device) -> str | None:
     """Why this model has no float8 products on this device; None when it can have them."""
     if device.type != "cuda":

@@ -24,12 +24,12 @@ from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
-from trainer.models.float8 import decide_float8, use_float8, why_not_float8
-from trainer.parallel.compiling import compile_blocks, decide_compile, set_budget
+from trainer.models.float8 import decide_float8, use_bf16, use_float8, why_not_float8
+from trainer.parallel.compiling import compile_blocks, decide_compile, is_compile_failure, set_budget
 from trainer.parallel.partition import partition_budget
-from trainer.parallel.timing import seconds_of
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
+from trainer.parallel.timing import seconds_of
 from trainer.parallel.wrapping import plan_wrapping
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class Backend:
         every = bool(config.parallel.reduce_every_micro_batch) and self.plan.backend == "fsdp"
         self.plan = replace(self.plan, reduces_every=every)
         self._arrange(self._decoder)
+        if not self.compiled and self._float8_words:
+            use_bf16(self._decoder)
+            self._float8_words = ["float8: off (blocks are not compiled)"]
 
     def settle(self) -> None:
         """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
@@ -98,7 +101,12 @@ class Backend:
         stored = self.compute_dtype if self.plan.backend == "fsdp" else decoder.blocks[0].self_attn.q_proj.weight.dtype
         rows, seq_len = self.config.train.micro_batch_size, self.config.data.seq_len
         seconds = partial(seconds_of, decoder, rows=rows, seq_len=seq_len, device=self.dist.device, stored=stored)
-        gain = seconds(self._arrange) / seconds(in_float8)
+        try:
+            gain = seconds(self._arrange) / seconds(in_float8)
+        except Exception as error:
+            if not is_compile_failure(error):
+                raise
+            gain = 0.0  # the model's own first pass tells of it
         torch._dynamo.reset()  # what was compiled for these blocks is not for those of the model
         if self.dist.device.type == "cuda":
             torch.cuda.empty_cache()
