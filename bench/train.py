@@ -40,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--case", default="0.5b,1.5b", help=f"of {', '.join(CASES)}, joined by commas")
     made.add_argument("--peers", default="all", help="all, none, names as raw,titan, or only:NAMES without ours")
+    made.add_argument("--only", metavar="TEXT", help="rows whose key holds one of these texts, joined by commas")
+    made.add_argument("--gpu", type=int, default=0, help="the first GPU to use")
     made.add_argument("--out", type=Path, help="write the report (JSON) here, after every row")
     made.add_argument("--append", action="store_true", help="add to the report of this machine that --out names")
     made.add_argument("--budget-s", type=float, default=3600, help="start nothing after so many seconds")
@@ -58,6 +60,8 @@ def main() -> int:
     if chosen.table:
         return show(chosen.table, readme=chosen.readme)
     contenders = choose(chosen.case.split(","), chosen.peers)
+    if chosen.only:
+        contenders = [row for row in contenders if any(text in row.key for text in chosen.only.split(","))]
     if chosen.plan:
         for contender in contenders:
             print(f"{SECONDS[contender.who]:4} s  {contender.key}")
@@ -109,7 +113,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     if who != "ours":
         log = chosen.out.with_suffix(f".{who}.log") if chosen.out else folder / f"{who}.log"
-        return run_peers(contenders, warm=chosen.warm, steps=chosen.steps, limit_s=left, log=log)
+        return run_peers(contenders, warm=chosen.warm, steps=chosen.steps, limit_s=left, log=log, gpu=chosen.gpu)
     found = []
     began = time.monotonic()
     for number, contender in enumerate(contenders):
@@ -118,8 +122,8 @@ def measure(
         if rest < SECONDS["ours"]:
             found.append({"failed": "no time was left"})
             continue
-        settings = {"device": chosen.device, "warm": chosen.warm, "steps": chosen.steps, "limit_s": min(rest, 240)}
-        found.append(run_ours(contender, place, **settings))
+        settings = {"device": chosen.device, "warm": chosen.warm, "steps": chosen.steps, "gpu": chosen.gpu}
+        found.append(run_ours(contender, place, limit_s=min(rest, 240), **settings))
         if chosen.out:
             with chosen.out.with_suffix(".ours.log").open("a") as log:
                 log.write(f"== {contender.key}\n{(place / 'log.txt').read_text(errors='replace')}")

@@ -21,11 +21,11 @@ MORE_STEPS = 1000
 
 
 def run_ours(
-    contender: Contender, folder: Path, *, device: str, warm: int, steps: int, limit_s: float
+    contender: Contender, folder: Path, *, device: str, warm: int, steps: int, limit_s: float, gpu: int = 0
 ) -> dict[str, Any]:
     """The measured row of one of our runs; `failed` says why there is none."""
     run_dir, log = folder / "run", folder / "log.txt"
-    command = _command(contender, folder, run_dir, device=device)
+    command = _command(contender, folder, run_dir, device=device, gpu=gpu)
     mark = new_mark()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -51,7 +51,7 @@ def run_ours(
     }
 
 
-def _command(contender: Contender, folder: Path, run_dir: Path, *, device: str) -> list[str]:
+def _command(contender: Contender, folder: Path, run_dir: Path, *, device: str, gpu: int) -> list[str]:
     settings = {
         "recipe": "pretrain",
         "model.name": str(_model_folder(contender, folder)),
@@ -68,7 +68,7 @@ def _command(contender: Contender, folder: Path, run_dir: Path, *, device: str) 
         "optim.learning_rate": 1e-5,
         "optim.weight_decay": 0,
         "target.device": device,
-        "target.gpu_ranks": ",".join(map(str, range(contender.gpus))),
+        "target.gpu_ranks": ",".join(map(str, range(gpu, gpu + contender.gpus))),
         **contender.options,
     }
     config = folder / "config.yaml"

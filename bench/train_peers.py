@@ -35,7 +35,7 @@ def lacking(who: str) -> list[str]:
 
 
 def run_peers(
-    contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path
+    contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int = 0
 ) -> list[dict[str, Any]]:
     """A measured row for each contender, all of one peer and number of GPUs; `failed` says why there is none.
 
@@ -48,7 +48,7 @@ def run_peers(
             rows += [{"failed": "no time was left"}] * (len(contenders) - len(rows))
             break
         left = contenders[len(rows) :]
-        found = _run(left, warm=warm, steps=steps, limit_s=deadline - time.monotonic(), log=log)
+        found = _run(left, warm=warm, steps=steps, limit_s=deadline - time.monotonic(), log=log, gpu=gpu)
         rows += found
         told = bool(found) and "failed" in found[-1]  # the process may have ended with the failure that it told
         if len(found) < len(left) and not told:
@@ -56,13 +56,15 @@ def run_peers(
     return rows
 
 
-def _run(contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path) -> list[dict[str, Any]]:
+def _run(
+    contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int
+) -> list[dict[str, Any]]:
     """The rows up to the first that hangs or dies."""
     first = contenders[0]
     port, found, mark = _free_port(), [], new_mark()
     last = [time.monotonic()]
     settings = json.dumps([_settings(c, warm, steps) for c in contenders])
-    processes = [_start(first, rank, port, settings, log, mark) for rank in range(first.gpus)]
+    processes = [_start(first, rank, port, settings, log, mark, gpu) for rank in range(first.gpus)]
 
     def read() -> None:
         for line in processes[0].stdout or ():
@@ -104,15 +106,16 @@ def _settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
     return {**base, **by_who.get(contender.who, {}), **alone, **pack, **contender.options}
 
 
-def _start(contender: Contender, rank: int, port: int, settings: str, log: Path, mark: str) -> subprocess.Popen[str]:
+def _start(
+    contender: Contender, rank: int, port: int, settings: str, log: Path, mark: str, gpu: int
+) -> subprocess.Popen[str]:
     script = Path(__file__).resolve().parent / "peers" / SCRIPTS[contender.who]
     environ = {
         **os.environ, MARK_ENV: mark, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contender.gpus),
         "LOCAL_WORLD_SIZE": str(contender.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu, gpu + contender.gpus))),
     }  # fmt: skip
-    if contender.gpus == 1:
-        environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     output = subprocess.PIPE if rank == 0 else log.with_suffix(f".{rank}").open("a")
     return subprocess.Popen(
         [sys.executable, str(script), settings], env=environ, stdout=output, stderr=subprocess.STDOUT,
