@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 NICENESS = 10
-"""The training's own threads come first."""
+"""The training's own threads come first once the saver is up; before, on a busy host, it would never come up."""
 EXPENDABLE = "500"
 """Where the system runs out of memory it ends this process before a trainer, which can do without."""
 PR_SET_PDEATHSIG = 1
@@ -28,18 +28,17 @@ def main() -> None:
     """`python -m trainer.checkpoint.saver DESCRIPTOR PARENT`: serve the trainer at the other end of a socket."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
-    os.nice(NICENESS)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(EXPENDABLE)
-    serve(Connection(descriptor))
+    serve(Connection(descriptor), niceness=NICENESS)
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection, *, niceness: int = 0) -> None:
     """Join the other savers and write what is ordered, until the trainer's end of the connection closes."""
     threading.Thread(target=end_with, args=(connection.fileno(),), name="trainer gone", daemon=True).start()
     from trainer.checkpoint.serving import serve_orders  # imports torch: seconds, while the trainer goes on
 
-    serve_orders(connection)
+    serve_orders(connection, niceness=niceness)
 
 
 def die_with(parent: int) -> None:

@@ -20,7 +20,7 @@ from trainer.checkpoint.writing import AtPoint, nothing, write
 from trainer.dist import Group
 
 
-def serve_orders(connection: Connection) -> None:
+def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
     """Meet the other savers, and carry out orders until the trainer is gone.
 
     Ends after something unforeseen too: the other savers then hear that this one is gone, and wait for it no more.
@@ -28,6 +28,7 @@ def serve_orders(connection: Connection) -> None:
     torch.set_num_threads(1)  # the cores are the training's
     try:
         group = _joined(receive(connection), connection)
+        os.nice(niceness)
         region: Region | None = None
         while True:
             order: Save = receive(connection)
