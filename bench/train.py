@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -56,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, _leave)  # what is being measured is ended on the way out, as after Ctrl-C
     chosen = parser().parse_args()
     if chosen.table:
         return show(chosen.table, readme=chosen.readme)
@@ -130,24 +133,31 @@ def measure(
     return found
 
 
+def _leave(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
 def describe_machine(device: str) -> dict[str, Any]:
     """Card, versions, date and command of a report."""
-    import torch
-
     versions = {}
     for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    card = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     return {
-        "card": card,
+        "card": card_name() if device == "cuda" else platform.processor() or "CPU",
         "date": time.strftime("%Y-%m-%d"),
         "command": "python bench/train.py " + " ".join(sys.argv[1:]),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def card_name() -> str:
+    """As torch names it; asked of nvidia-smi, for torch would take memory of the card to be measured."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
 def judge(rows: Sequence[Row], path: Path) -> int:

@@ -31,9 +31,11 @@ def run_ours(
         process = subprocess.Popen(
             command, cwd=HERE.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=_environ(mark)
         )
-        ended = _await_records(process, run_dir / "metrics.jsonl", count=warm + steps + 1, limit_s=limit_s)
-        end_marked(mark)
-        process.wait()
+        try:
+            ended = _await_records(process, run_dir / "metrics.jsonl", count=warm + steps + 1, limit_s=limit_s)
+        finally:
+            end_marked(mark)
+            process.wait()
     text = log.read_text(errors="replace")
     records = _records(run_dir / "metrics.jsonl")[warm : warm + steps]
     if len(records) < steps:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,25 @@ def _run(
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
+    try:
+        _await_ends(processes, last_line=lambda: last[0], limit_s=limit_s)
+    finally:
+        end_marked(mark)
+        for process in processes:
+            process.wait()
+    reader.join(timeout=5)
+    return found
+
+
+def _await_ends(processes: Sequence[subprocess.Popen[str]], *, last_line: Callable[[], float], limit_s: float) -> None:
+    """Return when all have ended, one has failed, none has said a word for STALL_S, or the time is over."""
     began = time.monotonic()
     while any(process.poll() is None for process in processes):
         time.sleep(0.2)
-        dead = any(process.poll() not in (None, 0) for process in processes)
-        if dead or time.monotonic() - last[0] > STALL_S or time.monotonic() - began > limit_s:
-            time.sleep(1)
-            break
-    end_marked(mark)
-    for process in processes:
-        process.wait()
-    reader.join(timeout=5)
-    return found
+        failed = any(process.poll() not in (None, 0) for process in processes)
+        if failed or time.monotonic() - last_line() > STALL_S or time.monotonic() - began > limit_s:
+            time.sleep(1)  # for what the others have to say
+            return
 
 
 def _settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
