@@ -216,8 +216,9 @@ def trace(dist: Dist, rows: str, run_dir: str) -> None:
 def test_named_steps_are_traced_by_every_rank_for_chrome(rows, tmp_path):
     run_ranks(trace, 2, rows, str(tmp_path))
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    assert names == [f"step_{step:06d}_rank_{rank}.json.gz" for step in (2, 4) for rank in (0, 1)]
-    events = json.loads(gzip.decompress((tmp_path / "profile" / names[0]).read_bytes()))["traceEvents"]
+    of_each = [f"step_{step:06d}_rank_{rank}" for step in (2, 4) for rank in (0, 1)]
+    assert names == [f"{name}.{suffix}" for name in of_each for suffix in ("json", "json.gz", "txt")]
+    events = json.loads(gzip.decompress((tmp_path / "profile" / names[1]).read_bytes()))["traceEvents"]
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert products
     assert products[0]["args"]["Input Dims"]

@@ -38,8 +38,9 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
         watchers = step_watchers(run)
         try:
             while step < total and not stopping and not evaluator.early_stop:
-                with watched(watchers, step + 1):
+                with watched(watchers, step + 1) as seen:
                     values = train_step(run, step, lr=peak * multiplier(step))
+                    seen.append(values)
                 step += 1
                 saver.after_step()
                 for note in run.data.train.take_notes():

@@ -314,7 +314,8 @@ class TrainConfig:
     """A run in which no rank gets on for so long ends, naming the late rank with its stack; reading data, saving and
     exporting may take longer. 0: no watchdog."""
     profile_steps: list[int] = field(default_factory=list)
-    """Steps (counted from 1) of which every rank writes a trace for chrome://tracing or Perfetto into RUN/profile/."""
+    """Steps (counted from 1) of which every rank writes a trace for chrome://tracing or Perfetto into RUN/profile/, and
+    a table of where the step went, as text and JSON; rank 0 prints its own. Tracing slows such a step down."""
     memory_snapshot_steps: list[int] = field(default_factory=list)
     """Steps of which every rank writes its GPU's allocations into RUN/profile/, for pytorch.org/memory_viz."""
     debug_distributed: Literal["off", "info", "detail"] = "off"

@@ -1,21 +1,31 @@
-"""Traces and memory snapshots of the steps that the config names, written into the run folder by every rank."""
+"""Traces of the steps that the config names, with a table of where each went, and memory snapshots; by every rank."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.dist import gather
+from trainer.flops import sustained_flops
 from trainer.run import Run
+from trainer.step import NAMES, StepValues
+from trainer.watch.ceiling import Ceiling, ceiling_of
+from trainer.watch.where import Event, StepTime, where_kernels_went, where_operators_went
 
 PROFILE_DIR = "profile"
 
-StepWatcher = Callable[[int], AbstractContextManager[None]]
-"""What stands around a step, whose number counts from 1."""
+StepWatcher = Callable[[int, list[StepValues]], AbstractContextManager[None]]
+"""What stands around a step, whose number counts from 1; the step leaves its values in the list."""
 
 
 def step_watchers(run: Run) -> list[StepWatcher]:
@@ -36,31 +46,99 @@ def step_watchers(run: Run) -> list[StepWatcher]:
 
 
 @contextmanager
-def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[None]:
-    """The step, with everybody watching who wants to."""
+def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepValues]]:
+    """The step, with everybody watching who wants to; put the step's values into the list."""
+    values: list[StepValues] = []
     with ExitStack() as stack:
         for watcher in watchers:
-            stack.enter_context(watcher(step))
-        yield
+            stack.enter_context(watcher(step, values))
+        yield values
 
 
 @contextmanager
-def trace_step(run: Run, step: int) -> Iterator[None]:
-    """A trace of all calls and kernels in this step with their shapes, if the config names it."""
+def trace_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
+    """A trace of all calls and kernels in this step with their shapes, if the config names it, and a table of it."""
     if step not in run.config.train.profile_steps:
         yield
         return
-    activities = [ProfilerActivity.CPU]
-    if run.dist.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    on_gpu = run.dist.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    compiled = _compiled_frames()
+    _synchronize(run)  # what earlier steps have queued does not
     with profile(activities=activities, record_shapes=True) as profiler:
+        gather(None, run.dist.control_group)  # a rank whose profiler started late would look like communication
         yield
         _synchronize(run)  # what the step has queued belongs to its trace
-    _write(run, f"step_{step:06d}_rank_{run.dist.rank}.json.gz", lambda path: profiler.export_chrome_trace(str(path)))
+    run.dist.progress.enter("saving")  # reading a large trace takes a while
+    time = where_it_went(profiler, on_gpu=on_gpu)
+    ceiling = _ceiling(run, time, values[0]) if values else None
+    lines, tree = _table(run, step, time, ceiling, compiled=_compiled_frames() - compiled)
+    for line in lines:
+        run.log.note(line)
+    files: dict[str, Write] = {
+        "txt": lambda path: path.write_text("\n".join([*lines, ""]), encoding="utf-8"),
+        "json": lambda path: path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8"),
+        "json.gz": lambda path: profiler.export_chrome_trace(str(path)),
+    }
+    _write(run, f"step_{step:06d}_rank_{run.dist.rank}", files)
+
+
+def where_it_went(profiler: profile, *, on_gpu: bool) -> StepTime:
+    """Of what the profiler saw: the device's kernels, or the operators where there is no device."""
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = [
+        Event(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
+        for event in profiler.events() or ()
+        if event.device_type == wanted and _is_work(event.name, is_annotation=bool(event.is_user_annotation))
+    ]
+    return where_kernels_went(events) if on_gpu else where_operators_went(events)
+
+
+def _is_work(name: str, *, is_annotation: bool) -> bool:
+    """Whether it is a kernel or an operator: not a name that somebody gave to a stretch of time, nor a wait."""
+    if is_annotation:
+        return name.startswith("Optimizer.")
+    return not name.endswith((" Sync", " Wait Event"))
+
+
+def _table(
+    run: Run, step: int, time: StepTime, ceiling: Ceiling | None, *, compiled: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Where the step went, for the eye and for JSON."""
+    what = "on the device" if time.on_device else "by operator, as there is no device"
+    lines = [f"where step {step} of rank {run.dist.rank} went, {what}:", *time.lines()]
+    lines += [] if ceiling is None else [ceiling.line()]
+    if compiled:
+        lines.append(f"note: step {step} includes compilation, of {compiled} pieces of code: look at a later one")
+    tree = {"step": step, "rank": run.dist.rank, "compiled": compiled, **time.as_dict()}
+    return lines, tree | {"ceiling": None if ceiling is None else asdict(ceiling)}
+
+
+def _ceiling(run: Run, time: StepTime, values: StepValues) -> Ceiling | None:
+    """Of a card that is known; with the mean of all ranks' tokens, as they share them evenly."""
+    sustained = sustained_flops(torch.cuda.get_device_name(run.dist.device)) if time.on_device else None
+    if run.peak_flops is None or sustained is None:
+        return None
+    counts = dict(zip(NAMES, values.read(), strict=False))
+    names = ("tokens", "target tokens", "squared document lengths")
+    tokens, targets, squares = (counts[name] / run.dist.world_size for name in names)
+    return ceiling_of(
+        time,
+        products=run.flops.products * tokens - run.flops.head * (tokens - targets),
+        attention=run.flops.attention * squares,
+        peak_flops=run.peak_flops,
+        sustained_flops=sustained,
+    )
+
+
+def _compiled_frames() -> int:
+    """How many pieces of Python torch.compile has compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
 @contextmanager
-def snapshot_step(run: Run, step: int) -> Iterator[None]:
+def snapshot_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
     """Every allocation on the GPU in this step with its stack, if the config names it."""
     if step not in run.config.train.memory_snapshot_steps:
         yield
@@ -69,8 +147,8 @@ def snapshot_step(run: Run, step: int) -> Iterator[None]:
     try:
         yield
         _synchronize(run)
-        name = f"memory_step_{step:06d}_rank_{run.dist.rank}.pickle"
-        _write(run, name, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
+        name = f"memory_step_{step:06d}_rank_{run.dist.rank}"
+        _write(run, name, {"pickle": lambda path: torch.cuda.memory._dump_snapshot(str(path))})
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -80,14 +158,21 @@ def _synchronize(run: Run) -> None:
         torch.cuda.synchronize(run.dist.device)
 
 
-def _write(run: Run, name: str, write: Callable[[Path], None]) -> None:
-    """Write one file; a disk that does not take it costs the file, not the run."""
+Write = Callable[[Path], object]
+"""Writes one file."""
+
+
+def _write(run: Run, name: str, files: dict[str, Write]) -> None:
+    """Write NAME.SUFFIX for each suffix; a disk that does not take them costs the files, not the run."""
     run.dist.progress.enter("saving")
-    path = run.run_dir / PROFILE_DIR / name
+    folder = run.run_dir / PROFILE_DIR
+    paths = {suffix: folder / f"{name}.{suffix}" for suffix in files}
     try:
-        path.parent.mkdir(exist_ok=True)
-        write(path)
+        folder.mkdir(exist_ok=True)
+        for suffix, write in files.items():
+            write(paths[suffix])
     except (OSError, RuntimeError) as error:
-        run.log.note(f"warning: {path} was not written: {error}")
+        run.log.note(f"warning: {folder / name} was not written: {error}")
         return
-    run.log.note(f"wrote {path}")
+    for path in paths.values():
+        run.log.note(f"wrote {path}")
