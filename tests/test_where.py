@@ -15,8 +15,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.test_loop import build
+from tests.tiny import tiny_decoder
 from trainer import loop
 from trainer.flops import sustained_flops
+from trainer.models.float8 import use_float8, uses_float8
 from trainer.watch.ceiling import ceiling_of
 from trainer.watch.profiling import where_it_went
 from trainer.watch.where import (
@@ -209,6 +211,15 @@ def test_ceiling_of_a_7b_step_is_reckoned_from_its_products():
 @pytest.mark.parametrize(("card", "rate"), [("NVIDIA H100 80GB HBM3", 685e12), ("NVIDIA A100-SXM4-40GB", None)])
 def test_ceiling_is_known_of_measured_cards_only(card, rate):
     assert sustained_flops(card) == rate
+
+
+def test_float8_is_seen_in_a_wrapped_model_so_that_no_bf16_ceiling_is_told():
+    pytest.importorskip("torchao")
+    decoder = tiny_decoder()
+    wrapped = nn.ModuleList([decoder])
+    assert not uses_float8(wrapped)
+    use_float8(decoder, emulate=True)
+    assert uses_float8(wrapped)
 
 
 # --- the profiler -----------------------------------------------------------------------------------------------------

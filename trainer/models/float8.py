@@ -37,6 +37,11 @@ def use_bf16(decoder: Decoder) -> None:
         linear.__dict__.pop("product", None)
 
 
+def uses_float8(model: nn.Module) -> bool:
+    """Whether `use_float8` has been called on the model, also when it is wrapped."""
+    return any("product" in vars(module) for module in model.modules() if isinstance(module, Linear))
+
+
 def why_not_float8(decoder: Decoder, device: torch.device) -> str | None:
     """Why this model has no float8 products on this device; None when it can have them."""
     if device.type != "cuda":

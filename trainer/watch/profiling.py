@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from trainer.dist import gather
 from trainer.flops import sustained_flops
+from trainer.models.float8 import uses_float8
 from trainer.run import Run
 from trainer.step import NAMES, StepValues
 from trainer.watch.ceiling import Ceiling, ceiling_of
@@ -115,9 +116,9 @@ def _table(
 
 
 def _ceiling(run: Run, time: StepTime, values: StepValues) -> Ceiling | None:
-    """Of a card that is known; with the mean of all ranks' tokens, as they share them evenly."""
+    """Of bf16 products on a card that is known; with the mean of all ranks' tokens, as they share them evenly."""
     sustained = sustained_flops(torch.cuda.get_device_name(run.dist.device)) if time.on_device else None
-    if run.peak_flops is None or sustained is None:
+    if run.peak_flops is None or sustained is None or uses_float8(run.module):
         return None
     counts = dict(zip(NAMES, values.read(), strict=False))
     names = ("tokens", "target tokens", "squared document lengths")
