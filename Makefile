@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help install demo test test-oldest soak real lint format docs bench clean
+.PHONY: help install demo test test-oldest soak real lint format docs bench bench-train clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -66,6 +66,10 @@ docs: install  ## write docs/config.md from the schema
 
 bench: install system  ## deploy, log, ps, pull, fan-out: ratios against what one types by hand (root: network namespaces)
 	for part in deploy log ps fanout pull; do $(BIN)/python bench/$$part.py || exit; done
+
+CASE ?= 0.5b,1.5b
+bench-train: install  ## the trainer beside the peers that are installed, on this GPU (CASE=7b-l14,packed,lora,start …)
+	$(BIN)/python bench/train.py --case $(CASE)
 
 clean:  ## remove what the targets made
 	rm -rf .venv .venv-oldest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

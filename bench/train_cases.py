@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,43 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "inter": 160, "layers": 2, "heads": 4, "kv": 2, "head_dim": 16, "vocab": 512},
 }
 TIED = ("1.5b", "0.5b", "tiny")
-DOC_TOKENS = (256, 2048)
-"""Documents of the packed cases: lengths drawn evenly from this range (tiny: 4 to 32)."""
+WORKS = {
+    "lora.rank": "LoRA", "lora": "LoRA", "train.float8": "float8", "optim.optimizer": "8-bit AdamW",
+    "model.freeze": "frozen", "parallel.cpu_offload": "CPU offload",
+}  # fmt: skip
+"""Options, ours or a peer's, that change what is computed: such rows are compared among themselves only."""
+
+
+def doc_tokens(model: str) -> tuple[int, int]:
+    """Documents of packed rows have lengths drawn evenly from this range, both ends included."""
+    return (4, 32) if model == "tiny" else (256, 2048)
+
+
+def work_of(options: Mapping[str, Any]) -> str:
+    """What a row's options change of the work itself; empty: full training in bf16."""
+    return ", ".join(WORKS[name] for name in options if name in WORKS)
+
+
+def hf_config(model: str) -> dict[str, Any]:
+    """The config.json of a shape, which ours and Hugging Face's models are built from."""
+    s = SHAPES[model]
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": s["vocab"],
+        "hidden_size": s["hidden"],
+        "intermediate_size": s["inter"],
+        "num_hidden_layers": s["layers"],
+        "num_attention_heads": s["heads"],
+        "num_key_value_heads": s["kv"],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": model in TIED,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
 
 
 def count_params(model: str) -> int:
@@ -49,6 +85,8 @@ class Contender:
     """What is special about its settings, for the table."""
     packed: bool = False
     """Documents packed into rows; otherwise every row is one document of full length."""
+    cache: str = ""
+    """A compile cache of this report, empty for the first row that names it; none named: the user's."""
     options: dict[str, Any] = field(default_factory=dict)
     """Overrides of our config, or settings of the peer's script."""
 
@@ -60,10 +98,19 @@ class Contender:
 
 
 def ours(
-    model: str, seq_len: int, micro_batch: int, *, label: str = "", packed: bool = False, gpus: int = 1, **options: Any
+    model: str,
+    seq_len: int,
+    micro_batch: int,
+    *,
+    gpus: int = 1,
+    label: str = "",
+    packed: bool = False,
+    cache: str = "",
+    **options: Any,
 ) -> Contender:
+    """A row of ours; options are keys of our config with `__` in place of the dot."""
     overrides = {name.replace("__", "."): value for name, value in options.items()}
-    return Contender("ours", model, seq_len, micro_batch, gpus, label, packed, overrides)
+    return Contender("ours", model, seq_len, micro_batch, gpus, label, packed, cache, overrides)
 
 
 def peer(
@@ -72,12 +119,13 @@ def peer(
     seq_len: int,
     micro_batch: int,
     *,
+    gpus: int = 1,
     label: str = "",
     packed: bool = False,
-    gpus: int = 1,
     **options: Any,
 ) -> Contender:
-    return Contender(who, model, seq_len, micro_batch, gpus, label, packed, options)
+    """A row of a peer; options are settings of its script in bench/peers/."""
+    return Contender(who, model, seq_len, micro_batch, gpus, label, packed, options=options)
 
 
 def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
@@ -137,10 +185,17 @@ CASES: dict[str, list[Contender]] = {
         ours("1.5b", 2048, 4, label="frozen embedding", model__freeze="model.embed_tokens.*"),
         ours("1.5b", 2048, 4, label="cpu_offload", target__train_backend="fsdp", parallel__cpu_offload="true"),
     ],
+    "start": [
+        ours("1.5b", 2048, 4, label="nothing compiled before", cache="start"),
+        ours("1.5b", 2048, 4, label="started before", cache="start"),
+        peer("hf", "1.5b", 2048, 4, label="no AC", ac="none"),
+    ],
     "tiny": [
         ours("tiny", 64, 2),
         ours("tiny", 64, 2, packed=True),
         peer("raw", "tiny", 64, 2, attn="flash", compile=False),
         peer("hf", "tiny", 64, 2, label="no AC", ac="none"),
+        peer("trl", "tiny", 64, 2, packed=True, label="default packing, no AC", ac="none"),
+        peer("trl", "tiny", 64, 2, label="LoRA, no AC", ac="none", lora=4),
     ],
 }  # fmt: skip

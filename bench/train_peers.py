@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,21 @@ from typing import Any
 from train_cases import Contender
 from train_processes import MARK_ENV, end_marked, new_mark
 
+PEERS = Path(__file__).resolve().parent / "peers"
 SCRIPTS = {"raw": "raw.py", "titan": "titan.py", "hf": "hf.py", "liger": "hf.py", "trl": "hf.py"}
 NEEDS = {
     "raw": ("triton",),
     "titan": ("torchtitan",),
     "hf": ("transformers", "accelerate"),
     "liger": ("transformers", "accelerate", "liger_kernel"),
-    "trl": ("transformers", "accelerate", "trl", "datasets"),
+    "trl": ("transformers", "accelerate", "trl", "datasets", "peft"),
 }
 STALL_S = 120
 """Without a line for so long a peer counts as hung."""
+LEAST_S = 15
+"""With less time than this nothing is started."""
+
+Measured = dict[str, Any]
 
 
 def lacking(who: str) -> list[str]:
@@ -36,98 +41,123 @@ def lacking(who: str) -> list[str]:
 
 def run_peers(
     contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int = 0
-) -> list[dict[str, Any]]:
-    """A measured row for each contender, all of one peer and number of GPUs; `failed` says why there is none.
+) -> Iterator[Measured]:
+    """What each contender measured, as soon as it has, or why it failed; all are of one peer and number of GPUs.
 
     One that hangs or dies is told so, and a new process goes on with the rest.
     """
-    rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + limit_s
-    while len(rows) < len(contenders):
-        if time.monotonic() > deadline:
-            rows += [{"failed": "no time was left"}] * (len(contenders) - len(rows))
-            break
-        left = contenders[len(rows) :]
-        found = _run(left, warm=warm, steps=steps, limit_s=deadline - time.monotonic(), log=log, gpu=gpu)
-        rows += found
-        told = bool(found) and "failed" in found[-1]  # the process may have ended with the failure that it told
-        if len(found) < len(left) and not told:
-            rows.append({"failed": "hung, died or out of time"})
-    return rows
+    deadline, done = time.monotonic() + limit_s, 0
+    while done < len(contenders):
+        left_s, last = deadline - time.monotonic(), None
+        if left_s < LEAST_S:
+            yield {"failed": "no time was left"}
+            done += 1
+            continue
+        for last in _run(contenders[done:], warm=warm, steps=steps, limit_s=left_s, log=log, gpu=gpu):
+            yield last
+            done += 1
+        told = last is not None and "failed" in last  # the process may have ended with the failure that it told
+        if done < len(contenders) and not told:
+            yield {"failed": "hung, died or out of time"}
+            done += 1
 
 
 def _run(
     contenders: Sequence[Contender], *, warm: int, steps: int, limit_s: float, log: Path, gpu: int
-) -> list[dict[str, Any]]:
-    """The rows up to the first that hangs or dies."""
-    first = contenders[0]
-    port, found, mark = _free_port(), [], new_mark()
-    last = [time.monotonic()]
-    settings = json.dumps([_settings(c, warm, steps) for c in contenders])
-    processes = [_start(first, rank, port, settings, log, mark, gpu) for rank in range(first.gpus)]
-
-    def read() -> None:
-        for line in processes[0].stdout or ():
-            last[0] = time.monotonic()
-            with log.open("a") as out:
-                out.write(line)
-            if line.startswith("RESULT "):
-                found.append(json.loads(line.removeprefix("RESULT ")))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
+) -> Iterator[Measured]:
+    """What was measured up to the first contender that hangs or dies."""
+    mark, settings = new_mark(), json.dumps([build_settings(c, warm, steps) for c in contenders])
+    processes = _start(contenders[0], settings, log, mark, gpu)
+    output = _Output(processes[0], log)
     try:
-        _await_ends(processes, last_line=lambda: last[0], limit_s=limit_s)
+        yield from _results(output, lambda: _goes_on(processes, output, limit_s))
     finally:
         end_marked(mark)
         for process in processes:
             process.wait()
-    reader.join(timeout=5)
-    return found
+    output.close()
+    yield from output.take()
 
 
-def _await_ends(processes: Sequence[subprocess.Popen[str]], *, last_line: Callable[[], float], limit_s: float) -> None:
-    """Return when all have ended, one has failed, none has said a word for STALL_S, or the time is over."""
-    began = time.monotonic()
-    while any(process.poll() is None for process in processes):
+class _Output:
+    """Reads what rank 0 prints, into a log; results are taken out as they come."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process, self._log = process, log
+        self._results: list[Measured] = []
+        self.began_s = self.last_line_s = time.monotonic()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._log.open("a") as out:
+            for line in self._process.stdout or ():
+                self.last_line_s = time.monotonic()
+                out.write(line)
+                out.flush()
+                if line.startswith("RESULT "):
+                    self._results.append(json.loads(line.removeprefix("RESULT ")))
+
+    def take(self) -> Iterator[Measured]:
+        while self._results:
+            yield self._results.pop(0)
+
+    def close(self) -> None:
+        self._thread.join(timeout=5)
+
+
+def _results(output: _Output, goes_on: Callable[[], bool]) -> Iterator[Measured]:
+    while goes_on():
         time.sleep(0.2)
-        failed = any(process.poll() not in (None, 0) for process in processes)
-        if failed or time.monotonic() - last_line() > STALL_S or time.monotonic() - began > limit_s:
-            time.sleep(1)  # for what the others have to say
-            return
+        yield from output.take()
 
 
-def _settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
-    base = {
+def _goes_on(processes: Sequence[subprocess.Popen[str]], output: _Output, limit_s: float) -> bool:
+    """Whether some still run, none has failed, and rank 0 has neither been silent nor taken too long."""
+    codes, now = [process.poll() for process in processes], time.monotonic()
+    if any(codes):  # None and 0 are well
+        time.sleep(1)  # for what the others have to say
+        return False
+    return None in codes and now - output.last_line_s < STALL_S and now - output.began_s < limit_s
+
+
+def build_settings(contender: Contender, warm: int, steps: int) -> dict[str, Any]:
+    """A contender as its script takes it."""
+    made: dict[str, Any] = {
         "model": contender.model,
         "seq": contender.seq_len,
         "mb": contender.micro_batch,
         "warm": warm,
         "steps": steps,
     }
-    by_who: dict[str, dict[str, Any]] = {
-        "hf": {"engine": "hf"}, "liger": {"engine": "hf", "liger": True}, "trl": {"engine": "trl"},
-    }  # fmt: skip
-    alone = {"fsdp": contender.gpus > 1} if contender.who in by_who else {}
-    pack = {"pack": "bfd" if contender.packed else "wrapped"} if contender.who == "trl" else {}
-    return {**base, **by_who.get(contender.who, {}), **alone, **pack, **contender.options}
+    if contender.who in ("hf", "liger", "trl"):
+        made["engine"] = "trl" if contender.who == "trl" else "hf"
+        made["liger"] = contender.who == "liger"
+        made["fsdp"] = contender.gpus > 1
+        made["pack"] = "bfd" if contender.packed else "wrapped"
+    return {**made, **contender.options}
 
 
-def _start(
-    contender: Contender, rank: int, port: int, settings: str, log: Path, mark: str, gpu: int
-) -> subprocess.Popen[str]:
-    script = Path(__file__).resolve().parent / "peers" / SCRIPTS[contender.who]
+def _start(contender: Contender, settings: str, log: Path, mark: str, gpu: int) -> list[subprocess.Popen[str]]:
+    """A process a GPU; rank 0 prints into a pipe, the others into logs of their own."""
+    gpus, started = contender.gpus, []
     environ = {
-        **os.environ, MARK_ENV: mark, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(contender.gpus),
-        "LOCAL_WORLD_SIZE": str(contender.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu, gpu + contender.gpus))),
+        **os.environ, MARK_ENV: mark, "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpu, gpu + gpus))),
     }  # fmt: skip
-    output = subprocess.PIPE if rank == 0 else log.with_suffix(f".{rank}").open("a")
-    return subprocess.Popen(
-        [sys.executable, str(script), settings], env=environ, stdout=output, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True,
-    )  # fmt: skip
+    command = [sys.executable, str(PEERS / SCRIPTS[contender.who]), settings]
+    for rank in range(gpus):
+        own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        output = subprocess.PIPE if rank == 0 else log.with_suffix(f".{rank}").open("a")
+        started.append(
+            subprocess.Popen(
+                command, env=own, stdout=output, stderr=subprocess.STDOUT, text=True, errors="replace",
+                start_new_session=True,
+            )
+        )  # fmt: skip
+    return started
 
 
 def _free_port() -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train_cases import PEAK_FLOPS, Contender, flops_per_token
+from train_cases import PEAK_FLOPS, Contender, flops_per_token, work_of
 
 Row = dict[str, Any]
+Report = dict[str, Any]
+"""`meta` (card, versions, date, command) and `rows`."""
 NAMES = {
     "ours": "Torchferry", "titan": "torchtitan 0.2.2", "raw": "plain torch", "hf": "HF Trainer",
     "liger": "HF Trainer + Liger", "trl": "TRL",
@@ -18,6 +20,7 @@ NAMES = {
 SLOWER = 0.05
 """The part by which a row of ours may be slower than the baseline's."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NO_TIME = "no time was left"
 
 
 def make_row(contender: Contender, measured: Row) -> Row:
@@ -31,30 +34,44 @@ def make_row(contender: Contender, measured: Row) -> Row:
         return {**row, "failed": measured["failed"]}
     median_s = statistics.median(measured["step_s"])
     # tokens that are trained on: a packed row has some padding at its end
-    tokens = measured.get("tokens", contender.gpus * contender.micro_batch * contender.seq_len) / contender.gpus
-    speed = tokens / median_s
-    flops = (
-        None
-        if contender.packed or "lora" in contender.label.lower()
-        else flops_per_token(contender.model, contender.seq_len)
-    )
+    tokens = measured.get("tokens") or contender.gpus * contender.micro_batch * contender.seq_len
+    speed = tokens / contender.gpus / median_s
     return {
         **row,
         "step_ms": round(1e3 * median_s, 1),
         "step_ms_min": round(1e3 * min(measured["step_s"]), 1),
         "step_ms_max": round(1e3 * max(measured["step_s"]), 1),
         "tok_s_gpu": round(speed),
-        "mfu": round(flops * speed / PEAK_FLOPS, 4) if flops else None,
+        "mfu": _mfu(contender, speed, measured.get("mfu")),
         "peak_gib": round(measured["peak_gib"], 1),
-        "first_step_s": measured.get("first_step_s"),
-        **{name: measured[name] for name in ("data_wait_s", "notes", "loss") if name in measured},
+        **{name: measured.get(name) for name in ("first_step_s", "data_wait_s", "loss") if name in measured},
+        **({"notes": measured["notes"]} if measured.get("notes") else {}),
     }
 
 
+def _mfu(contender: Contender, speed: float, told: float | None) -> float | None:
+    """Of full rows and full training by the one formula for all; else what the contender itself reckoned, if it did."""
+    if contender.packed or work_of(contender.options):
+        return None if told is None else round(told, 4)
+    return round(flops_per_token(contender.model, contender.seq_len) * speed / PEAK_FLOPS, 4)
+
+
+def add_row(rows: Sequence[Row], row: Row) -> list[Row]:
+    """The rows with this one, in place of the former with its key; one for which no time was left replaces none."""
+    if row["key"] not in [known["key"] for known in rows]:
+        return [*rows, row]
+    if row.get("failed") == NO_TIME:
+        return list(rows)
+    return [row if known["key"] == row["key"] else known for known in rows]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def render(rows: Sequence[Row]) -> list[str]:
-    """A markdown table, each row beside the best of ours with the same model, GPUs and kind of rows."""
+    """A markdown table: peers beside ours at the same work, ours with an option beside ours without it."""
     lines = [
-        "| | model | GPUs | rows | micro-batch | step ms (min-max) | tok/s/GPU | MFU | peak GiB | start s | ours is |",
+        "| | model | GPUs | rows | micro-batch | step ms (min-max) | tok/s/GPU | MFU | peak GiB | start s | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return lines + [_line(row, rows) for row in rows]
@@ -64,91 +81,122 @@ def _line(row: Row, rows: Sequence[Row]) -> str:
     name = NAMES[row["who"]] + (f", {row['label']}" if row["label"] else "")
     where = f"| {name} | {row['model']} | {row['gpus']} | {_rows_text(row)} | {row['micro_batch']} |"
     if "failed" in row:
-        return f"{where} {row['failed'][:80]} | | | | | |"
+        return f"{where} {row['failed'].replace('|', '/')[:80]} | | | | | |"
     mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
     first = f"{row['first_step_s']:.0f}" if row.get("first_step_s") else ""
     step = f"{row['step_ms']:.0f} ({row['step_ms_min']:.0f}-{row['step_ms_max']:.0f})"
-    return f"{where} {step} | {row['tok_s_gpu']:,} | {mfu} | {row['peak_gib']:.1f} | {first} | {_ratio(row, rows)} |"
+    ratio = _ratio_of_ours(row, rows) if row["who"] == "ours" else _ratio_to_peer(row, rows)
+    return f"{where} {step} | {row['tok_s_gpu']:,} | {mfu} | {row['peak_gib']:.1f} | {first} | {ratio} |"
 
 
 def _rows_text(row: Row) -> str:
     return f"{row['seq_len']}, " + ("packed documents" if row["packed"] else "full")
 
 
-def _ratio(row: Row, rows: Sequence[Row]) -> str:
-    """Our speed at the same micro-batch by this row's, and our best by it."""
-    if row["who"] == "ours":
-        return ""
-    mine = [r for r in rows if r["who"] == "ours" and "failed" not in r and _same_work(r, row)]
+def _ratio_to_peer(row: Row, rows: Sequence[Row]) -> str:
+    """Our speed by the peer's: at its micro-batch, and at our best."""
+    mine = [r for r in _measured(rows) if r["who"] == "ours" and work_key(r) == work_key(row)]
     same = [r["tok_s_gpu"] for r in mine if r["micro_batch"] == row["micro_batch"]]
     best = [r["tok_s_gpu"] for r in mine]
-    parts = [f"{max(same) / row['tok_s_gpu']:.2f} x"] if same else []
+    parts = [f"ours is {max(same) / row['tok_s_gpu']:.2f} x"] if same else []
     if best and (not same or max(best) > max(same)):
-        parts.append(f"{max(best) / row['tok_s_gpu']:.2f} x at its best")
+        parts.append(f"ours at its best {max(best) / row['tok_s_gpu']:.2f} x")
     return ", ".join(parts)
 
 
-def _same_work(a: Row, b: Row) -> bool:
-    same = all(a[name] == b[name] for name in ("model", "gpus", "seq_len", "packed"))
-    return same and ("lora" in a["label"].lower()) == ("lora" in b["label"].lower())
+def _ratio_of_ours(row: Row, rows: Sequence[Row]) -> str:
+    """The speed of packed rows by that of full ones, or with an option by that without."""
+    full = not row["packed"] or bool(row["label"])
+    plain = [
+        r["tok_s_gpu"] for r in _measured(rows)
+        if r["who"] == "ours" and not r["label"] and r["packed"] == (row["packed"] and full)
+        and all(r[name] == row[name] for name in ("model", "gpus", "seq_len", "micro_batch")) and r is not row
+    ]  # fmt: skip
+    return f"{row['tok_s_gpu'] / plain[0]:.2f} x {'without' if full else 'full rows'}" if plain else ""
 
 
-def compare(rows: Sequence[Row], baseline: Sequence[Row]) -> tuple[list[str], bool]:
-    """Each row of ours beside the baseline's, and whether none is more than SLOWER slower."""
-    before = {row["key"]: row for row in baseline if "failed" not in row}
-    lines, good = [], True
-    for row in (row for row in rows if row["who"] == "ours" and row["key"] in before):
-        if "failed" in row:
-            lines.append(f"{row['key']}: failed: {row['failed']}")
-            good = False
-            continue
-        change = row["tok_s_gpu"] / before[row["key"]]["tok_s_gpu"] - 1
-        slow = change < -SLOWER
-        lines.append(f"{row['key']}: {row['tok_s_gpu']:,} tok/s/GPU, {change:+.1%}" + ("  TOO SLOW" if slow else ""))
-        good &= not slow
-    return lines, good
+def work_key(row: Row) -> tuple[Any, ...]:
+    """Rows with the same key did the same work, whatever the micro-batch and the settings."""
+    return (row["model"], row["gpus"], row["seq_len"], row["packed"], work_of(row["options"]))
 
 
-def render_readme(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """The short table: of each model the fastest row of everybody, and how many times as fast ours is at its
-    micro-batch, or at our best one where we have no row of that."""
-    lines = ["| model, GPUs, rows | " + " | ".join(NAMES[who] for who in NAMES) + " |", "|---" * (len(NAMES) + 1) + "|"]
-    for report in reports:
-        rows = [row for row in report["rows"] if "failed" not in row]
-        works = {(r["model"], r["gpus"], r["seq_len"], r["packed"], "lora" in r["label"].lower()): r for r in rows}
-        for work in works.values():
-            mine = [row for row in rows if _same_work(row, work)]
-            if {row["who"] for row in mine} > {"ours"}:
-                lines.append(_readme_line(work, mine, report["meta"]["card"]))
-    return lines
+def _measured(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "failed" not in row]
 
 
-def _readme_line(work: Row, rows: Sequence[Row], card: str) -> str:
-    best = {who: max((r["tok_s_gpu"] for r in rows if r["who"] == who), default=None) for who in NAMES}
-    lora = " LoRA" if "lora" in work["label"].lower() else ""
-    cells = [f"{work['model']}{lora}, {work['gpus']} x {card}, {_rows_text(work)}"]
-    for who in NAMES:
-        if best[who] is None:
-            cells.append("")
-        else:
-            cells.append(f"{best[who]:,}{'' if who == 'ours' else _beside_ours(who, best[who], rows)}")
-    return "| " + " | ".join(cells) + " |"
+def render_readme(reports: Sequence[Report]) -> list[str]:
+    """The short table: of each work the fastest row of everybody, and how many times as fast ours is at its
+    micro-batch, or at our best one where we have no row of that. Nothing of no report."""
+    lines = [_readme_line(*found) for report in reports for found in _works(report)]
+    head = [f"| model, GPUs, rows | {' | '.join(NAMES.values())} |", "|---" * (len(NAMES) + 1) + "|"]
+    return head + lines if lines else []
 
 
-def _beside_ours(who: str, speed: int, rows: Sequence[Row]) -> str:
-    size = next(row["micro_batch"] for row in rows if row["who"] == who and row["tok_s_gpu"] == speed)
+def _works(report: Report) -> Iterator[tuple[list[Row], str]]:
+    """The measured rows of each work that a peer did too."""
+    rows = _measured(report["rows"])
+    for key in dict.fromkeys(map(work_key, rows)):
+        found = [row for row in rows if work_key(row) == key]
+        if {row["who"] for row in found} > {"ours"}:
+            yield found, report["meta"]["card"]
+
+
+def _readme_line(rows: Sequence[Row], card: str) -> str:
+    work = work_of(rows[0]["options"])
+    title = f"{rows[0]['model']}{f' {work}' if work else ''}, {rows[0]['gpus']} x {card}, {_rows_text(rows[0])}"
+    return "| " + " | ".join([title, *(_readme_cell(who, rows) for who in NAMES)]) + " |"
+
+
+def _readme_cell(who: str, rows: Sequence[Row]) -> str:
+    best = max((row for row in rows if row["who"] == who), key=lambda row: row["tok_s_gpu"], default=None)
+    if best is None:
+        return ""
     mine = [row for row in rows if row["who"] == "ours"]
-    same = [row["tok_s_gpu"] for row in mine if row["micro_batch"] == size] or [row["tok_s_gpu"] for row in mine]
-    return f" ({max(same) / speed:.2f} x)" if same else ""
+    if who == "ours" or not mine:
+        return f"{best['tok_s_gpu']:,}"
+    same = [row for row in mine if row["micro_batch"] == best["micro_batch"]] or mine
+    return f"{best['tok_s_gpu']:,} ({max(row['tok_s_gpu'] for row in same) / best['tok_s_gpu']:.2f} x)"
 
 
-def write_readme(readme: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Put the short table between README's markers."""
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    readme.write_text("\n".join([before + BEGIN, *render_readme(reports), END + after]))
+# --- against a baseline -----------------------------------------------------------------------------------------------
 
 
-def read_report(path: Path) -> dict[str, Any]:
+def judge(report: Report, baseline: Report) -> tuple[list[str], int]:
+    """What to say of ours beside an earlier report, and the exit code: 0 as fast, 1 slower, 2 not to be compared."""
+    here, there = report["meta"]["card"], baseline["meta"]["card"]
+    if here != there:
+        return [f"the baseline was measured on {there}, and this is {here}: not compared"], 2
+    before = {row["key"]: row for row in _measured(baseline["rows"]) if row["who"] == "ours"}
+    after = [row for row in report["rows"] if row["key"] in before and row.get("failed") != NO_TIME]
+    if not after:
+        return ["the baseline has none of these rows: not compared"], 2
+    slow = [row for row in after if _change(row, before) < -SLOWER]
+    lines = ["| ours | before | now | change |", "|---|---|---|---|"]
+    return lines + [_change_line(row, before, slow=row in slow) for row in after], 1 if slow else 0
+
+
+def _change(row: Row, before: dict[str, Row]) -> float:
+    return row.get("tok_s_gpu", 0) / before[row["key"]]["tok_s_gpu"] - 1
+
+
+def _change_line(row: Row, before: dict[str, Row], *, slow: bool) -> str:
+    now = f"failed: {row['failed'][:80]}" if "failed" in row else f"{row['tok_s_gpu']:,}"
+    change = f"{_change(row, before):+.1%}" + (", too slow" if slow else "")
+    return f"| {row['key']} | {before[row['key']]['tok_s_gpu']:,} | {now} | {change} |"
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_report(path: Path) -> Report:
     return json.loads(path.read_text())
+
+
+def write_report(path: Path, report: Report) -> None:
+    path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def put_between_marks(text: str, lines: Sequence[str]) -> str:
+    """README's text with these lines between the marks."""
+    before, rest = text.split(BEGIN)
+    return "\n".join([before + BEGIN, *lines, END + rest.split(END)[1]])

@@ -18,19 +18,12 @@ import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from train_cases import DOC_TOKENS, SHAPES, TIED  # noqa: E402
+from train_cases import SHAPES, TIED, doc_tokens, hf_config  # noqa: E402
 
 __all__ = [
-    "DOC_TOKENS",
-    "SHAPES",
-    "TIED",
-    "StepClock",
-    "init_dist",
-    "is_tiny",
-    "qwen2_config",
-    "report",
-    "run_settings",
-]
+    "SHAPES", "TIED", "Settings", "StepClock", "doc_tokens", "hf_config", "init_dist", "rank", "report", "run_settings",
+    "world",
+]  # fmt: skip
 
 Settings = dict[str, Any]
 
@@ -41,34 +34,6 @@ def rank() -> int:
 
 def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def is_tiny(c: Settings) -> bool:
-    return c["model"] == "tiny"
-
-
-def qwen2_config(c: Settings) -> Any:
-    """transformers' config of a shape, for torch's own attention."""
-    from transformers import Qwen2Config
-
-    s = SHAPES[c["model"]]
-    config = Qwen2Config(
-        vocab_size=s["vocab"],
-        hidden_size=s["hidden"],
-        intermediate_size=s["inter"],
-        num_hidden_layers=s["layers"],
-        num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv"],
-        max_position_embeddings=32768,
-        tie_word_embeddings=c["model"] in TIED,
-        use_cache=False,
-        rms_norm_eps=1e-6,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    config._attn_implementation = "sdpa"
-    return config
 
 
 class StepClock:
@@ -114,10 +79,18 @@ def _seconds_since_start() -> float:
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def report(clock: StepClock, warm: int, loss: float) -> None:
-    """Print the result of a setting, for bench/train.py to read."""
+def report(clock: StepClock, warm: int, *, loss: float | None = None, tokens: float | None = None) -> None:
+    """Print the result of a setting, for bench/train.py to read; `tokens` of a step of all ranks, where rows are not
+    full."""
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
-    _emit({"step_s": clock.steps(warm), "peak_gib": peak, "first_step_s": clock.first_s, "loss": loss})
+    told = {
+        "step_s": clock.steps(warm),
+        "peak_gib": peak,
+        "first_step_s": clock.first_s,
+        "loss": loss,
+        "tokens": tokens,
+    }
+    _emit({name: value for name, value in told.items() if value is not None})
 
 
 def _emit(result: dict[str, Any]) -> None:

@@ -6,67 +6,64 @@ wrapped, bfd. lora (trl): rank of PEFT adapters over a frozen bf16 model. Liger 
 its own.
 """
 
+from __future__ import annotations
+
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import DOC_TOKENS, SHAPES, StepClock, init_dist, is_tiny, qwen2_config, report, run_settings, world
+import transformers
+from common import SHAPES, Settings, StepClock, doc_tokens, hf_config, init_dist, report, run_settings, world
 
-DEFAULTS = {
-    "engine": "hf",
-    "model": "7b",
-    "seq": 4096,
-    "mb": 1,
-    "ac": "fsdp",
-    "liger": False,
-    "warm": 4,
-    "steps": 8,
-    "pack": "wrapped",
-    "fsdp": True,
-    "lora": 0,
-}
+DEFAULTS: Settings = {
+    "engine": "hf", "model": "7b", "seq": 4096, "mb": 1, "ac": "fsdp", "liger": False, "warm": 4, "steps": 8,
+    "pack": "wrapped", "fsdp": True, "lora": 0,
+}  # fmt: skip
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, n, seq, vocab):
-        g = torch.Generator().manual_seed(7)
-        self.x = torch.randint(3, vocab, (n, seq), generator=g)
+    """Random rows, every position a label."""
 
-    def __len__(self):
-        return len(self.x)
+    def __init__(self, count: int, c: Settings) -> None:
+        source = torch.Generator().manual_seed(7)
+        self.ids = torch.randint(3, SHAPES[c["model"]]["vocab"], (count, c["seq"]), generator=source)
 
-    def __getitem__(self, i):
-        return {"input_ids": self.x[i], "labels": self.x[i]}
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[number], "labels": self.ids[number]}
 
 
-def run_one(c, dev):
-    import transformers
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers import Qwen2ForCausalLM
+class Marks(transformers.TrainerCallback):
+    """Tells the clock of the steps' ends."""
 
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    torch._dynamo.reset()
-    s = SHAPES[c["model"]]
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.clock.mark()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.clock.mark()
+
+
+def build_model(c: Settings, device: torch.device) -> torch.nn.Module:
+    """In fp32, or frozen in bf16 below adapters; torch's own attention."""
+    config = transformers.Qwen2Config(**hf_config(c["model"]), use_cache=False)
+    config._attn_implementation = "sdpa"
     torch.manual_seed(3)
-    with torch.device(dev):
-        model = Qwen2ForCausalLM(qwen2_config(c))
-    model.to(dtype=torch.bfloat16 if c["lora"] else torch.float32)
-    model.train()
-    clock = StepClock()
+    with torch.device(device):
+        model = transformers.Qwen2ForCausalLM(config)
+    return model.to(dtype=torch.bfloat16 if c["lora"] else torch.float32).train()
 
-    class Marks(transformers.TrainerCallback):
-        def on_train_begin(self, args, state, control, **kw):
-            clock.mark()
 
-        def on_step_end(self, args, state, control, **kw):
-            clock.mark()
-
-    n_steps = c["warm"] + c["steps"]
-    rows = n_steps * c["mb"] * world()
+def build_args(c: Settings, device: torch.device) -> dict[str, Any]:
+    """For TrainingArguments and SFTConfig."""
     args = {
         "output_dir": tempfile.mkdtemp(),
-        "max_steps": n_steps,
+        "max_steps": c["warm"] + c["steps"],
         "per_device_train_batch_size": c["mb"],
         "bf16": True,
         "gradient_accumulation_steps": 1,
@@ -81,73 +78,100 @@ def run_one(c, dev):
         "use_liger_kernel": c["liger"],
         "gradient_checkpointing": c["ac"] == "gc",
         "dataloader_drop_last": True,
-        "remove_unused_columns": False,
-        "use_cpu": dev.type == "cpu",
+        "use_cpu": device.type == "cpu",
     }
-    if c["fsdp"]:
-        args.update(
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "reshard_after_forward": True,
-                "activation_checkpointing": c["ac"] == "fsdp",
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
-            },
-        )
-    peft_config = None
-    if c["lora"]:
-        from peft import LoraConfig
+    sharding = {
+        "version": 2,
+        "reshard_after_forward": True,
+        "activation_checkpointing": c["ac"] == "fsdp",
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+    }
+    return {**args, "fsdp": True, "fsdp_config": sharding} if c["fsdp"] else args
 
-        peft_config = LoraConfig(r=c["lora"], lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    if c["engine"] == "hf":
-        trainer = transformers.Trainer(
-            model=model,
-            args=transformers.TrainingArguments(**args),
-            train_dataset=Rows(rows, c["seq"], s["vocab"]),
-            data_collator=transformers.default_data_collator,
-            callbacks=[Marks()],
-        )
-    else:
-        from datasets import Dataset
-        from tokenizers import Tokenizer, models
-        from trl import SFTConfig, SFTTrainer
 
-        tok = transformers.PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>")),
-            pad_token="<pad>",
-            eos_token="<eos>",
-            bos_token="<bos>",
-        )
-        data = Rows(rows + 2 * world(), c["seq"], s["vocab"]).x
-        if c["pack"] == "bfd":  # documents, packed best-fit
-            low, high = (4, 32) if is_tiny(c) else DOC_TOKENS
-            g = torch.Generator().manual_seed(11)
-            flat, docs, at = data.flatten(), [], 0
-            while at < flat.numel():
-                n = int(torch.randint(low, high + 1, (1,), generator=g))
-                docs.append(flat[at : at + n].tolist())
-                at += n
-        else:
-            docs = data.tolist()
-        args.pop("remove_unused_columns")
-        trainer = SFTTrainer(
-            model=model,
-            processing_class=tok,
-            peft_config=peft_config,
-            callbacks=[Marks()],
-            train_dataset=Dataset.from_dict({"input_ids": docs}),
-            args=SFTConfig(**args, max_length=c["seq"], packing=True, packing_strategy=c["pack"]),
-        )
+def build_trainer(c: Settings, device: torch.device, clock: StepClock) -> Any:
+    rows = Rows((c["warm"] + c["steps"]) * c["mb"] * world(), c)
+    args = build_args(c, device)
+    return transformers.Trainer(
+        model=build_model(c, device),
+        args=transformers.TrainingArguments(**args, remove_unused_columns=False),
+        train_dataset=rows,
+        data_collator=transformers.default_data_collator,
+        callbacks=[Marks(clock)],
+    )
+
+
+def build_sft_trainer(c: Settings, device: torch.device, clock: StepClock) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Rows((c["warm"] + c["steps"]) * c["mb"] * world() + 2 * world(), c)
+    docs = cut_documents(rows.ids, c) if c["pack"] == "bfd" else rows.ids.tolist()
+    args = SFTConfig(**build_args(c, device), max_length=c["seq"], packing=True, packing_strategy=c["pack"])
+    return SFTTrainer(
+        model=build_model(c, device),
+        processing_class=build_tokenizer(),
+        peft_config=build_adapters(c),
+        callbacks=[Marks(clock)],
+        train_dataset=Dataset.from_dict({"input_ids": docs}),
+        args=args,
+    )
+
+
+def cut_documents(ids: torch.Tensor, c: Settings) -> list[list[int]]:
+    (low, high), source = doc_tokens(c["model"]), torch.Generator().manual_seed(11)
+    flat, docs, at = ids.flatten(), [], 0
+    while at < flat.numel():
+        size = int(torch.randint(low, high + 1, (1,), generator=source))
+        docs.append(flat[at : at + size].tolist())
+        at += size
+    return docs
+
+
+def build_tokenizer() -> Any:
+    """SFTTrainer wants one, for its special tokens; the rows are tokens already."""
+    from tokenizers import Tokenizer, models
+
+    words = models.WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )
+
+
+def build_adapters(c: Settings) -> Any:
+    if not c["lora"]:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=c["lora"], lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def tokens_per_step(trainer: Any, c: Settings) -> float | None:
+    """Of all ranks: packed rows are not quite full."""
+    if c["pack"] != "bfd":
+        return None
+    sizes = [len(ids) for ids in trainer.train_dataset["input_ids"]]
+    return sum(sizes) / len(sizes) * c["mb"] * world()
+
+
+def run_one(c: Settings, device: torch.device) -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    torch._dynamo.reset()
+    clock = StepClock()
+    trainer = (build_trainer if c["engine"] == "hf" else build_sft_trainer)(c, device, clock)
     out = trainer.train()
-    report(clock, c["warm"], out.training_loss)
+    report(clock, c["warm"], loss=out.training_loss, tokens=tokens_per_step(trainer, c))
     trainer.optimizer = trainer.model = trainer.model_wrapped = None
     trainer.accelerator.free_memory()
 
 
-def main():
-    dev = init_dist()
-    run_settings(lambda c: run_one(dict(DEFAULTS, **c), dev))
+def main() -> None:
+    device = init_dist()
+    run_settings(lambda c: run_one({**DEFAULTS, **c}, device))
     dist.destroy_process_group()
 
 
