@@ -145,7 +145,7 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     tell(HEADER)
     with fastest_kernels():
         for rows in sizes(config, dist.world_size, first=bench.first_rows()):
-            ended = bench.why_not(rows) or why_enough(timed, _seconds(began, dist))
+            ended = bench.why_too_large(rows) or why_enough(timed, _seconds(began, dist))
             found = ended or bench.time(rows)
             if isinstance(found, str):
                 ended = found
@@ -239,13 +239,9 @@ class _Bench:
     def first_rows(self) -> int:
         """The size to begin with."""
         rows = max(1, FIRST_TOKENS // self._config.data.seq_len) if self._cuda else 1
-        while rows > 1 and self._too_large(rows):
+        while rows > 1 and self.why_too_large(rows):
             rows //= 2
         return rows
-
-    def why_not(self, rows: int) -> str | None:
-        """Why a size is not tried: the estimate says that it does not fit."""
-        return self._too_large(rows)
 
     def time(self, rows: int) -> Timed | str:
         """Timed steps of a size; why there are none where its memory does not suffice in a world of one."""
@@ -312,7 +308,8 @@ class _Bench:
         if self._cuda:
             torch.cuda.empty_cache()
 
-    def _too_large(self, rows: int) -> str | None:
+    def why_too_large(self, rows: int) -> str | None:
+        """Why a size is not tried: the estimate says that it does not fit."""
         choice = self._fit(rows).choice
         if choice is None or choice.fits:
             return None

@@ -22,7 +22,7 @@ from trainer.kernels.support import give_up_triton, why_no_triton
 from trainer.parallel.compiling import is_compile_failure
 from trainer.run import Run
 from trainer.schema import Config
-from trainer.words import GIB
+from trainer.words import GIB, first_line
 
 
 def probe(run: Run, memory: MemoryKeeper) -> None:
@@ -162,9 +162,3 @@ def _adopt(run: Run, config: Config) -> None:
     gc.collect()
     if run.dist.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of a compiler's message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Sizes and lists of names in words."""
+"""Sizes, errors and lists of names in words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ MIB, GIB = 2**20, 2**30
 def render_bytes(size: float) -> str:
     """`12.34 GiB`, or in MiB below a tenth of one."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.2f} MiB"
+
+
+def first_line(error: BaseException) -> str:
+    """`ValueError: no such thing`: an error's kind and the first line of its text that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    text = next(filter(None, lines), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_few(names: Sequence[str], count: int) -> str:

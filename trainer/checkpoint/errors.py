@@ -6,7 +6,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.words import render_bytes
+from trainer.words import first_line, render_bytes
 
 DAMAGED = "If a file is damaged, remove this folder: an earlier checkpoint is taken then"
 
@@ -32,6 +32,4 @@ def cannot_write(path: Path, reason: str) -> CheckpointError:
 def first_cause(error: BaseException) -> str:
     """The kind and first line of an error, or of the first rank's error that torch has wrapped into one."""
     failures = getattr(error, "failures", {})
-    cause = next((failure[0] for failure in failures.values()), error)
-    text = next(iter(str(cause).splitlines()), "")
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    return first_line(next((failure[0] for failure in failures.values()), error))

@@ -56,16 +56,15 @@ def adamw8bit_(
                 parameter, divided, *moments, first, second, beta1=beta1, beta2=beta2, skip=found_inf.bool(), **settings
             )
         return
-    rates = torch.stack(
-        [lr.item() / one, 1.0 / two] * 2, dim=1
-    )  # rows of 16 bytes: aligned pointers are another kernel
+    rates = [lr.item() / one, 1.0 / two]
+    rates_n4 = torch.stack(rates * 2, dim=1)  # rows of 16 bytes, for Triton makes another kernel of unaligned pointers
     divisor = torch.ones_like(found_inf) if grad_scale is None else grad_scale
     decay = lr.item() * weight_decay
     for index, (parameter, grad, exp_avg, exp_avg_sq) in enumerate(each):
         blocks = exp_avg.scale.numel()
         assert parameter.is_contiguous() and blocks * BLOCK == parameter.numel()
         moments = (exp_avg.codes, exp_avg.scale, exp_avg.qmap, exp_avg_sq.codes, exp_avg_sq.scale, exp_avg_sq.qmap)
-        tensors = (parameter, grad.contiguous(), *moments, rates[index], found_inf, divisor)
+        tensors = (parameter, grad.contiguous(), *moments, rates_n4[index], found_inf, divisor)
         numbers = (decay, 1.0 - beta1, 1.0 - beta2, eps, blocks)
         kernels.step[(-(-blocks // ROWS),)](*tensors, *numbers, BLOCK=BLOCK, ROWS=ROWS, num_warps=4)
 

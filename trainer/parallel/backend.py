@@ -25,7 +25,7 @@ from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
 from trainer.models.float8 import decide_float8, use_bf16, use_float8, why_not_float8
-from trainer.parallel.compiling import compile_blocks, decide_compile, is_compile_failure, set_budget
+from trainer.parallel.compiling import compile_blocks, decide_compile, is_compile_failure, run_eagerly, set_budget
 from trainer.parallel.partition import partition_budget
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
@@ -65,9 +65,7 @@ class Backend:
     def rearrange(self, config: Config) -> None:
         """Take another plan for activations and gradients; parameters stay where they are."""
         torch._dynamo.reset()  # what is compiled already would be taken for any budget
-        for module in (*self._decoder.blocks, self._decoder.model.norm):
-            for name in ("forward", "eager_forward"):
-                module.__dict__.pop(name, None)
+        run_eagerly(self._decoder)
         self.config, self.options = config, config.parallel
         every = bool(config.parallel.reduce_every_micro_batch) and self.plan.backend == "fsdp"
         self.plan = replace(self.plan, reduces_every=every)

@@ -35,7 +35,6 @@ def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | 
 def compile_blocks(decoder: Decoder, *, fixed_shapes: bool) -> None:
     """Compile the blocks and the final norm when they are first called. `fixed_shapes`: all rows are of one length."""
     for module in _compiled(decoder):
-        module.eager_forward = module.forward
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False if fixed_shapes else None)
 
 
@@ -47,10 +46,9 @@ def set_budget(share: float) -> None:
 
 
 def run_eagerly(decoder: Decoder) -> None:
-    """Take compilation back, after it has failed: everything runs as plain torch from now on."""
+    """Take `compile_blocks` and recomputation back."""
     for module in _compiled(decoder):
-        module.forward = getattr(module, "eager_forward", module.forward)
-    decoder.pack_with(flex=False)
+        module.__dict__.pop("forward", None)
 
 
 def is_compile_failure(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from trainer.errors import ConfigError
 from trainer.schema import Config
+from trainer.words import first_line
 
 TENSORBOARD_DIR = "tensorboard"
 WANDB_ID_FILE = "control/wandb_id"
@@ -45,7 +46,7 @@ def open_trackers(config: Config, run_dir: Path, *, keep_through: int, tell: Cal
         try:
             tracker = OPENERS[name](config, run_dir, keep_through)
         except Exception as error:  # a tracker's own, of whatever kind
-            tell(f"warning: {name} does not start ({_first_line(error)}); training goes on without it")
+            tell(f"warning: {name} does not start ({first_line(error)}); training goes on without it")
             continue
         opened.append(Guarded(name, tracker, tell))
     return opened
@@ -82,7 +83,7 @@ class Guarded:
             use(self._tracker)
         except Exception as error:  # a tracker's own, of whatever kind
             failed, self._tracker = self._tracker, None
-            self._tell(f"warning: {self._name} failed ({_first_line(error)}); training goes on without it")
+            self._tell(f"warning: {self._name} failed ({first_line(error)}); training goes on without it")
             with suppress(Exception):
                 failed.close()
 
@@ -135,7 +136,3 @@ def _wandb_id(run_dir: Path, *, anew: bool) -> str:
 
 
 OPENERS: dict[str, Callable[[Config, Path, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
