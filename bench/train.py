@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -56,12 +56,21 @@ LIMIT_S = 240
 """For one run of ours."""
 
 
+def _count(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return count
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--case", default="0.5b,1.5b", help=f"of {', '.join(CASES)}, joined by commas")
     made.add_argument("--peers", default="all", help="all, none, names as raw,titan, or only:NAMES without ours")
     made.add_argument("--only", metavar="TEXT", help="rows whose key holds one of these texts, joined by commas")
-    made.add_argument("--gpu", type=int, default=0, help="the first GPU to use")
+    made.add_argument("--gpu", type=_count(0), default=0, help="the first GPU to use")
     made.add_argument("--out", type=Path, help="write the report (JSON) here, after every row, and logs beside it")
     made.add_argument("--append", action="store_true", help="add to the report of this machine that --out names")
     made.add_argument("--budget-s", type=float, default=3600, help="start nothing after so many seconds")
@@ -69,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
         "--baseline", type=Path, help="compare ours with it: 1 when a row is 5 %% slower, 2 not comparable"
     )
     made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where a GPU is")
-    made.add_argument("--warm", type=int, default=4, help="steps before those that count")
-    made.add_argument("--steps", type=int, default=8, help="steps that count")
+    made.add_argument("--warm", type=_count(0), default=4, help="steps before those that count")
+    made.add_argument("--steps", type=_count(1), default=8, help="steps that count")
     made.add_argument("--plan", action="store_true", help="list what would run, and about how long")
     made.add_argument("--table", type=Path, nargs="+", help="print the tables of these reports and run nothing")
     made.add_argument("--readme", action="store_true", help="the short table instead; of the committed reports")
@@ -86,12 +95,15 @@ def main() -> int:
     contenders = choose(chosen.case.split(","), chosen.peers, chosen.only)
     if chosen.plan:
         return show_plan(contenders)
+    baseline = read_report(chosen.baseline) if chosen.baseline else None  # before minutes are spent
+    if chosen.out and not chosen.out.parent.is_dir():
+        sys.exit(f"--out: there is no folder {chosen.out.parent}")
     bench = Bench(resolve_device(chosen.device), chosen.gpu, chosen.warm, chosen.steps, chosen.budget_s, chosen.out)
     report = bench.run(contenders, begin_report(bench.device, chosen.out if chosen.append else None))
     print("\n".join(render(report["rows"])))
-    if not chosen.baseline:
+    if baseline is None:
         return 0
-    lines, code = judge(report, read_report(chosen.baseline))
+    lines, code = judge(report, baseline)
     print("\n".join(["", *lines]))
     return code
 
@@ -108,9 +120,14 @@ def choose(cases: Sequence[str], peers: str, only: str | None = None) -> list[Co
     unknown = [case for case in cases if case not in CASES]
     if unknown:
         sys.exit(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    strange = set(peers.removeprefix("only:").split(",")) - {*SECONDS, "all", "none"}
+    if strange:
+        sys.exit(f"--peers: no peer {', '.join(sorted(strange))}; there are {', '.join(SECONDS)}")
     wanted = [row for case in cases for row in CASES[case] if _is_wanted(row, peers)]
     if only:
         wanted = [row for row in wanted if any(text in row.key for text in only.split(","))]
+    if not wanted:
+        sys.exit(f"no row of --case {','.join(cases)} is asked for by --peers and --only; --plan lists rows")
     absent = {who: lacking(who) for who in dict.fromkeys(row.who for row in wanted) if who != "ours"}
     for who, packages in absent.items():
         if packages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,16 @@ def _change_line(row: Row, before: dict[str, Row], *, slow: bool) -> str:
 
 
 def read_report(path: Path) -> Report:
-    return json.loads(path.read_text())
+    """Ends the program with one line where there is none."""
+    try:
+        report = json.loads(path.read_text())
+    except OSError as error:
+        sys.exit(f"{path} cannot be read: {error.strerror}")
+    except ValueError as error:
+        sys.exit(f"{path} is no report of bench/train.py: {error}")
+    if not isinstance(report, dict) or not {"meta", "rows"} <= report.keys():
+        sys.exit(f"{path} is no report of bench/train.py: it has no `meta` and `rows`")
+    return report
 
 
 def write_report(path: Path, report: Report) -> None:

@@ -268,3 +268,22 @@ def test_tiny_run_of_ours_is_measured_and_compared_with_itself(tmp_path: Path):
     assert row["tok_s_gpu"] > 0 and row["first_step_s"] > 0
     assert judge(read_report(out), read_report(out))[1] == 0
     assert "first step after" in (tmp_path / "report.ours.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--peers", "foo,raw"], "no peer foo"),
+        (["--only", "zzz"], "no row of --case tiny"),
+        (["--steps", "0"], "no whole number from 1 on"),
+        (["--gpu", "-1"], "no whole number from 0 on"),
+        (["--baseline", "README.md"], "README.md is no report of bench/train.py"),
+        (["--baseline", "missing.json"], "missing.json cannot be read: No such file"),
+        (["--out", "missing/x.json"], "there is no folder missing"),
+        (["--table", "missing.json"], "missing.json cannot be read: No such file"),
+    ],
+)
+def test_mistake_in_the_options_is_told_in_a_line_before_anything_runs(options, said):
+    command = [sys.executable, BENCH, "--case", "tiny", "--device", "cpu", *options]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert (done.returncode in (1, 2), said in done.stderr, "Traceback" in done.stderr) == (True, True, False)

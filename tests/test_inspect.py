@@ -194,6 +194,17 @@ def test_options_of_inspecting_alone_are_refused(tmp_path):
     )
 
 
+@pytest.mark.parametrize("gib", ["0", "-1", "nan", "inf", "1e9"])
+def test_card_of_no_possible_size_is_refused_before_the_config_is_read(gib):
+    result = CliRunner().invoke(cli.train_command, ["missing.yaml", "--inspect", "--card-gib", gib])
+    assert (result.exit_code, "and must be above 0 and below 4096" in result.stderr) == (2, True)
+
+
+def test_inspect_and_calibrate_together_are_refused():
+    result = CliRunner().invoke(cli.train_command, ["missing.yaml", "--inspect", "--calibrate"])
+    assert (result.exit_code, "ask one at a time" in result.stderr) == (2, True)
+
+
 def test_schedule_of_a_billion_steps_is_told_at_once(tmp_path):
     config = config_from_dict(sections(tmp_path, ROWS, train={"steps": 10**9}, optim={"schedule": "cosine"}))
     schedule = inspect_run(config, samples=0).schedule

@@ -31,6 +31,8 @@ COMMANDS = {
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
 
+MOST_CARD_GIB = 4096
+
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
 
 Every value can be overridden: KEY is the dotted name, as in train.steps=50.
@@ -122,6 +124,10 @@ def train_command(
 ) -> None:
     if (samples is not None or card_gib is not None) and not inspect:
         raise click.UsageError("--samples and --card-gib belong to --inspect")
+    if card_gib is not None and not 0 < card_gib < MOST_CARD_GIB:  # nor nan, which a click.FloatRange lets through
+        raise click.UsageError(f"--card-gib is {card_gib:g}, and must be above 0 and below {MOST_CARD_GIB}")
+    if inspect and calibrate:
+        raise click.UsageError("--inspect and --calibrate are two questions: ask one at a time")
     if as_json and inspect == calibrate:
         raise click.UsageError("--json belongs to --inspect or --calibrate")
     check_torch()
