@@ -1,18 +1,18 @@
 """Micro-batches as graphs: what is recorded, which gradients are whose. A recorder stands for CUDA's graphs."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.tiny import packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch, LossSum
+from trainer.config.load import load_config
 from trainer.errors import ConfigError
 from trainer.graphs import GraphedMicroBatches, decide_graphs
 from trainer.losses import sft_loss
 from trainer.models.decoder import DecoderShape
-from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TrainConfig
+from trainer.schema import Config, DataConfig, TrainConfig
 
 
 class Replays:
@@ -91,16 +91,18 @@ def test_graphs_are_for_micro_batches_that_take_longer_to_launch_than_to_run():
 
 
 @pytest.mark.parametrize(
-    ("config", "backend", "reason"),
+    ("overrides", "reason"),
     [
-        (Config(), "fsdp", "the backend is fsdp: collectives are in no graph here"),
-        (Config(data=DataConfig(packing=False)), "pytorch", "data.packing is false: rows are of different lengths"),
-        (Config(lora=LoraConfig(rank=2, dropout=0.1)), "pytorch", "lora.dropout is not 0"),
+        (["target.device=cpu"], "target.device is cpu"),
+        (["target.gpu_ranks=0,1"], "the backend is fsdp, whose collectives are in no graph here"),
+        (["parallel.compile=false"], "parallel.compile is false"),
+        (["data.packing=false"], "data.packing is false: rows are of different lengths"),
+        (["lora.rank=2", "lora.dropout=0.1"], "lora.dropout is not 0"),
     ],
 )
-def test_graphs_asked_for_where_there_can_be_none_are_refused_with_the_reason(config, backend, reason):
-    config = replace(config, parallel=ParallelConfig(cuda_graphs=True))
-    with pytest.raises(ConfigError, match=reason):
-        decide(SMALL, config, backend=backend)
-    with pytest.raises(ConfigError, match="blocks are not compiled on a GPU"):
-        decide(SMALL, Config(parallel=ParallelConfig(cuda_graphs=True)), compiled=False)
+def test_graphs_asked_for_where_there_can_be_none_are_refused_with_the_reason(tmp_path, overrides, reason):
+    path = tmp_path / "graphs.yaml"
+    path.write_text("parallel: {cuda_graphs: true}\n")
+    with pytest.raises(ConfigError, match=f"parallel.cuda_graphs is true, and {reason}"):
+        load_config(path, overrides)
+    assert load_config(path, []).parallel.cuda_graphs is True

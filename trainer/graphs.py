@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.batch import Batch, LossSum
-from trainer.errors import ConfigError
+from trainer.config.parallel import why_no_graphs
 from trainer.models.decoder import DecoderShape
 from trainer.schema import Config
 
@@ -119,24 +119,11 @@ def _copy(source: Batch, target: Batch) -> None:
 def decide_graphs(config: Config, shape: DecoderShape, *, backend: str, compiled: bool) -> bool:
     """Whether micro-batches are worth a graph, as `parallel.cuda_graphs` says, or by their size where it says nothing.
 
-    Raises ConfigError when they are asked for where there can be none. `compiled`: the blocks are, on a GPU.
+    `compiled`: blocks are, on a GPU; where they cannot be, a run goes on without graphs as it does without a compiler.
     """
-    reason = _why_not(config, backend=backend, compiled=compiled)
-    if config.parallel.cuda_graphs and reason:
-        raise ConfigError(f"parallel.cuda_graphs is true, and {reason}", hint="drop it")
-    if config.parallel.cuda_graphs is not None or reason:
-        return bool(config.parallel.cuda_graphs)
+    if not compiled or why_no_graphs(config, backend):
+        return False
+    if config.parallel.cuda_graphs is not None:
+        return config.parallel.cuda_graphs
     tokens = config.train.micro_batch_size * config.data.seq_len
     return 6 * shape.num_params * tokens / LIKELY_FLOPS < LAUNCH_S_PER_LAYER * shape.num_layers
-
-
-def _why_not(config: Config, *, backend: str, compiled: bool) -> str | None:
-    if backend != "pytorch":
-        return f"the backend is {backend}: collectives are in no graph here"
-    if not compiled:
-        return "blocks are not compiled on a GPU"
-    if not config.data.packing:
-        return "data.packing is false: rows are of different lengths"
-    if config.lora.dropout:
-        return "lora.dropout is not 0"
-    return None

@@ -69,6 +69,19 @@ def is_compiled(config: Config) -> bool:
     return config.target.device != "cpu" if wanted is None else wanted
 
 
+def why_no_graphs(config: Config, backend: str) -> str | None:
+    """What in a config CUDA graphs cannot be had with; None when nothing is."""
+    if config.target.device == "cpu":
+        return "target.device is cpu"
+    if backend != "pytorch":
+        return f"the backend is {backend}, whose collectives are in no graph here"
+    if config.parallel.compile is False:
+        return "parallel.compile is false"
+    if not config.data.packing:
+        return "data.packing is false: rows are of different lengths"
+    return "lora.dropout is not 0" if config.lora.dropout else None
+
+
 def broken_rules(config: Config) -> Iterator[Broken]:
     """The rules of the section that do not hold."""
     yield from _refused(config.parallel)
@@ -86,6 +99,10 @@ def broken_rules(config: Config) -> Iterator[Broken]:
             ("run.export",),
         )
     world_size = gpu_count(config.target.gpu_ranks) if config.target.gpu_ranks else 1
+    no_graphs = why_no_graphs(config, backend_of(config, world_size))
+    if config.parallel.cuda_graphs and no_graphs:
+        message = f"parallel.cuda_graphs is true, and {no_graphs}"
+        yield Broken("parallel.cuda_graphs", message, "drop it: graphs are used by themselves where they help")
     if backend_of(config, world_size) == "fsdp":
         yield from _sizes(config.parallel, world_size)
 
