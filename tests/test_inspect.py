@@ -16,9 +16,9 @@ from trainer import cli
 from trainer.config.load import config_from_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.inspection.inspecting import inspect_run
-from trainer.inspection.memory import MemoryEstimate
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.inspection.view import print_inspection, render_sample
+from trainer.memory.estimate import MemoryEstimate
 from trainer.models.shapes import shape_to_hf_config
 
 ROWS = [

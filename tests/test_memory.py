@@ -12,9 +12,10 @@ from tests.ranks import run_ranks
 from tests.tiny import packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.config.parallel import recompute_mode
+from trainer.data.steps import micro_batches
 from trainer.dist import Dist
-from trainer.inspection.memory import MemoryEstimate, estimate_memory, micro_batches, savings
 from trainer.losses import sft_loss
+from trainer.memory.estimate import MemoryEstimate, estimate_memory, savings
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import init_random

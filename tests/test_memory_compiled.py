@@ -19,7 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 
 from trainer.config.load import config_from_dict
-from trainer.inspection.activations import Kernels, count_activations
+from trainer.memory.activations import Kernels, count_activations
 from trainer.models.attention import document_blocks
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape

@@ -12,11 +12,11 @@ import pytest
 from deployer.agent.restarts import Past, why_no_restart
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
-from trainer.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
-from trainer.inspection.activations import Kernels
-from trainer.inspection.memory import estimate_memory
+from trainer.memory.activations import Kernels
+from trainer.memory.estimate import estimate_memory
+from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
+from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.models.decoder import DecoderShape
-from trainer.parallel.memory_plan import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
 from trainer.words import GIB
 

@@ -17,8 +17,8 @@ from tests.test_memory_plan import Keeper
 from trainer import probing
 from trainer.config.load import config_from_dict
 from trainer.dist import Dist
-from trainer.fitting import MemoryKeeper
 from trainer.kernels import support
+from trainer.memory.fitting import MemoryKeeper
 from trainer.run import Run
 from trainer.schema import Config
 from trainer.step import train_step

@@ -19,15 +19,15 @@ from trainer.batch import Batch
 from trainer.building import graphed_micro_batches, seed_everything
 from trainer.config.parallel import recompute_mode
 from trainer.data.loader import Data
-from trainer.data.steps import global_batch_size
+from trainer.data.steps import global_batch_size, micro_batches
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist, gather, on_rank0
-from trainer.fitting import Fit, fit_into, free_bytes
 from trainer.flops import flops_of, peak_flops
 from trainer.hostmem import available_bytes
-from trainer.inspection.activations import Kernels
-from trainer.inspection.memory import micro_batches
 from trainer.losses import sft_loss
+from trainer.memory.activations import Kernels
+from trainer.memory.fitting import Fit, fit_into, free_bytes
+from trainer.memory.plans import usable
 from trainer.metrics import MetricsLog
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder, check_length
@@ -35,7 +35,6 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.shapes import model_folder, shape_from_config
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.memory_plan import usable
 from trainer.parallel.tensors import local_tensor
 from trainer.probing import largest_batch
 from trainer.run import Run

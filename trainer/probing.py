@@ -15,10 +15,10 @@ from trainer.batch import Batch
 from trainer.config.load import config_to_dict
 from trainer.config.parallel import recompute_mode
 from trainer.data.batching import BatchRules
+from trainer.data.steps import micro_batches
 from trainer.dist import Dist, DistError, gather
-from trainer.fitting import MemoryKeeper, free_bytes
-from trainer.inspection.memory import micro_batches
 from trainer.kernels.support import give_up_triton, why_no_triton
+from trainer.memory.fitting import MemoryKeeper, free_bytes
 from trainer.parallel.compiling import is_compile_failure
 from trainer.run import Run
 from trainer.schema import Config

@@ -13,9 +13,9 @@ import torch
 from tests.tiny import packed_batch
 from trainer.config.load import config_from_dict
 from trainer.dist import start_dist, stop_dist
-from trainer.inspection.activations import Kernels
-from trainer.inspection.memory import PARTS, MemoryEstimate, estimate_memory
 from trainer.losses import sft_loss
+from trainer.memory.activations import Kernels
+from trainer.memory.estimate import PARTS, MemoryEstimate, estimate_memory
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape

@@ -17,18 +17,18 @@ from trainer.batch import Batch
 from trainer.config.load import config_from_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist, stop_dist
-from trainer.fitting import MemoryKeeper, free_bytes, planned
-from trainer.inspection.activations import Kernels
-from trainer.inspection.memory import estimate_memory
 from trainer.kernels import support
 from trainer.losses import sft_loss
+from trainer.memory.activations import Kernels
+from trainer.memory.estimate import estimate_memory
+from trainer.memory.fitting import MemoryKeeper, free_bytes, planned
+from trainer.memory.plans import MemoryPlan
 from trainer.metrics import MetricsLog
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.memory_plan import MemoryPlan
 from trainer.run import Run
 from trainer.schema import MEMORY_PLAN_FILE, Config
 from trainer.step import train_step

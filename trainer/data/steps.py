@@ -51,3 +51,15 @@ def global_batch_size(config: Config, world_size: int) -> int:
     """Rows per optimizer step over all ranks."""
     train = config.train
     return train.global_batch_size or train.micro_batch_size * (train.grad_accum_steps or 1) * world_size
+
+
+def micro_batches(config: Config, world_size: int) -> int:
+    """Forwards of each rank in an optimizer step; with a token budget the rows decide, and two stand for several."""
+    train = config.train
+    if train.micro_batch_tokens is not None:
+        return 2
+    if train.grad_accum_steps is not None:
+        return train.grad_accum_steps
+    if train.global_batch_size is None:
+        return 1
+    return -(-train.global_batch_size // (world_size * train.micro_batch_size))

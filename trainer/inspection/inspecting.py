@@ -21,16 +21,16 @@ from trainer.config.load import config_notes, num_processes
 from trainer.data.loader import Data, DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
-from trainer.fitting import Fit, fit_into
-from trainer.inspection.memory import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.inspection.samples import Sample, read_samples
+from trainer.memory.estimate import MemoryEstimate, Saving, estimate_memory, savings
+from trainer.memory.fitting import Fit, fit_into
+from trainer.memory.plans import Choice
 from trainer.models.build import build_decoder, check_length
 from trainer.models.decoder import DecoderShape
 from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
-from trainer.parallel.memory_plan import Choice
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config

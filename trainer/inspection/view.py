@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trainer.inspection.inspecting import Inspection, Schedule
 from trainer.inspection.samples import Label, Piece, Sample
-from trainer.parallel.memory_plan import Choice, render_table, usable
+from trainer.memory.plans import Choice, render_table, usable
 from trainer.words import GIB
 
 SHOWN_SAVINGS = 4

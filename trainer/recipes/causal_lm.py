@@ -15,8 +15,8 @@ from trainer.data.loader import Data
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
-from trainer.fitting import MemoryKeeper
 from trainer.losses import sft_loss
+from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.shapes import shape_from_config

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.dist import Dist
-from trainer.inspection.memory import Saving, estimate_memory, savings
+from trainer.memory.estimate import Saving, estimate_memory, savings
 from trainer.models.decoder import DecoderShape
 from trainer.schema import Config
 from trainer.watch.diagnose import place_of

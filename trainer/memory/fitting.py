@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from trainer.config.parallel import backend_of
+from trainer.data.steps import micro_batches
 from trainer.dist import Dist, gather
 from trainer.files import replace_text
-from trainer.inspection.activations import Kernels
-from trainer.inspection.memory import estimate_memory, micro_batches, savings
+from trainer.memory.activations import Kernels
+from trainer.memory.estimate import estimate_memory, savings
+from trainer.memory.plans import Choice, MemoryPlan, choose_plan, possible_plans
 from trainer.models.decoder import DecoderShape
-from trainer.parallel.memory_plan import Choice, MemoryPlan, choose_plan, possible_plans
 from trainer.schema import MEMORY_PLAN_FILE, Config
 
 SHOWN_SAVINGS = 4

@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.config.parallel import recompute_mode
-from trainer.data.steps import global_batch_size
-from trainer.inspection.activations import Kernels, count_activations
+from trainer.data.steps import global_batch_size, micro_batches
+from trainer.memory.activations import Kernels, count_activations
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
+from trainer.parallel.partition import FP32
 from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import Config
 from trainer.words import render_bytes
-
-FP32 = 4
-
 
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary", "communication")
 """Of an estimate, in the order in which it is shown; not all of them are there at the same time."""
@@ -112,18 +110,6 @@ def _buffer_bytes(plan: WrapPlan, *, kept: int, temporary: int) -> int:
         return group.gathered_bytes + reduced - (kept + temporary if late else 0)
 
     return max(0, *map(size, plan.groups))
-
-
-def micro_batches(config: Config, world_size: int) -> int:
-    """Forwards of each rank in an optimizer step; with a token budget the rows decide, and two stand for several."""
-    train = config.train
-    if train.micro_batch_tokens is not None:
-        return 2
-    if train.grad_accum_steps is not None:
-        return train.grad_accum_steps
-    if train.global_batch_size is None:
-        return 1
-    return -(-train.global_batch_size // (world_size * train.micro_batch_size))
 
 
 # --- what would lower it ----------------------------------------------------------------------------------------------
