@@ -193,7 +193,7 @@ CASES: dict[str, list[Contender]] = {
     "tiny": [
         ours("tiny", 64, 2),
         ours("tiny", 64, 2, packed=True),
-        peer("raw", "tiny", 64, 2, attn="flash", compile=False),
+        peer("raw", "tiny", 64, 2, compile=False),
         peer("hf", "tiny", 64, 2, label="no AC", ac="none"),
         peer("trl", "tiny", 64, 2, packed=True, label="default packing, no AC", ac="none"),
         peer("trl", "tiny", 64, 2, label="LoRA, no AC", ac="none", lora=4),

@@ -1,8 +1,7 @@
 """A plain-torch Qwen2 with a compiled block: no masks, no options, no checkpoints; the card without a trainer.
 
 python raw.py '[{"model": "0.5b", "seq": 2048, "mb": 8, "wrap": "autocast"}, …]': settings one after the other. wrap:
-fsdp (FSDP2 per block), autocast (one GPU). ac: none, full (a checkpoint around the compiled block). budget: the share
-of activations that the compiler keeps.
+fsdp (FSDP2 per block, gradients reduced in fp32), autocast (one GPU).
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from common import SHAPES, TIED, Settings, StepClock, init_dist, rank, report, r
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 DEFAULTS: Settings = {
-    "model": "7b", "seq": 4096, "mb": 1, "ac": "none", "budget": 1.0, "attn": "cudnn", "reduce": "fp32",
-    "compile": True, "wrap": "fsdp", "warm": 4, "steps": 8,
+    "model": "7b", "seq": 4096, "mb": 1, "compile": True, "wrap": "fsdp", "warm": 4, "steps": 8,
 }  # fmt: skip
 HEAD_TOKENS = 4096
 """Tokens whose logits are held at a time."""
 ATTENTION = {
-    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION],
+    "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
     "cpu": [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION],
 }
 
@@ -38,7 +34,7 @@ class Block(nn.Module):
     def __init__(self, s: dict[str, Any], c: Settings) -> None:
         super().__init__()
         h, d = s["hidden"], s["head_dim"]
-        self.nh, self.nkv, self.d, self.ac = s["heads"], s["kv"], d, c["ac"]
+        self.nh, self.nkv, self.d = s["heads"], s["kv"], d
         self.norm1 = nn.Parameter(torch.empty(h))
         self.norm2 = nn.Parameter(torch.empty(h))
         self.qkv = nn.Linear(h, (self.nh + 2 * self.nkv) * d)
@@ -60,8 +56,6 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self.ac == "full":
-            return checkpoint(self.run, x, cos, sin, use_reentrant=False)
         return self.run(x, cos, sin)
 
 
@@ -160,16 +154,15 @@ def build(c: Settings, device: torch.device) -> Model:
     with torch.device("meta"):
         model = Model(c)
     if c["wrap"] == "fsdp":
-        shard(model, c, device)
+        shard(model, device)
     model.to_empty(device=device)
     fill(model, torch.Generator(device).manual_seed(1 + rank()))
     return model
 
 
-def shard(model: Model, c: Settings, device: torch.device) -> None:
-    reduce = torch.float32 if c["reduce"] == "fp32" else torch.bfloat16
+def shard(model: Model, device: torch.device) -> None:
     # FSDP would cast the rope's tables, which are inputs of the blocks
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": dist.init_device_mesh(device.type, (world(),)), "mp_policy": policy}
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=True, **options)
@@ -200,15 +193,13 @@ def rotations(c: Settings, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def run_one(c: Settings, device: torch.device) -> None:
     torch._dynamo.reset()
-    torch._functorch.config.activation_memory_budget = c["budget"]
     model = build(c, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
     cos, sin = rotations(c, device)
     source, size = torch.Generator(device).manual_seed(100 + rank()), (c["mb"], c["seq"] + 1)
     rows = [torch.randint(0, SHAPES[c["model"]]["vocab"], size, device=device, generator=source) for _ in range(4)]
-    kernels = ATTENTION["cpu" if device.type == "cpu" else c["attn"]]
     clock = StepClock()
-    with sdpa_kernel(kernels, set_priority=True):
+    with sdpa_kernel(ATTENTION[device.type], set_priority=True):
         clock.mark()
         for step in range(c["warm"] + c["steps"]):
             ids = rows[step % 4]
