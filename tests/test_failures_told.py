@@ -22,6 +22,7 @@ from trainer.schema import Config, TargetConfig, TrainConfig
 from trainer.watch.comm_errors import comm_facts, explain
 from trainer.watch.diagnose import claim_failure, describe, is_lost_peer
 from trainer.watch.oom import OutOfMemory, oom_advice, parse_oom, render_oom
+from trainer.watch.startup import Phase, Startup
 
 GIB = 2**30
 
@@ -229,6 +230,24 @@ def test_rank_that_raises_is_named_and_all_ranks_end(tmp_path):
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["rank"]) == ("failed", 1)
     assert "/nowhere/template.jinja" in outcome["error"]
+
+
+class CtrlC(Startup):
+    """Interrupts the recipe in its first phase."""
+
+    def enter(self, phase: Phase) -> None:
+        raise KeyboardInterrupt
+
+
+def interrupted(dist: Dist, run_dir: str) -> int:
+    dist = replace(dist, startup=CtrlC.of_process({}))
+    return run_recipe(config_of("builtin:stdlib-docs", backend="pytorch"), Path(run_dir), dist, debug=False)
+
+
+def test_interrupted_single_process_ends_at_once_though_a_thread_may_be_saving(tmp_path):
+    with pytest.raises(RuntimeError, match="ended without a result"):
+        run_ranks(interrupted, 1, str(tmp_path))
+    assert "interrupted" in json.loads((tmp_path / "outcome.json").read_text())["error"]
 
 
 def test_of_ranks_that_fail_at_the_same_moment_one_tells(tmp_path):

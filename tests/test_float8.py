@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.test_parallel import backward, full, micro_batches
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
+from trainer.config.rules import config_notes
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.losses import sft_loss
@@ -193,6 +194,14 @@ def test_setting_that_float8_cannot_have_is_refused(sections, message):
         config_from_dict({**sections, "train": train})
     if "precision" not in train:
         assert config_from_dict({**sections, "train": {**train, "float8": "auto"}}).train.float8 == "auto"
+
+
+def test_auto_that_the_config_rules_out_is_told():
+    train = TrainConfig(float8="auto")
+    on_cpu = Config(train=train, target=TargetConfig(device="cpu"))
+    told = config_notes(on_cpu, backend="pytorch", deployed=False)
+    assert "train.float8: no effect, target.device is cpu" in told
+    assert config_notes(Config(train=train), backend="pytorch", deployed=False) == []
 
 
 def test_float8_needs_torchao_in_the_jobs_environment(tmp_path):

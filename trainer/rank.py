@@ -63,7 +63,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
 
 
 def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:
-    """Run the configured recipe under the watchdog; of several ranks a failing one does not return."""
+    """Run the configured recipe under the watchdog; does not return after Ctrl-C, nor as one of several that fails."""
     with watching(dist, run_dir, timeout_s=config.train.hang_timeout_s) as watchdog:
         try:
             dist.startup.enter("imports")
@@ -75,7 +75,8 @@ def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int
             code = tell_failure(error, run_dir, debug=debug)
             if watchdog is not None:
                 watchdog.tell_failure(diagnose.describe(error))
-            if dist.world_size > 1:
+            # an orderly end would wait for the save under way, and at Ctrl-C somebody waits who has given that up
+            if dist.world_size > 1 or isinstance(error, KeyboardInterrupt):
                 leave(code)
             return code
 

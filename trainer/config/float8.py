@@ -36,3 +36,9 @@ def float8_rules(config: Config) -> Iterator[Broken]:
         yield Broken(key, message, f"drop {key}, or train.precision", ("train.precision",))
     elif wanted == "on" and (why := why_no_float8(config)):
         yield Broken(key, f"{key} is on, but {why}", f"set {key}=auto, which then stays with bf16, or change that")
+
+
+def float8_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
+    """`auto` where the config itself rules float8 out; what the device rules out is told by the run."""
+    if config.train.float8 == "auto" and (why := why_no_float8(config)):
+        yield ["train.float8"], f", {why}"

@@ -12,7 +12,7 @@ from trainer.config.broken import Broken
 from trainer.config.corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
 from trainer.config.data import data_rules, data_without_effect
 from trainer.config.fields import show
-from trainer.config.float8 import float8_rules
+from trainer.config.float8 import float8_rules, float8_without_effect
 from trainer.config.keys import Places, field_kinds, get_key, scalar_texts
 from trainer.config.length import warmup_steps
 from trainer.config.optim import groups_rules, lora_rules, optim_without_effect
@@ -318,6 +318,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"
     yield from micro_batch_without_effect(config)
     yield from corpus_without_effect(config)
+    yield from float8_without_effect(config)
     yield from config_parallel.without_effect(config, backend)
     yield from _watching_without_effect(config)
     yield from optim_without_effect(config)
