@@ -97,7 +97,11 @@ CASES: dict[str, tuple[str, float, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("7b", "normed queries, few products", "weights cast inside", "lora of q and v")
+"""Cases that the others nearly hold."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.soak] if c in LONG else []) for c in CASES])
 def test_compiled_block_is_said_to_keep_what_the_partitioner_chooses(case, monkeypatch):
     name, share, options = CASES[case]
     gathered, packed = options.get("gathered", True), options.get("packed", False)

@@ -112,8 +112,14 @@ def after_compile_failure(dist: Dist, rows: str, folder: str, backend: str, back
     return failure, expected, stepped(run)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("backend", "ranks"), [("pytorch", 1), ("fsdp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("backend", "ranks", "backward"),
+    [
+        ("pytorch", 1, False),
+        ("fsdp", 2, True),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("pytorch", 1, True), ("fsdp", 2, False)]),
+    ],
+)
 def test_run_whose_compiler_fails_goes_on_as_plain_torch(backend, ranks, backward, rows, tmp_path):
     results = run_ranks(after_compile_failure, ranks, rows, str(tmp_path), backend, backward)
     for failure, expected, got in results:
