@@ -38,6 +38,7 @@ EVERY = [
     for index, split in enumerate(splits)
 ]
 BLOCKS_AND_ROOT = 3
+EMBEDDING_AND_HEAD = ("model.embed_tokens", "lm_head")  # groups of their own in an untied model
 BUCKETS, SUMS = 1, 1  # DDP has one bucket for so small a model; a step's sums are reduced once beside it
 
 
@@ -75,7 +76,10 @@ def test_gradients_are_reduced_once_a_step_or_with_every_micro_batch_when_asked(
     split, ranks, _ = case(world_size, index)
     several = world_size > 1
     times = 2 if dict(split.options).get("reduce_every_micro_batch") else 1  # four ranks have two micro-batches each
-    expected = {"pytorch": 0, "ddp": BUCKETS + SUMS * several, "fsdp": BLOCKS_AND_ROOT * several * times}[split.backend]
+    ignored = dict(split.options).get("ignored_modules", [])
+    own = [name for name in EMBEDDING_AND_HEAD if not split.tied and name not in ignored]
+    groups = BLOCKS_AND_ROOT + len(own)
+    expected = {"pytorch": 0, "ddp": BUCKETS + SUMS * several, "fsdp": groups * several * times}[split.backend]
     assert [rank.reductions for rank in ranks] == [expected] * world_size
 
 
