@@ -38,7 +38,9 @@ from trainer.dist import Dist
 from trainer.hostmem import available_bytes
 from trainer.optim.build import build_optimizer
 from trainer.runlock import release_all, taken_by
+from trainer.saving import Saver
 from trainer.schema import OptimConfig
+from trainer.step import train_step
 
 GIB = 2**30
 
@@ -133,6 +135,32 @@ def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_
     assert "forward" in saves[0][: saves[0].index("begun")]
     assert all("pruned" in save for save in saves)
     assert [events.count(point) for point in ("staged", "pruned")] == [3, 3]
+
+
+class OpensWhenTold:
+    """In the place of a run's log: keeps its notes, and opens the gate when one says that a save is waited for."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.notes: list[str] = []
+        self._gate = gate
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        if "still waiting" in text:
+            self._gate.open()
+
+
+def test_wait_for_a_save_that_is_stuck_is_told_until_it_ends(rows, tmp_path):
+    run = build(rows, tmp_path, backend="pytorch", steps=3, save_every=1, eval_every=0)
+    train_step(run, 0, lr=1e-3)
+    gate = Gate("begun")
+    run.log = OpensWhenTold(gate)
+    saver = Saver(run, at=gate, beside=FORKED, patience_s=0.01)
+    saver.save(1, must_succeed=False)
+    saver.finish()
+    first, *_, last = run.log.notes
+    assert first == f"note: still waiting for the save of step 1 into {tmp_path / 'checkpoints'}"
+    assert last.startswith(f"saved {tmp_path / 'checkpoints' / 'step_000001'} (")
 
 
 def test_synchronous_save_is_written_when_start_returns(tmp_path):

@@ -68,7 +68,7 @@ def compile_tag(torch: str | None, triton: str | None) -> str:
 def cache_root(environ: Mapping[str, str]) -> Path:
     """Where caches lie, made or not."""
     if environ.get(CACHE_ENV):
-        return Path(environ[CACHE_ENV])
+        return Path(environ[CACHE_ENV]).absolute()
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises where there is none
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "torchferry"

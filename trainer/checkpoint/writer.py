@@ -160,6 +160,10 @@ class Writer:
         """Whether the save begun last was lost with a saver, waiting for it: the same save would now be synchronous."""
         return self._saving is not None and isinstance(self._saving.exception(), SaverLostError)
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long at most for the save that is under way; whether none is any more."""
+        return self._saving is None or bool(wait_for([self._saving], seconds).done)
+
     def result(self) -> Written | None:
         """The outcome of the save begun last, waiting for it; None when it was asked for before.
 
