@@ -98,6 +98,13 @@ def test_overrides_give_a_config_with_the_best_size_and_the_same_batch(tmp_path)
     assert (changed.micro_batch_size, changed.global_batch_size) == (2, 32)
 
 
+@pytest.mark.parametrize(("speeds", "told"), [((100, 150), True), ((150, 100), False)])
+def test_a_size_that_changes_the_step_is_told_as_such(speeds, told):
+    words = "note: a step is then of 2 instead of 1 rows a micro-batch: train.global_batch_size keeps it as it is"
+    assert any(line.startswith(words) for line in calibration(*speeds).render()) is told
+    assert not any("note" in line for line in calibration(*speeds, global_batch=32).render())
+
+
 def test_micro_batch_that_is_counted_in_tokens_stays_so():
     assert calibration(100, 150, by_tokens=True).overrides == ["train.micro_batch_tokens=1024"]
 

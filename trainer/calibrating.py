@@ -107,7 +107,11 @@ class Calibration:
         own = next((one for one in self.timed if one.rows == self.configured), None)
         gain = "" if own is None or own is best else f", {best.tokens_per_s_per_gpu / own.tokens_per_s_per_gpu:.2f} x"
         than = f"{gain} of the configured {self.configured}" if gain else ""
-        return [f"no larger size: {self.ended}", f"fastest: {best.rows} rows{than}", " ".join(self.overrides)]
+        lines = [f"no larger size: {self.ended}", f"fastest: {best.rows} rows{than}", " ".join(self.overrides)]
+        if self.global_batch is None and best.rows != self.configured:
+            step = f"a step is then of {best.rows} instead of {self.configured} rows a micro-batch"
+            lines.append(f"note: {step}: train.global_batch_size keeps it as it is, or another learning rate may fit")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
