@@ -100,9 +100,8 @@ def apply_update(
     `divisor`: of the gradients, for an optimizer that divides by itself (`divides_by_itself`).
     """
     set_learning_rate(optimizer, lr)
-    first = optimizer.param_groups[0]["params"][
-        0
-    ].device  # the CPU with offloaded parameters, which must not read ahead
+    # the CPU with offloaded parameters: the values must be there before it reads them
+    first = optimizer.param_groups[0]["params"][0].device
     optimizer.found_inf = (~finite).float().to(first)  # read on the device, so nobody waits for the value
     if divisor is not None:
         optimizer.grad_scale = divisor.to(first)

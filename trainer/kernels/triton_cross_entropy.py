@@ -21,6 +21,8 @@ def softmax_gradient(
             columns = start + offsets
             tl.store(x_row + columns, tl.zeros((BLOCK,), x_ptr.dtype.element_ty), mask=columns < n_cols)
     else:
+        # before the reductions, for behind them another warp may have written this place already
+        at_label = tl.load(x_row + label).to(tl.float32)
         highest = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, n_cols, BLOCK):
@@ -31,7 +33,6 @@ def softmax_gradient(
             highest = new
         top = tl.max(highest, 0)
         whole = tl.sum(total * tl.exp(highest - top), 0)
-        at_label = tl.load(x_row + label).to(tl.float32)
         tl.store(losses_ptr + row, top + tl.log(whole) - at_label)
         for start in range(0, n_cols, BLOCK):
             columns = start + offsets
