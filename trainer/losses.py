@@ -49,9 +49,10 @@ def chunked_cross_entropy(
         targets = None
     if torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
         return _ChunkedCrossEntropy.apply(rows, weight, flat, targets, chunk)
-    parts = (F.linear(_taken(rows, part), weight.to(rows.dtype)) for part in _parts(rows, targets, chunk))
-    sums = (cross_entropy_sum(x, flat[part]) for x, part in zip(parts, _parts(rows, targets, chunk), strict=True))
-    return sum(sums, torch.zeros((), dtype=torch.float32, device=rows.device))
+    weight, total = weight.to(rows.dtype), torch.zeros((), dtype=torch.float32, device=rows.device)
+    for part in _parts(rows, targets, chunk):
+        total += cross_entropy_sum(F.linear(_taken(rows, part), weight), flat[part])
+    return total
 
 
 Part = slice | Tensor
