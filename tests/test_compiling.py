@@ -1,6 +1,8 @@
 """Compiled blocks: what they compute in bf16 with fused products, how many graphs, and the way back to plain torch."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -59,6 +61,31 @@ def test_a_model_whose_compilation_is_taken_back_runs_as_plain_torch():
     torch._dynamo.utils.counters.clear()
     grads_of(decoder)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+class Frames:
+    """A compiler that compiles nothing and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        self.count += 1
+        return graph.forward
+
+
+def test_rows_of_every_length_and_number_are_trained_on_and_evaluated_with_few_graphs(monkeypatch):
+    torch._dynamo.reset()
+    decoder, frames = model_of(ADAPTERS), Frames()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=frames))
+    compiling.compile_blocks(decoder, fixed_shapes=False)
+    for length in (16, 24, 32, 8, 40):
+        for rows in (4, 3, 1, 2):
+            batch = packed_batch([[length - 1]] * rows, length=length)
+            sft_loss(decoder, batch, packed=False).total.backward()
+            with torch.no_grad():
+                sft_loss(decoder, batch, packed=False)
+    assert 8 < frames.count <= 30  # of block and norm together, however many lengths; torch alone ends at 8 of one
 
 
 def test_compilation_failures_are_told_from_the_models():

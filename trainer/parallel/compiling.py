@@ -15,6 +15,9 @@ import torch
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
 
+VARIANTS = 64
+"""Graphs of a block at most. Rows of any length, one or several, with and without gradients, of a frozen and a trained
+input come to about 15; torch's own limit of 8 would end the run in the middle, for each graph must be whole."""
 FAILURES = ("torch._dynamo.exc", "torch._inductor", "triton")
 """Modules whose exceptions say that something could not be compiled."""
 
@@ -34,6 +37,9 @@ def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | 
 
 def compile_blocks(decoder: Decoder, *, fixed_shapes: bool) -> None:
     """Compile the blocks and the final norm when they are first called. `fixed_shapes`: all rows are of one length."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.recompile_limit = VARIANTS
     for module in _compiled(decoder):
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False if fixed_shapes else None)
 
