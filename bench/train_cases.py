@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 PEAK_FLOPS = 989e12
@@ -97,7 +98,8 @@ class Contender:
         return f"{self.who} {self.model} {self.gpus}x{self.micro_batch}x{self.seq_len} {rows} {self.label}".strip()
 
 
-def ours(
+def contender_of(
+    who: str,
     model: str,
     seq_len: int,
     micro_batch: int,
@@ -108,24 +110,12 @@ def ours(
     cache: str = "",
     **options: Any,
 ) -> Contender:
-    """A row of ours; options are keys of our config with `__` in place of the dot."""
-    overrides = {name.replace("__", "."): value for name, value in options.items()}
-    return Contender("ours", model, seq_len, micro_batch, gpus, label, packed, cache, overrides)
+    """A row; options are settings of a peer's script in bench/peers/, or keys of our config, `__` for the dot."""
+    named = {name.replace("__", "."): value for name, value in options.items()}
+    return Contender(who, model, seq_len, micro_batch, gpus, label, packed, cache, named)
 
 
-def peer(
-    who: str,
-    model: str,
-    seq_len: int,
-    micro_batch: int,
-    *,
-    gpus: int = 1,
-    label: str = "",
-    packed: bool = False,
-    **options: Any,
-) -> Contender:
-    """A row of a peer; options are settings of its script in bench/peers/."""
-    return Contender(who, model, seq_len, micro_batch, gpus, label, packed, options=options)
+ours = partial(contender_of, "ours")
 
 
 def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
@@ -134,10 +124,10 @@ def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
     return [
         ours(model, 2048, small),
         ours(model, 2048, large),
-        peer("titan", model, 2048, small, label="no AC", ac="none"),
-        peer("trl", model, 2048, small, label="no AC", ac="none"),
-        peer("hf", model, 2048, small, label="no AC", ac="none"),
-        peer("liger", model, 2048, large, label="no AC", ac="none"),
+        contender_of("titan", model, 2048, small, label="no AC", ac="none"),
+        contender_of("trl", model, 2048, small, label="no AC", ac="none"),
+        contender_of("hf", model, 2048, small, label="no AC", ac="none"),
+        contender_of("liger", model, 2048, large, label="no AC", ac="none"),
     ]
 
 
@@ -149,34 +139,34 @@ CASES: dict[str, list[Contender]] = {
         ours("0.5b", 2048, 1, packed=True, label="no graphs", parallel__cuda_graphs="false"),
     ],
     "raw": [
-        ours("0.5b", 2048, 8), peer("raw", "0.5b", 2048, 8, wrap="autocast"),
-        ours("1.5b", 2048, 4), peer("raw", "1.5b", 2048, 4, wrap="autocast"),
+        ours("0.5b", 2048, 8), contender_of("raw", "0.5b", 2048, 8, wrap="autocast"),
+        ours("1.5b", 2048, 4), contender_of("raw", "1.5b", 2048, 4, wrap="autocast"),
     ],
     "packed": [
-        *(row for model, rows in (("0.5b", 4), ("1.5b", 2)) for row in (
+        *(one for model, rows in (("0.5b", 4), ("1.5b", 2)) for one in (
             ours(model, 4096, rows), ours(model, 4096, rows, packed=True),
-            peer("trl", model, 4096, rows, packed=True, label="default packing, no AC", ac="none"))),
+            contender_of("trl", model, 4096, rows, packed=True, label="default packing, no AC", ac="none"))),
     ],
     "7b-l14": [
         ours("7b-l14", 4096, 4, gpus=2),
         ours("7b-l14", 4096, 4, gpus=2, label="NCCL_MAX_CTAS=8", target__env="{NCCL_MAX_CTAS: '8'}"),
         ours("7b-l14", 4096, 4, gpus=2, packed=True),
         ours("7b-l14", 4096, 2, gpus=2),
-        peer("titan", "7b-l14", 4096, 4, gpus=2, label="no AC", ac="none"),
-        peer("titan", "7b-l14", 4096, 2, gpus=2, label="no AC", ac="none"),
-        peer("titan", "7b-l14", 4096, 4, gpus=2, label="selective AC", ac="selective"),
-        peer("liger", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="fsdp"),
-        peer("liger", "7b-l14", 4096, 8, gpus=2, label="full AC", ac="fsdp"),
-        peer("trl", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="gc"),
-        peer("trl", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="gc"),
-        peer("trl", "7b-l14", 4096, 2, gpus=2, packed=True, label="default packing, full AC", ac="gc"),
-        peer("hf", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="fsdp"),
+        contender_of("titan", "7b-l14", 4096, 4, gpus=2, label="no AC", ac="none"),
+        contender_of("titan", "7b-l14", 4096, 2, gpus=2, label="no AC", ac="none"),
+        contender_of("titan", "7b-l14", 4096, 4, gpus=2, label="selective AC", ac="selective"),
+        contender_of("liger", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="fsdp"),
+        contender_of("liger", "7b-l14", 4096, 8, gpus=2, label="full AC", ac="fsdp"),
+        contender_of("trl", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="gc"),
+        contender_of("trl", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="gc"),
+        contender_of("trl", "7b-l14", 4096, 2, gpus=2, packed=True, label="default packing, full AC", ac="gc"),
+        contender_of("hf", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="fsdp"),
     ],
     "lora": [
         ours("7b", 4096, 1, label="LoRA", lora__rank=16),
         ours("7b", 4096, 2, label="LoRA", lora__rank=16),
-        peer("trl", "7b", 4096, 1, label="LoRA, no AC", ac="none", lora=16),
-        peer("trl", "7b", 4096, 2, label="LoRA, full AC", ac="gc", lora=16),
+        contender_of("trl", "7b", 4096, 1, label="LoRA, no AC", ac="none", lora=16),
+        contender_of("trl", "7b", 4096, 2, label="LoRA, full AC", ac="gc", lora=16),
     ],
     "options": [
         ours("1.5b", 2048, 4),
@@ -188,14 +178,14 @@ CASES: dict[str, list[Contender]] = {
     "start": [
         ours("1.5b", 2048, 4, label="nothing compiled before", cache="start"),
         ours("1.5b", 2048, 4, label="started before", cache="start"),
-        peer("hf", "1.5b", 2048, 4, label="no AC", ac="none"),
+        contender_of("hf", "1.5b", 2048, 4, label="no AC", ac="none"),
     ],
     "tiny": [
         ours("tiny", 64, 2),
         ours("tiny", 64, 2, packed=True),
-        peer("raw", "tiny", 64, 2, compile=False),
-        peer("hf", "tiny", 64, 2, label="no AC", ac="none"),
-        peer("trl", "tiny", 64, 2, packed=True, label="default packing, no AC", ac="none"),
-        peer("trl", "tiny", 64, 2, label="LoRA, no AC", ac="none", lora=4),
+        contender_of("raw", "tiny", 64, 2, compile=False),
+        contender_of("hf", "tiny", 64, 2, label="no AC", ac="none"),
+        contender_of("trl", "tiny", 64, 2, packed=True, label="default packing, no AC", ac="none"),
+        contender_of("trl", "tiny", 64, 2, label="LoRA, no AC", ac="none", lora=4),
     ],
 }  # fmt: skip

@@ -14,7 +14,7 @@ from tests.ferry import REPO
 sys.path.insert(0, str(REPO / "bench"))
 
 import train_peers
-from train_cases import CASES, Contender, count_params, flops_per_token, hf_config, ours, peer, work_of
+from train_cases import CASES, Contender, contender_of, count_params, flops_per_token, hf_config, ours, work_of
 from train_ours import build_command, build_environ, last_word, parse_run
 from train_processes import MARK_ENV, end_marked, marked, new_mark
 from train_report import (
@@ -137,7 +137,7 @@ def test_a_peer_that_dies_costs_its_own_row_only(tmp_path, monkeypatch):
     script = tmp_path / "fake.py"
     script.write_text(DIES_AT_TWO)
     monkeypatch.setitem(train_peers.SCRIPTS, "raw", str(script))
-    rows = [peer("raw", "tiny", 64, size) for size in (1, 2, 3, 4)]
+    rows = [contender_of("raw", "tiny", 64, size) for size in (1, 2, 3, 4)]
     found = list(train_peers.run_peers(rows, warm=1, steps=1, limit_s=60, log=tmp_path / "raw.log"))
     assert [row.get("mb", row.get("failed")) for row in found] == [1, "hung, died or out of time", "it told", 4]
 
@@ -155,7 +155,7 @@ for setting in json.loads(sys.argv[1]):
 
 
 def test_peers_get_no_process_when_the_time_is_over(tmp_path):
-    rows = [peer("raw", "tiny", 64, 1)]
+    rows = [contender_of("raw", "tiny", 64, 1)]
     found = list(train_peers.run_peers(rows, warm=1, steps=1, limit_s=-1, log=tmp_path / "raw.log"))
     assert found == [{"failed": NO_TIME}]
 
@@ -164,14 +164,14 @@ def test_peers_get_no_process_when_the_time_is_over(tmp_path):
 
 
 def test_row_has_the_median_and_the_tokens_of_one_gpu():
-    contender = peer("titan", "7b", 4096, 2, gpus=4)
+    contender = contender_of("titan", "7b", 4096, 2, gpus=4)
     row = make_row(contender, {"step_s": [0.8, 0.7, 0.9], "peak_gib": 40.0})
     assert (row["step_ms"], row["tok_s_gpu"]) == (800.0, 10240)
     assert row["mfu"] == pytest.approx(47.36e9 * 10240 / 989e12, abs=1e-4)
 
 
 def test_packed_row_counts_the_tokens_that_were_there():
-    contender = peer("trl", "0.5b", 2048, 8, packed=True)
+    contender = contender_of("trl", "0.5b", 2048, 8, packed=True)
     row = make_row(contender, {"step_s": [1.0], "peak_gib": 1.0, "tokens": 15000.0})
     assert (row["tok_s_gpu"], row["mfu"]) == (15000, None)
 

@@ -82,12 +82,13 @@ class GraphedMicroBatches:
         batch = replace(batch, targets=None)  # their number differs from batch to batch
         if self._batch is None:
             self._record_writing(batch)
-        assert self._batch is not None and self._writing is not None
+        assert self._batch is not None
         _copy(batch, self._batch)
         if not first and self._adding is None:
             self._give_grads()
             self._adding = Recorded(*self._capture.record(self._forward_backward))
-        recorded = self._writing if first or self._adding is None else self._adding
+        recorded = self._writing if first else self._adding
+        assert recorded is not None
         recorded.replay()
         self._give_grads()
         return recorded.loss
