@@ -17,6 +17,7 @@ import pytest
 from deployer.agent import adopting, ending, state
 from deployer.agent.layout import Job, Root
 from deployer.agent.procs import is_running, process_of
+from deployer.agent.storelock import is_held
 from tests import stubborn
 from tests.ferry import Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, run_job, said, start, wait_for
@@ -47,8 +48,10 @@ def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: 
     there = ferry.where()
     other = ("run", *there, "--detach", "--python", sys.executable, "--", "python", "-c", "pass")
     for words in (("ps", *there), ("status", "j", *there), ("logs", "j", "--no-follow", *there), other):
+        wait_for(lambda: not any(is_held(str(agent)) for agent in (ferry.root / "agent").glob("*")))  # none adopts now
         kill_supervisor(job)
-        assert state.judge(job)["unsupervised"] is True
+        now = state.judge(job)
+        assert now.get("unsupervised") is True, now
         assert ferry.run(*words).returncode == 0
         wait_for(lambda: not state.judge(job).get("unsupervised"))
     (Path(job.code) / "go").touch()
