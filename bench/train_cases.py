@@ -150,9 +150,11 @@ CASES: dict[str, list[Contender]] = {
     "7b-l14": [
         ours("7b-l14", 4096, 4, gpus=2),
         ours("7b-l14", 4096, 4, gpus=2, label="NCCL_MAX_CTAS=8", target__env="{NCCL_MAX_CTAS: '8'}"),
+        ours("7b-l14", 4096, 4, gpus=2, label="reshards", parallel__reshard_after_forward="true"),
         ours("7b-l14", 4096, 4, gpus=2, packed=True),
         ours("7b-l14", 4096, 2, gpus=2),
         contender_of("titan", "7b-l14", 4096, 4, gpus=2, label="no AC", ac="none"),
+        contender_of("titan", "7b-l14", 4096, 4, gpus=2, label="no AC, never reshards", ac="none", reshard="never"),
         contender_of("titan", "7b-l14", 4096, 2, gpus=2, label="no AC", ac="none"),
         contender_of("titan", "7b-l14", 4096, 4, gpus=2, label="selective AC", ac="selective"),
         contender_of("liger", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="fsdp"),

@@ -68,7 +68,7 @@ def test_dropped_row_is_named_with_its_reason(tmp_path):
 def test_plan_memory_and_schedule_are_of_the_configured_ranks_without_gpu_and_run_folder(tmp_path):
     result = call(tmp_path)
     assert result.exit_code == 0, result.output
-    assert "parameters: 821,120 in all, 821,120 trained; float32\nfsdp FULL_SHARD, 4 rank(s): " in result.stdout
+    assert "parameters: 821,120 in all, 821,120 trained; float32\nfsdp SHARD_GRAD_OP, 4 rank(s): " in result.stdout
     assert "memory of each rank, estimated: 0.0" in result.stdout
     assert "10 steps of 4 rows: 40.00 epochs, about 1,960 tokens" in result.stdout
     assert "learning rate 0 first, 0.5 at its peak, 0.5 last; 5 steps of warm-up" in result.stdout
@@ -98,7 +98,7 @@ def test_plans_for_memory_are_told_for_a_card_of_the_given_size(tmp_path):
     plans = shown["memory_plans"]
     assert (plans["card"], [plan["fits"] for plan in plans["plans"]].index(True)) == (24 * 2**30, plans["chosen"])
     assert shown["memory"]["total"] == plans["plans"][plans["chosen"]]["needs"]
-    assert "* activation_checkpointing=none  " in call(tmp_path, "--card-gib", "80").stdout
+    assert "* activation_checkpointing=none, reshard_after_forward=false  " in call(tmp_path, "--card-gib", "80").stdout
 
 
 def test_nothing_is_planned_where_memory_is_manual(tmp_path):

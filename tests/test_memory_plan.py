@@ -13,13 +13,14 @@ from deployer.agent.restarts import Past, why_no_restart
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.memory.activations import Kernels
-from trainer.memory.estimate import estimate_memory
+from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
 from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.models.decoder import DecoderShape
 from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
 from trainer.words import GIB
 
+KEPT = "none, reshard_after_forward=false"
 FAST = MemoryPlan("none", None, False, False)
 SMALL = DecoderShape("qwen2", 151936, 896, 4864, 24, 14, 2, 64)
 CONFIG = Config()
@@ -37,22 +38,29 @@ def names(options: dict[str, Any], *, backend: str = "fsdp", compiled: bool = Tr
 @pytest.mark.parametrize(
     ("options", "where", "plans"),
     [
-        ({}, {}, "none; budget (0.7); budget (0.5); budget (0.3); budget (0); budget (0), cpu_offload"),
-        ({}, {"compiled": False}, "none; selective; full; full, cpu_offload"),
+        ({}, {}, f"{KEPT}; none; budget (0.7); budget (0.5); budget (0.3); budget (0); budget (0), cpu_offload"),
+        ({}, {"compiled": False}, f"{KEPT}; none; selective; full; full, cpu_offload"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, {"compiled": False}, "none; selective; full; full, cpu_offload"),
+        ({"reshard_after_forward": True}, {"compiled": False}, "none; selective; full; full, cpu_offload"),
         ({}, {"backend": "pytorch"}, "none; budget (0.7); budget (0.5); budget (0.3); budget (0)"),
-        ({"cpu_offload": False}, {"compiled": False}, "none; selective; full"),
-        ({"cpu_offload": True}, {"compiled": False}, "none, cpu_offload; selective, cpu_offload; full, cpu_offload"),
+        ({"cpu_offload": False}, {"compiled": False}, f"{KEPT}; none; selective; full"),
+        (
+            {"cpu_offload": True},
+            {"compiled": False},
+            f"{KEPT}, cpu_offload; none, cpu_offload; selective, cpu_offload; full, cpu_offload",
+        ),
         ({"activation_checkpointing": "selective"}, {"backend": "ddp"}, "selective"),
         ({"activation_checkpointing": "budget", "cpu_offload": False}, {}, "budget (0.5)"),
         (
             {"activation_checkpointing": "none"},
             {"accumulates": True},
-            "none; none, reduce_every_micro_batch; none, reduce_every_micro_batch, cpu_offload",
+            f"{KEPT}; {KEPT}, reduce_every_micro_batch; none; none, reduce_every_micro_batch;"
+            " none, reduce_every_micro_batch, cpu_offload",
         ),
         (
             {"activation_checkpointing": "none", "reduce_every_micro_batch": False, "cpu_offload": False},
             {"accumulates": True},
-            "none",
+            f"{KEPT}; none",
         ),
     ],
 )
@@ -143,6 +151,35 @@ def test_gradients_are_reduced_every_micro_batch_where_waiting_ones_do_not_fit()
     tight, roomy = (fit(WIDE, gib, ranks=4, train=train).config.parallel for gib in (62, 100))
     assert (tight.activation_checkpointing, tight.reduce_every_micro_batch) == ("none", True)
     assert (roomy.activation_checkpointing, roomy.reduce_every_micro_batch) == ("none", False)
+
+
+def test_parameters_stay_gathered_where_nothing_is_recomputed_and_they_fit():
+    roomy, tight, set_by_hand = (
+        fit(WIDE, gib, ranks=4, train={"micro_batch_size": 1}, **sections)
+        for gib, sections in ((79.1, {}), (60, {}), (79.1, {"parallel": {"reshard_after_forward": True}}))
+    )
+    assert roomy.config.parallel.reshard_after_forward is False
+    assert (tight.config.parallel.activation_checkpointing, tight.config.parallel.reshard_after_forward) == (
+        "none",
+        None,
+    )
+    assert set_by_hand.config.parallel.reshard_after_forward is True
+    needs = [taken.choice.priced[0].needs for taken in (roomy, set_by_hand) if taken.choice]
+    blocks = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)  # parameters without norms and biases
+    assert needs[0] - needs[1] == pytest.approx(2 * blocks * 27 / 28, rel=0.01)  # one is there in any case
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"reshard_after_forward": False}, "parallel.reshard_after_forward=true"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "parallel.sharding_strategy=FULL_SHARD"),
+    ],
+)
+def test_freeing_gathered_copies_is_named_among_what_saves_memory(options, change):
+    config = config_from_dict({"target": {"gpu_ranks": [0, 1]}, "parallel": options})
+    named = [saving for saving in savings(SMALL, config, world_size=2) if saving.change == change]
+    assert len(named) == 1 and named[0].size > 100 << 20
 
 
 def test_nothing_is_chosen_on_the_cpu(tmp_path):

@@ -152,6 +152,52 @@ def test_grad_op_gathers_each_block_once_where_full_shard_does_so_twice():
     assert run_ranks(gathers, 2)[0] == [5, 3, 3]
 
 
+def gathers_of_four_micro_batches(dist: Dist) -> list[int]:
+    options: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
+    return [collectives(dist, one, 4)["allgather"] for one in options]
+
+
+def test_what_is_kept_is_gathered_once_a_step_however_many_micro_batches():
+    assert run_ranks(gathers_of_four_micro_batches, 2)[0] == [17, 3]  # two blocks, and the root, which is kept always
+
+
+def trained(dist: Dist, options: dict[str, Any], *, rearranged: dict[str, Any] | None = None) -> list[Any]:
+    """Of three steps with an evaluation after each: its loss, the weights as they are saved, what is gathered."""
+    backend, module = prepared(dist, config("fsdp", **options), tiny_shape())
+    found = []
+    for _ in range(3):
+        backward(backend, module, micro_batches(dist, 2))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+            module.zero_grad()
+            loss = sft_loss(module, micro_batches(dist, 1)[0]).total.item()
+        kept = not isinstance(module.model.layers[0].mlp.up_proj.weight, DTensor)
+        found.append((loss, kept, {name: full(weight) for name, weight in module.state_dict().items()}))
+        if rearranged is not None:
+            backend.rearrange(config("fsdp", **rearranged))
+    return found
+
+
+def trained_either_way(dist: Dist) -> list[list[Any]]:
+    kept = {"reshard_after_forward": False}
+    return [trained(dist, {}), trained(dist, kept), trained(dist, kept, rearranged={})]
+
+
+def test_steps_evaluations_and_saves_are_the_same_bit_for_bit_whether_gathered_copies_are_kept():
+    freed, kept, changed = run_ranks(trained_either_way, 2)[0]
+    assert [[one[1] for one in run] for run in (freed, kept, changed)] == [
+        [False] * 3,
+        [True] * 3,
+        [True, False, False],
+    ]
+    assert freed[0][0] != freed[1][0]
+    for run in (kept, changed):
+        for (loss, _, weights), (want, _, expected) in zip(run, freed, strict=True):
+            assert loss == want
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 def kept_rows(dist: Dist, reshard: int) -> tuple[int, int]:
     module = prepared(dist, config("fsdp", reshard_after_forward=reshard), tiny_shape())[1]
     weight = module.model.layers[0].mlp.up_proj.weight

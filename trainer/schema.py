@@ -333,11 +333,13 @@ class ParallelConfig:
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None
     ) = None
     """FSDP, in any case of letters. FULL_SHARD: a group's gathered parameters are freed after its forward.
-    SHARD_GRAD_OP: they are kept until its backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2: the same two
-    within each of `dp_replicate` replicas. None: FULL_SHARD, or SHARD_GRAD_OP with `reshard_after_forward` false."""
+    SHARD_GRAD_OP: they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2:
+    the same two within each of `dp_replicate` replicas. None: as `reshard_after_forward` says, else FULL_SHARD."""
     reshard_after_forward: bool | int | None = None
     """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over so many ranks, so
-    that the backward gathers within those only. None: as `sharding_strategy` says, which it may not contradict."""
+    that the backward gathers within those only. None: as `sharding_strategy` says, which it may not contradict; where
+    that says nothing either, `memory` auto keeps them, from a step's first forward to its last backward, where nothing
+    is recomputed and they fit."""
     dp_replicate: int | None = None
     """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -373,9 +375,9 @@ class ParallelConfig:
     piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`.
     LOCAL_STATE_DICT is refused."""
     memory: Literal["auto", "manual"] = "auto"
-    """On a GPU, auto: what is not set of `activation_checkpointing`, `cpu_offload` and `reduce_every_micro_batch` is
-    chosen so that the run fits with the least recomputation, and after a failure for want of memory the next attempt in
-    the same run folder takes less. manual: nothing is chosen."""
+    """On a GPU, auto: what is not set of `activation_checkpointing`, `reshard_after_forward`,
+    `reduce_every_micro_batch` and `cpu_offload` is chosen so that the run fits with the least recomputation, and after
+    a failure for want of memory the next attempt in the same run folder takes less. manual: nothing is chosen."""
     activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = None
     """`full`: a block's activations are computed again in the backward pass; `selective`: all but the outputs of
     matrix products and attention; `budget`: the compiler keeps `activation_budget` of them. None: `memory` chooses."""

@@ -1,7 +1,7 @@
 """torchtitan 0.2.2 (0.3.0 needs torch 2.12) on its Qwen3 model in Qwen2.5's shapes, synthetic tokens. CUDA only.
 
 python titan.py '[{"model": "0.5b", "seq": 2048, "mb": 8, "ac": "none"}, …]'; ac: selective (by op), full, none, or a
-number (memory budget). Its own prefetch, compiled blocks and loss, fp32 reduction.
+number (memory budget); reshard: default, always, never. Its own prefetch, compiled blocks and loss, fp32 reduction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from common import SHAPES, TIED, Settings, StepClock, init_dist, rank, report, run_settings, world
 
-DEFAULTS: Settings = {"model": "7b", "seq": 4096, "mb": 1, "ac": "selective", "compile": True, "warm": 4, "steps": 8}
+DEFAULTS: Settings = {
+    "model": "7b", "seq": 4096, "mb": 1, "ac": "selective", "reshard": "default", "compile": True,
+    "warm": 4, "steps": 8,
+}  # fmt: skip
 
 
 class Tokens:
@@ -77,6 +80,7 @@ def build_job(c: Settings) -> Any:
     job.lr_scheduler.warmup_steps = 2
     job.metrics.log_freq = 1000
     job.compile.enable = c["compile"]
+    job.parallelism.fsdp_reshard_after_forward = c["reshard"]
     checkpointing = job.activation_checkpoint
     if isinstance(c["ac"], (int, float)):
         checkpointing.mode, checkpointing.memory_budget = "memory_budget", c["ac"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trainer.config.parallel import recompute_mode
+from trainer.config.parallel import backend_of, recompute_mode, sharding
 from trainer.data.steps import global_batch_size, micro_batches
 from trainer.memory.activations import Kernels, count_activations
 from trainer.models.build import build_decoder
@@ -153,6 +153,7 @@ def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int
     if config.lora.rank is None and config.lora.adapter is None and not config.model.freeze:
         changed = replace(config, lora=replace(config.lora, rank=16))
         yield "lora.rank=16", changed, world_size, "trains adapters instead of the model"
+    yield from _freed_copies(config, world_size)
     yield from _other_spreads(config, world_size)
 
 
@@ -170,6 +171,17 @@ def _smaller_batches(config: Config, world_size: int) -> Iterator[tuple[str, Con
     elif data.seq_len > 2:
         shorter = replace(config, data=replace(data, seq_len=data.seq_len // 2))
         yield f"data.seq_len={data.seq_len // 2}", shorter, world_size, "longer rows are cut"
+
+
+def _freed_copies(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:
+    parallel = config.parallel
+    if backend_of(config, world_size) == "fsdp" and sharding(parallel).reshard is False:
+        word = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
+            parallel.sharding_strategy or ""
+        )
+        change = f"sharding_strategy={word}" if word else "reshard_after_forward=true"
+        freeing = replace(parallel, sharding_strategy=word, reshard_after_forward=None if word else True)
+        yield f"parallel.{change}", replace(config, parallel=freeing), world_size, "gathers again in the backward"
 
 
 def _other_spreads(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:

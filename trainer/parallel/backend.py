@@ -10,7 +10,6 @@ storage of this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from trainer.parallel.partition import partition_budget
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
 from trainer.parallel.timing import seconds_of
-from trainer.parallel.wrapping import plan_wrapping
+from trainer.parallel.wrapping import plan_wrapping, replan
 
 if TYPE_CHECKING:
     from trainer.schema import Config
@@ -63,12 +62,11 @@ class Backend:
         return self.module
 
     def rearrange(self, config: Config) -> None:
-        """Take another plan for activations and gradients; parameters stay where they are."""
+        """Take another plan for activations, gradients and gathered copies; parameters stay where they are."""
         torch._dynamo.reset()  # what is compiled already would be taken for any budget
         run_eagerly(self._decoder)
         self.config, self.options = config, config.parallel
-        every = bool(config.parallel.reduce_every_micro_batch) and self.plan.backend == "fsdp"
-        self.plan = replace(self.plan, reduces_every=every)
+        self.plan = replan(self.plan, config)
         self._arrange(self._decoder)
         if not self.compiled and self._float8_words:
             use_bf16(self._decoder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
 from torch import Tensor, nn
@@ -13,9 +14,12 @@ from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
 from trainer.parallel.fsdp_reset import forget_iteration
-from trainer.parallel.plan import WrapPlan
+from trainer.parallel.plan import Group, WrapPlan
 from trainer.parallel.tensors import fsdp_modules, local_tensor
 from trainer.parallel.wrapping import ignored_names
+
+if TYPE_CHECKING:
+    from trainer.schema import Config
 
 
 class FSDPBackend(Backend):
@@ -40,6 +44,12 @@ class FSDPBackend(Backend):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed
         self._prefetch(decoder)
         return self._give_storage(decoder)
+
+    def rearrange(self, config: Config) -> None:
+        super().rearrange(config)
+        for group, module in self._grouped(self._decoder):
+            if isinstance(group.kept, bool):
+                module.set_reshard_after_forward(not group.kept, recurse=False)
 
     def _settings(self, *, ignored: set[nn.Parameter]) -> dict[str, Any]:
         policy = MixedPrecisionPolicy(
@@ -74,6 +84,13 @@ class FSDPBackend(Backend):
                 parameter.register_post_accumulate_grad_hook(self._sum_whole)
         return decoder
 
+    def _grouped(self, decoder: Decoder) -> Iterator[tuple[Group, FSDPModule]]:
+        """The groups of the plan with their modules."""
+        for group in self.plan.groups:
+            module = decoder.get_submodule(group.name)
+            assert isinstance(module, FSDPModule)
+            yield group, module
+
     def _whole(self, decoder: Decoder) -> set[nn.Parameter]:
         """The parameters that are not sharded."""
         names = ignored_names(decoder, self.options.ignored_modules)
@@ -85,6 +102,9 @@ class FSDPBackend(Backend):
         self.module.set_requires_gradient_sync(last or every)
         self.module.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
         self.module.set_is_last_backward(last or every)
+        for group, module in self._grouped(self._decoder):
+            if group.kept is True:  # the next micro-batch takes it as it is
+                module.set_reshard_after_backward(last, recurse=False)
 
     def settle(self) -> None:
         forget_iteration(self.module)

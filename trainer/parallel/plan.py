@@ -97,8 +97,15 @@ class WrapPlan:
 
     @property
     def gather_bytes_per_micro_batch(self) -> float:
-        """Bytes that a rank receives to gather parameters, forward and backward."""
-        return sum(group.gathered_bytes * _passes(group, self.shards) for group in self.groups)
+        """Bytes that a rank receives to gather, forward and backward, what it does not keep."""
+        return sum(
+            group.gathered_bytes * _passes(group, self.shards) for group in self.groups if group.kept is not True
+        )
+
+    @property
+    def gather_bytes_per_step(self) -> float:
+        """The same of what it keeps from the step's first forward to its last backward."""
+        return sum(group.gathered_bytes for group in self.groups if group.kept is True) * _others(self.shards)
 
     @property
     def reduce_bytes_each(self) -> float:
@@ -153,10 +160,12 @@ class WrapPlan:
         )
 
     def _traffic(self) -> str:
-        gathers, reduces = self.gather_bytes_per_micro_batch / MIB, self.reduce_bytes_each / MIB
-        gathered = f"{gathers:.1f} MiB gathered a micro-batch, " if gathers else ""
-        when = "micro-batch" if self.reduces_every else "step"
-        return f"traffic of a rank: {gathered}{reduces:.1f} MiB reduced a {when}"
+        gathered = [(self.gather_bytes_per_micro_batch, "micro-batch"), (self.gather_bytes_per_step, "step")]
+        words = [f"{size / MIB:.1f} MiB gathered a {when}" for size, when in gathered if size]
+        words.append(
+            f"{self.reduce_bytes_each / MIB:.1f} MiB reduced a {'micro-batch' if self.reduces_every else 'step'}"
+        )
+        return f"traffic of a rank: {', '.join(words)}"
 
 
 def _others(ranks: int) -> float:
@@ -165,11 +174,11 @@ def _others(ranks: int) -> float:
 
 
 def _passes(group: Group, shards: int) -> float:
-    """How often a micro-batch brings the other ranks' part of a group: forward, and backward unless it was kept."""
-    forward, kept = _others(shards), group.kept
-    if kept is True or not group.needed_again:
+    """How often a micro-batch brings the other ranks' part of a group: forward, and backward where that needs it."""
+    forward = _others(shards)
+    if not group.needed_again:
         return forward
-    return 2 * forward if kept is False else forward + _others(kept)
+    return forward + _others(group.kept) if group.kept else 2 * forward
 
 
 def _after(kept: bool | int, needed_again: bool) -> str:

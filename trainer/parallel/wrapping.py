@@ -6,6 +6,7 @@ The plan is made from a model on the meta device, so that `--inspect` can show i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -54,6 +55,21 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
     )
 
 
+def replan(plan: WrapPlan, config: Config) -> WrapPlan:
+    """The plan with what may change while parameters stay where they are: what is kept gathered, when is reduced."""
+    if plan.backend != "fsdp":
+        return plan
+    how = sharding(config.parallel)
+    return replace(
+        plan,
+        strategy=how.word,
+        groups=tuple(
+            replace(group, kept=_kept(group.name, how)) if group.needed_again else group for group in plan.groups
+        ),
+        reduces_every=bool(config.parallel.reduce_every_micro_batch),
+    )
+
+
 def ignored_names(decoder: nn.Module, patterns: Iterable[str]) -> list[str]:
     """The modules that the patterns name. Raises ConfigError for a pattern that names none."""
     names = [name for name, _ in decoder.named_modules() if name]
@@ -74,20 +90,19 @@ class _Planner:
     def groups(self, how: Sharding) -> tuple[Group, ...]:
         """The chosen modules bottom-up, then the root; without groups that have no parameter."""
         taken = {id(p) for p in self._ignored()}
-        kept = how.reshard if not isinstance(how.reshard, bool) else not how.reshard
         found = []
         for name in [*sorted(self._chosen(), key=lambda name: -name.count(".")), ROOT]:
             own = [p for p in self.decoder.get_submodule(name).parameters() if id(p) not in taken]
             taken |= {id(p) for p in own}
             if own or name == ROOT:
-                found.append(self._measure(name, own, **self._fate(name, kept)))
+                found.append(self._measure(name, own, **self._fate(name, how)))
         return tuple(found)
 
-    def _fate(self, name: str, kept: bool | int) -> dict[str, Any]:
-        """What becomes of a group's gathered copy. The head's is used again at once, an embedding's never."""
+    def _fate(self, name: str, how: Sharding) -> dict[str, Any]:
+        """What becomes of a group's gathered copy: that of an embedding is never used again."""
         if isinstance(self.decoder.get_submodule(name), nn.Embedding):
             return {"kept": False, "needed_again": False}
-        return {"kept": True if name in (ROOT, HEAD) else kept}
+        return {"kept": _kept(name, how)}
 
     def whole(self) -> Group:
         """The model in one piece, used as it is stored."""
@@ -162,6 +177,13 @@ class _Planner:
             kept=kept,
             needed_again=needed_again,
         )
+
+
+def _kept(name: str, how: Sharding) -> bool | int:
+    """Of a group after its forward; root and head are used again at once."""
+    if name in (ROOT, HEAD):
+        return True
+    return not how.reshard if isinstance(how.reshard, bool) else how.reshard
 
 
 def _largest_share(parameter: nn.Parameter, ranks: int) -> int:
