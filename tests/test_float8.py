@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from deployer.prepare import requirements
@@ -21,11 +22,12 @@ from trainer.errors import ConfigError
 from trainer.losses import sft_loss
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder, Linear
-from trainer.models.float8 import decide_float8, odd_size, use_float8
+from trainer.models.float8 import odd_size, use_float8
 from trainer.models.hf import init_random, named_weights
 from trainer.parallel.choose import make_backend
+from trainer.parallel.float8_choice import decide_float8, float8_gain
 from trainer.parallel.timing import seconds_of
-from trainer.schema import Config, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
 
 SHAPE = tiny_shape(hidden_size=64, intermediate_size=96, head_dim=16, family="qwen2")
 BATCH = packed_batch([[20, 12], [30]], length=32)
@@ -140,6 +142,31 @@ def test_float8_is_taken_where_it_is_measured_to_pay():
     assert measured(1.18) == (True, "float8: 1.18 x of bf16 over a few blocks: on")
     assert measured(0.93) == (False, "float8: 0.93 x of bf16 over a few blocks: off")
     assert decide_float8("on", why_not=None, gain=pytest.fail) == (True, "float8: on")
+
+
+def gain_with(dist: Dist, failure: Exception | None) -> float:
+    def arrange(blocks: Decoder) -> None:
+        if any(child.product is not F.linear for child in blocks.modules() if isinstance(child, Linear)):
+            use_float8(blocks, emulate=True)  # no CPU multiplies in float8
+            if failure:
+                raise failure
+
+    config = Config(train=TrainConfig(micro_batch_size=1), data=DataConfig(seq_len=16))
+    return float8_gain(build_decoder(config, SHAPE), config, dist, arrange=arrange, gathered=True)
+
+
+def where_one_ranks_compiler_fails(dist: Dist) -> float:
+    return gain_with(dist, TorchDynamoException("no compiler") if dist.rank else None)
+
+
+def test_gain_is_that_of_the_rank_that_gains_least_and_none_where_the_compiler_fails():
+    assert gain_with(ALONE, None) > 0
+    assert run_ranks(where_one_ranks_compiler_fails, 2) == [0.0, 0.0]
+
+
+def test_failure_that_is_not_the_compilers_is_not_taken_for_a_slow_float8():
+    with pytest.raises(ValueError, match="a fault of the model"):
+        gain_with(ALONE, ValueError("a fault of the model"))
 
 
 def test_float8_that_cannot_be_is_an_error_when_asked_for_and_a_line_otherwise():

@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config.float8 import MULTIPLE
-from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder, Linear
 
 NEEDED = (8, 9)
 """Compute capability of the first cards with float8 products (Ada; Hopper is 9.0)."""
-
-WORTH = 1.05
-"""How many times as fast as bf16 float8 must be, for it is less exact."""
 
 
 def use_float8(decoder: Decoder, *, emulate: bool = False) -> None:
@@ -62,24 +57,6 @@ def odd_size(decoder: Decoder) -> str | None:
             size = f"{linear.out_features} x {linear.in_features}"
             return f"{name} is {size}, and float8 needs multiples of {MULTIPLE}"
     return None
-
-
-def decide_float8(wanted: Literal["auto", "on"], *, why_not: str | None, gain: Callable[[], float]) -> tuple[bool, str]:
-    """Whether products are in float8, and a line that tells so.
-
-    `gain`: measures how many times as fast as in bf16 they are; called for `auto` alone. Raises ConfigError for `on`
-    where they cannot be.
-    """
-    if why_not is not None:
-        if wanted == "on":
-            hint = "set train.float8=auto, which then stays with bf16"
-            raise ConfigError(f"train.float8 is on, and there is none: {why_not}", hint=hint)
-        return False, f"float8: off ({why_not})"
-    if wanted == "on":
-        return True, "float8: on"
-    measured = gain()
-    chosen = measured >= WORTH
-    return chosen, f"float8: {measured:.2f} x of bf16 over a few blocks: {'on' if chosen else 'off'}"
 
 
 def _projections(decoder: Decoder) -> Iterator[tuple[str, Linear]]:

@@ -10,25 +10,22 @@ storage of this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config.float8 import why_no_float8
 from trainer.config.parallel import recompute_mode
-from trainer.dist import Dist, gather
+from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
-from trainer.models.float8 import decide_float8, use_bf16, use_float8, why_not_float8
-from trainer.parallel.compiling import compile_blocks, decide_compile, is_compile_failure, run_eagerly, set_budget
+from trainer.parallel.compiling import compile_blocks, decide_compile, run_eagerly, set_budget
+from trainer.parallel.float8_choice import choose_float8, leave_float8
 from trainer.parallel.partition import partition_budget
 from trainer.parallel.recompute import recompute_blocks
 from trainer.parallel.tensors import DTYPES, local_tensor
-from trainer.parallel.timing import seconds_of
 from trainer.parallel.wrapping import plan_wrapping, replan
 
 if TYPE_CHECKING:
@@ -56,7 +53,8 @@ class Backend:
         """
         self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
         self._decoder = decoder
-        self._choose_float8(decoder)
+        gathered = self.plan.backend == "fsdp"
+        self._float8 = choose_float8(decoder, self.config, self.dist, arrange=self._arrange, gathered=gathered)
         self._arrange(decoder)
         self.module = self._spread(decoder)
         return self.module
@@ -68,45 +66,11 @@ class Backend:
         self.config, self.options = config, config.parallel
         self.plan = replan(self.plan, config)
         self._arrange(self._decoder)
-        if not self.compiled and self._float8_words:
-            use_bf16(self._decoder)
-            self._float8_words = ["float8: off (blocks are not compiled)"]
+        if not self.compiled and self._float8:
+            self._float8 = leave_float8(self._decoder)
 
     def settle(self) -> None:
         """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
-
-    def _choose_float8(self, decoder: Decoder) -> None:
-        self._float8_words: list[str] = []
-        wanted, device = self.config.train.float8, self.dist.device
-        if wanted == "off":
-            return
-        why_not = why_no_float8(self.config) or why_no_triton(device) or why_not_float8(decoder, device)
-        why_not = next(filter(None, gather(why_not, self.dist.control_group)), None)  # one rank's is everyone's
-        chosen, line = decide_float8(wanted, why_not=why_not, gain=lambda: self._float8_gain(decoder))
-        self._float8_words = [line]
-        if chosen:
-            use_float8(decoder)
-
-    def _float8_gain(self, decoder: Decoder) -> float:
-        """How many times as fast as in bf16 blocks are in float8, on the rank that gains least: all decide alike."""
-
-        def in_float8(blocks: Decoder) -> None:
-            use_float8(blocks)
-            self._arrange(blocks)
-
-        stored = self.compute_dtype if self.plan.backend == "fsdp" else decoder.blocks[0].self_attn.q_proj.weight.dtype
-        rows, seq_len = self.config.train.micro_batch_size, self.config.data.seq_len
-        seconds = partial(seconds_of, decoder, rows=rows, seq_len=seq_len, device=self.dist.device, stored=stored)
-        try:
-            gain = seconds(self._arrange) / seconds(in_float8)
-        except Exception as error:
-            if not is_compile_failure(error):
-                raise
-            gain = 0.0  # the model's own first pass tells of it
-        torch._dynamo.reset()  # what was compiled for these blocks is not for those of the model
-        if self.dist.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return min(gather(gain, self.dist.control_group))
 
     def _arrange(self, decoder: Decoder) -> None:
         """What of the blocks is computed again, and whether they are compiled."""
@@ -146,7 +110,7 @@ class Backend:
             *self.plan.render(),
             f"on {self.dist.device.type}; activation checkpointing {self._recompute_words()}{every},"
             f" compile {'on' if self.compiled else 'off' + self._why_eager}",
-            *self._float8_words,
+            *filter(None, [self._float8]),
         ]
         return "\n".join(lines)
 

@@ -1,0 +1,94 @@
+"""Whether a run's products are in float8: what rules it out, and for `auto` a few blocks timed in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from trainer.config.float8 import why_no_float8
+from trainer.dist import Dist, gather
+from trainer.errors import ConfigError
+from trainer.kernels.support import why_no_triton
+from trainer.models.decoder import Decoder
+from trainer.models.float8 import use_bf16, use_float8, why_not_float8
+from trainer.parallel.compiling import is_compile_failure
+from trainer.parallel.timing import seconds_of
+
+if TYPE_CHECKING:
+    from trainer.schema import Config
+
+WORTH = 1.05
+"""How many times as fast as bf16 float8 must be, for it is less exact."""
+
+Arrange = Callable[[Decoder], None]
+"""Gives blocks the recomputation and the compiler that the model's will have."""
+
+
+def choose_float8(decoder: Decoder, config: Config, dist: Dist, *, arrange: Arrange, gathered: bool) -> str | None:
+    """A line that tells what was chosen, and why; the decoder is in float8 where that was. None: it was not asked for.
+
+    `gathered`: blocks find their parameters in the dtype of products, as FSDP gathers them. All ranks choose alike.
+    Raises ConfigError for `on` where it cannot be.
+    """
+    wanted, device = config.train.float8, dist.device
+    if wanted == "off":
+        return None
+    why_not = why_no_float8(config) or why_no_triton(device) or why_not_float8(decoder, device)
+    why_not = next(filter(None, gather(why_not, dist.control_group)), None)  # one rank's is everyone's
+    gain = partial(float8_gain, decoder, config, dist, arrange=arrange, gathered=gathered)
+    chosen, line = decide_float8(wanted, why_not=why_not, gain=gain)
+    if chosen:
+        use_float8(decoder)
+    return line
+
+
+def leave_float8(decoder: Decoder) -> str:
+    """Go back to bf16, for casts that are not compiled take longer than they save; a line that tells so."""
+    use_bf16(decoder)
+    return "float8: off (blocks are not compiled)"
+
+
+def decide_float8(wanted: Literal["auto", "on"], *, why_not: str | None, gain: Callable[[], float]) -> tuple[bool, str]:
+    """Whether products are in float8, and a line that tells so.
+
+    `gain`: measures how many times as fast as in bf16 they are; called for `auto` alone. Raises ConfigError for `on`
+    where they cannot be.
+    """
+    if why_not is not None:
+        if wanted == "on":
+            hint = "set train.float8=auto, which then stays with bf16"
+            raise ConfigError(f"train.float8 is on, and there is none: {why_not}", hint=hint)
+        return False, f"float8: off ({why_not})"
+    if wanted == "on":
+        return True, "float8: on"
+    measured = gain()
+    chosen = measured >= WORTH
+    return chosen, f"float8: {measured:.2f} x of bf16 over a few blocks: {'on' if chosen else 'off'}"
+
+
+def float8_gain(decoder: Decoder, config: Config, dist: Dist, *, arrange: Arrange, gathered: bool) -> float:
+    """How many times as fast as in bf16 blocks are in float8, on the rank that gains least; 0 where the compiler fails.
+
+    The decoder itself stays as it is: blocks like its own are timed.
+    """
+
+    def in_float8(blocks: Decoder) -> None:
+        use_float8(blocks)
+        arrange(blocks)
+
+    stored = decoder.compute_dtype if gathered else decoder.blocks[0].self_attn.q_proj.weight.dtype
+    rows, seq_len = config.train.micro_batch_size, config.data.seq_len
+    seconds = partial(seconds_of, decoder, rows=rows, seq_len=seq_len, device=dist.device, stored=stored)
+    try:
+        gain = seconds(arrange) / seconds(in_float8)
+    except Exception as error:
+        if not is_compile_failure(error):
+            raise
+        gain = 0.0  # the model's own first pass tells of it
+    torch._dynamo.reset()  # what was compiled for these blocks is not for those of the model
+    if dist.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return min(gather(gain, dist.control_group))
