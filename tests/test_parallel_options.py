@@ -67,6 +67,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forward_prefetch": {"forward_prefetch": 2},
     "backward_prefetch": {"backward_prefetch_depth": 2},
     "offload": {"cpu_offload": True},
+    "offload_kept": {"cpu_offload": True, "reshard_after_forward": False},
+    "ignored_kept": {"ignored_modules": ["model.layers.1.mlp"], "reshard_after_forward": False},
+    "recomputed_kept": {"activation_checkpointing": "full", "sharding_strategy": "SHARD_GRAD_OP"},
     "selective": {"activation_checkpointing": "selective"},
     "every_second": {"activation_checkpointing": "full", "checkpoint_every": 2},
 }
@@ -89,7 +92,9 @@ def test_no_option_of_fsdp_changes_a_gradient(option, grads_by_option, expected)
 
 
 def grads_on_four(dist: Dist, shape: DecoderShape) -> list[dict[str, Tensor]]:
-    return grads_of_many(dist, [HYBRID, HYBRID | {"ignored_modules": ["*.mlp"]}, {"reshard_after_forward": 2}], shape)
+    kept = HYBRID | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}
+    ignoring = HYBRID | {"ignored_modules": ["*.mlp"]}
+    return grads_of_many(dist, [HYBRID, kept, ignoring, {"reshard_after_forward": 2}], shape)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
