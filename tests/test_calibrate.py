@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from trainer import cli
-from trainer.calibrating import Calibration, Timed, render_timed, sizes, why_enough, with_rows
+from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
+from trainer.calibration.verdict import Calibration, Timed
 from trainer.config.load import config_from_dict, load_config
 from trainer.launch import build_torchrun_argv
 
@@ -79,6 +80,47 @@ def test_another_size_keeps_the_rows_of_a_step():
     assert (alone.micro_batch_size, alone.global_batch_size) == (4, None)
 
 
+@dataclass
+class FakeTrial:
+    """Sizes with known speeds, of which those above `largest` are said not to fit."""
+
+    speeds: dict[int, float]
+    largest: int = 2**20
+
+    def why_too_large(self, rows: int) -> str | None:
+        return f"{rows} rows do not fit" if rows > self.largest else None
+
+    def time(self, rows: int) -> Timed | str:
+        return timed(rows, self.speeds[rows]) if rows in self.speeds else f"{rows} rows are out of memory"
+
+
+@pytest.mark.parametrize(
+    ("trial", "seconds", "found", "reason"),
+    [
+        (FakeTrial({1: 100, 2: 150, 4: 160}), 5, [1, 2, 4], "8 rows are out of memory"),
+        (FakeTrial({1: 100, 2: 150, 4: 160}, largest=2), 5, [1, 2], "4 rows do not fit"),
+        (FakeTrial({1: 100, 2: 90, 4: 160}), 5, [1, 2], "2 rows are slower than 1"),
+        (FakeTrial({1: 100, 2: 150, 4: 160, 8: 170}), 5, [1, 2, 4, 8], "a rank has no more rows in a step"),
+        (FakeTrial({1: 100}, largest=0), 5, [], "1 rows do not fit"),
+        (FakeTrial({1: 100}), 101, [], "101 s have gone by"),
+    ],
+    ids=["out of memory", "too large", "slower", "no more rows", "not even the first", "no time"],
+)
+def test_sizes_are_tried_until_there_is_a_reason_to_end(trial, seconds, found, reason):
+    told: list[Timed] = []
+    kept, ended = search([1, 2, 4, 8], trial, seconds=lambda: seconds, tell=told.append)
+    assert ([one.rows for one in kept], ended) == (found, reason)
+    assert told == kept
+
+
+def test_first_size_fills_a_gpu_as_far_as_it_fits():
+    large = FakeTrial({}, largest=2).why_too_large
+    assert first_size(1024, FakeTrial({}).why_too_large, on_gpu=True) == 4
+    assert first_size(1024, large, on_gpu=True) == 2
+    assert first_size(8192, large, on_gpu=True) == 1
+    assert first_size(32, large, on_gpu=False) == 1
+
+
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +157,7 @@ def test_nothing_timed_is_said_with_the_reason():
 
 
 def test_line_of_a_size_has_its_plan_and_figures():
-    line = render_timed(replace(timed(8, 74300.0), mfu=0.262, peak_gib=9.08))
+    line = replace(timed(8, 74300.0), mfu=0.262, peak_gib=9.08).render()
     assert line.split() == ["8", "none", "10.0", "74,300", "26.2%", "9.1"]
 
 

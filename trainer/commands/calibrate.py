@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 
 import click
 
-from trainer.calibrating import calibrate
+from trainer.calibration.calibrating import calibrate
 from trainer.dist import start_dist, stop_dist
 from trainer.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
 from trainer.schema import Config

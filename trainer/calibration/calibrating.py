@@ -1,0 +1,53 @@
+"""Which micro-batch is fastest on these devices: a few timed steps of each size, with the plan for memory that fits it.
+
+The model has random weights and the rows are full, of one document each: neither weights nor data are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trainer.building import seed_everything
+from trainer.calibration.bench import Bench
+from trainer.calibration.sizes import given_batch, rows_of, search, sizes
+from trainer.calibration.verdict import HEADER, Calibration
+from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.dist import Dist, on_rank0
+from trainer.models.attention import fastest_kernels
+from trainer.models.build import check_length
+from trainer.models.shapes import model_folder, shape_from_config
+from trainer.schema import Config
+
+
+def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Calibration:
+    """Time one size after another; every rank calls this. `tell` hears of each as it is done.
+
+    Raises ConfigError and ModelError as a run would, and torch.OutOfMemoryError where one of several ranks has none
+    left, for the others wait for it then.
+    """
+    quiet_transformers()
+    tokenizer = load_tokenizer(config)
+    folder = None if config.model.name is None else model_folder(config.model.name, dist, weights=False)
+    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
+    check_length(config, shape)
+    seed_everything(config, dist)
+    bench = Bench(config, shape, dist)
+    began = time.monotonic()
+    tell(HEADER)
+    with fastest_kernels():
+        timed, ended = search(
+            sizes(config, dist.world_size, first=bench.first),
+            bench,
+            seconds=lambda: on_rank0(dist, lambda: time.monotonic() - began),  # rank 0's: all end at the same size
+            tell=lambda one: tell(one.render()),
+        )
+    return Calibration(
+        timed=tuple(timed),
+        ended=ended,
+        configured=rows_of(config),
+        global_batch=given_batch(config, dist.world_size),
+        by_accumulation=config.train.grad_accum_steps is not None,
+        by_tokens=config.train.micro_batch_tokens is not None,
+        seq_len=config.data.seq_len,
+    )
