@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from trainer.calibration.verdict import Calibration, Timed
 from trainer.config.load import config_from_dict, load_config
 from trainer.launch import build_torchrun_argv
 
+PROJECT = Path(__file__).parent.parent
 SMALL = {
     "target": {"device": "cpu"},
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
@@ -179,6 +182,31 @@ def test_sizes_are_timed_here_without_run_folder_and_data(tmp_path):
     assert all(one["tokens_per_s_per_gpu"] > 0 for one in found["timed"])
     assert found["overrides"][1:] == ["train.global_batch_size=2"]
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "send"),
+    [([0], os.kill), ([0, 1], os.killpg), ([0, 1], os.kill)],
+    ids=["one process", "two ranks, by a terminal", "two ranks, the launcher alone"],
+)
+def test_ctrl_c_ends_with_130_and_one_line_of_what_was_not_done(tmp_path, ranks, send):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "target": {"device": "cpu", "gpu_ranks": ranks}}))
+    command = [sys.executable, str(PROJECT / "train.py"), str(file), "--calibrate"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        assert process.stdout.readline().split()[:2] == ["rows", "plan"]
+        send(process.pid, signal.SIGINT)
+        told = process.communicate(timeout=60)[1]  # to its end, which comes when the last rank is gone
+    assert (process.returncode, told) == (130, "interrupted before the verdict; nothing was trained\n")
+
+
+@pytest.mark.parametrize("option", ["--inspect", "--calibrate"])
+def test_run_folder_of_what_is_no_run_is_refused(tmp_path, option):
+    result = call(tmp_path, option, "--run-dir", str(tmp_path / "run"))
+    assert result.exit_code == 2
+    assert "Error: --run-dir belongs to a run: --inspect and --calibrate have no run folder" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_json_without_anything_to_show_is_refused(tmp_path):

@@ -92,7 +92,11 @@ def render_commands() -> str:
 
 @click.command(
     "train",
-    cls=interruptible("interrupted before the first step; checkpoints are as they were"),
+    cls=interruptible(
+        "interrupted before the first step; checkpoints are as they were",
+        inspect="interrupted; nothing was trained",
+        calibrate="interrupted before the verdict; nothing was trained",
+    ),
     help=HELP.format(commands=render_commands()),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
@@ -130,6 +134,8 @@ def train_command(
         raise click.UsageError("--inspect and --calibrate are two questions: ask one at a time")
     if as_json and inspect == calibrate:
         raise click.UsageError("--json belongs to --inspect or --calibrate")
+    if run_dir is not None and (inspect or calibrate):
+        raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config)
     if fsdp_config is not None and os.environ.get("RANK", "0") == "0":

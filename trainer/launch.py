@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -218,7 +219,7 @@ def write_config(config: Config, run_dir: Path) -> None:
 
 
 def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: bool) -> int:
-    """Run ranks that need no run folder to their end, and give torchrun's exit code."""
+    """Run ranks that need no run folder to their end, and give torchrun's exit code. KeyboardInterrupt ends them."""
     with TemporaryDirectory() as folder:
         write_config(config, Path(folder))
         argv = build_torchrun_argv(
@@ -229,7 +230,23 @@ def run_torchrun(config: Config, script: str, *, options: Sequence[str], debug: 
             debug=debug,
             options=options,
         )
-        return subprocess.call(argv, env={**os.environ, RUN_DIR_ENV: folder})
+        return _call_deaf(argv, {**os.environ, RUN_DIR_ENV: folder})
+
+
+def _call_deaf(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """The exit code of a program that hears no Ctrl-C: this process alone does, and ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the program and its children have it for good
+    try:
+        with subprocess.Popen(argv, env=env) as process:
+            try:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                return process.wait()
+            except KeyboardInterrupt:
+                process.terminate()
+                process.wait()
+                raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def relaunch(argv: Sequence[str], run_dir: Path) -> NoReturn:

@@ -18,7 +18,8 @@ from trainer.watch.watchdog import leave
 def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
     """Time micro-batches with the other ranks and give the exit code; of several ranks a failing one does not return.
 
-    The verdict is standard output; with `as_json` the table goes to standard error.
+    The verdict is standard output; with `as_json` the table goes to standard error. A single rank raises
+    KeyboardInterrupt.
     """
     dist = None
     try:
@@ -31,6 +32,10 @@ def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
 
         with redirect_stdout(sys.stderr):  # what libraries print is no part of what was asked for
             found = calibrate(config, dist, tell=tell)
+    except KeyboardInterrupt:
+        if dist is not None and dist.world_size > 1:
+            leave(130)
+        raise
     except FAILURES as error:
         code = tell_failure(error, None, debug=debug)
         if dist is not None and dist.world_size > 1:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 
-def interruptible(told: str) -> type[click.Command]:
-    """A kind of command that ends with 130 after a Ctrl-C that nothing in it has heard; click would end with 1."""
+def interruptible(told: str, **by_option: str) -> type[click.Command]:
+    """A kind of command that ends with 130 after a Ctrl-C that nothing in it has heard; click would end with 1.
+
+    Then it says `told`, or what `by_option` has for an option that was given; of several ranks the first alone.
+    """
 
     class Interruptible(click.Command):
         def invoke(self, ctx: click.Context) -> object:
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt:
-                click.echo(told, err=True)
+                if os.environ.get("RANK", "0") == "0":
+                    words = (words for option, words in by_option.items() if ctx.params.get(option))
+                    click.echo(next(words, told), err=True)
                 ctx.exit(130)
 
     return Interruptible
