@@ -106,6 +106,32 @@ def test_nothing_is_planned_where_memory_is_manual(tmp_path):
     assert json.loads(shown)["memory_plans"] is None
 
 
+@pytest.mark.parametrize(
+    ("float8", "size", "line"),
+    [
+        ("off", 64, None),
+        ("on", 64, "float8: on (needs compute capability 8.9 and torchao)"),
+        (
+            "auto",
+            64,
+            "float8: decided on the GPU: on where a few blocks, timed at the start, are 1.05 x of bf16"
+            " (needs compute capability 8.9 and torchao)",
+        ),
+        ("auto", 72, "float8: off (model.layers.0.mlp.gate_proj is 72 x 128, and float8 needs multiples of 16)"),
+    ],
+)
+def test_float8_is_told_as_far_as_it_is_known_without_the_gpu(tmp_path, float8, size, line):
+    changes = {"train": {"float8": float8}, "model": {"intermediate_size": size}, "data": {"seq_len": 128}}
+    assert json.loads(call(tmp_path, "--json", **changes).stdout)["float8"] == line
+    shown = [told for told in call(tmp_path, **changes).stdout.splitlines() if told.startswith("float8")]
+    assert shown == ([line] if line else [])
+
+
+def test_float8_that_the_model_cannot_have_is_refused_as_by_the_run(tmp_path):
+    result = call(tmp_path, train={"float8": "on"}, model={"intermediate_size": 72}, data={"seq_len": 128})
+    assert "train.float8 is on, and there is none: model.layers.0.mlp.gate_proj is 72" in str(result.exception)
+
+
 @pytest.mark.parametrize(("option", "count"), [([], 3), (["--samples", "1"], 1), (["--samples", "0"], 0)])
 def test_so_many_samples_are_shown(tmp_path, option, count):
     rows = [{"question": f"{n}?", "answer": "x" * 60} for n in range(8)]

@@ -31,6 +31,7 @@ from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
 from trainer.optim.groups import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
+from trainer.parallel.float8_choice import foresee_float8
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
@@ -69,6 +70,8 @@ class Inspection:
     parameters: ParameterSummary
     plan: WrapPlan
     """For the configured number of ranks."""
+    float8: str | None
+    """Whether products are in float8, as far as is known without the run's GPUs; None: not asked for."""
     memory: MemoryEstimate
     """With the plan for memory that is chosen."""
     plans: Choice | None
@@ -107,6 +110,7 @@ def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) 
         data=data.report,
         parameters=summarize(decoder),
         plan=plan,
+        float8=foresee_float8(decoder, config),
         memory=estimate_memory(shape, config, world_size=ranks.world_size),
         plans=fit.choice,
         savings=savings(shape, config, world_size=ranks.world_size),

@@ -43,7 +43,8 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
     if inspection.notes:
         yield "notes", [f"note: {note}" for note in inspection.notes]
     yield "data", inspection.data.render()
-    yield "model and plan", [*inspection.parameters.render(), *inspection.plan.render()]
+    float8 = [] if inspection.float8 is None else [inspection.float8]
+    yield "model and plan", [*inspection.parameters.render(), *inspection.plan.render(), *float8]
     yield f"memory of each rank, estimated: {memory.total / GIB:.2f} GiB at the peak", memory.render()
     if inspection.plans is not None:
         card = f"{inspection.plans.free / GIB:.1f} GiB"
@@ -125,6 +126,7 @@ def inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
         "data": asdict(inspection.data),
         "parameters": asdict(inspection.parameters),
         "plan": asdict(plan) | {"ranks": plan.shards * plan.replicas, "parameters": plan.params},
+        "float8": inspection.float8,
         "memory": asdict(memory) | {"total": memory.total},
         "memory_plans": None if inspection.plans is None else _plans_to_dict(inspection.plans),
         "savings": [asdict(saving) for saving in inspection.savings],

@@ -13,7 +13,7 @@ from trainer.dist import Dist, gather
 from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.decoder import Decoder
-from trainer.models.float8 import use_bf16, use_float8, why_not_float8
+from trainer.models.float8 import NEEDED, odd_size, use_bf16, use_float8, why_not_float8
 from trainer.parallel.compiling import is_compile_failure
 from trainer.parallel.timing import seconds_of
 
@@ -43,6 +43,23 @@ def choose_float8(decoder: Decoder, config: Config, dist: Dist, *, arrange: Arra
     if chosen:
         use_float8(decoder)
     return line
+
+
+def foresee_float8(decoder: Decoder, config: Config) -> str | None:
+    """The line as far as it is known without the GPUs of the run. None: float8 was not asked for.
+
+    Raises ConfigError for `on` where the model cannot have it.
+    """
+    wanted = config.train.float8
+    if wanted == "off":
+        return None
+    why_not = why_no_float8(config) or odd_size(decoder)
+    if why_not is not None:
+        return decide_float8(wanted, why_not=why_not, gain=lambda: 0.0)[1]
+    needed = f"needs compute capability {NEEDED[0]}.{NEEDED[1]} and torchao"
+    if wanted == "on":
+        return f"float8: on ({needed})"
+    return f"float8: decided on the GPU: on where a few blocks, timed at the start, are {WORTH} x of bf16 ({needed})"
 
 
 def leave_float8(decoder: Decoder) -> str:
