@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +16,13 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.ranks import run_ranks
 from tests.test_loop import build
 from tests.tiny import tiny_decoder
 from trainer import loop
+from trainer.dist import Dist
 from trainer.flops import sustained_flops
+from trainer.metrics import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
 from trainer.watch.ceiling import ceiling_of
 from trainer.watch.profiling import where_it_went
@@ -268,6 +273,38 @@ def test_named_step_leaves_a_table_in_log_and_files(rows, tmp_path, capsys):
     working = {share["name"] for share in tree["shares"] if share["calls"]}
     assert working >= {"products", "attention", "loss", "optimizer"}
     assert (tree["ceiling"], tree["compiled"]) == (None, 0)
+
+
+class SlowDisk(MetricsLog):
+    """Keeps the steps' seconds, and takes its time over each file that was written."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(Path(), total_steps=3, enabled=False)
+        self.step_s: list[float] = []
+        self._seconds = seconds
+
+    def train(self, record: Record) -> None:
+        self.step_s.append(record["step_s"])
+
+    def note(self, text: str) -> None:
+        if text.startswith("wrote "):
+            time.sleep(self._seconds)
+
+
+def seconds_of_steps(dist: Dist, rows: str, run_dir: str) -> list[float]:
+    run = build(rows, Path(run_dir), dist, backend="ddp", steps=3, eval_every=0, profile_steps=[2])
+    run.log = SlowDisk(FILE_S if dist.rank else FILE_S / 2)
+    loop.train(run)
+    return run.log.step_s
+
+
+FILE_S = 1.5
+
+
+def test_time_of_steps_is_without_that_of_writing_a_trace_on_any_rank(rows, tmp_path):
+    for seconds in run_ranks(seconds_of_steps, 2, rows, str(tmp_path)):
+        assert len(seconds) == 3
+        assert max(seconds) < FILE_S
 
 
 def test_traced_step_that_compiles_says_so(rows, tmp_path):

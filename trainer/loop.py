@@ -12,7 +12,7 @@ from trainer.run import Result, Run
 from trainer.saving import DEFAULT, Saver
 from trainer.step import train_step
 from trainer.stopping import stop_requests
-from trainer.watch.profiling import step_watchers, watched
+from trainer.watch.profiling import is_watched, step_watchers, watched
 
 
 def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Result:
@@ -46,6 +46,9 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)
+                if is_watched(run, step):
+                    steps.drain()
+                    steps.restart_clock()
                 flags.post([int(is_stop_requested())])
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps

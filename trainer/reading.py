@@ -49,14 +49,15 @@ class Reader:
             self._log(*self._newest)
 
     def restart_clock(self) -> None:
-        """Do not count what came since the last step (evaluation, saving) as time of the next one."""
+        """Do not count what came since the last step (evaluation, saving, a trace) as time of the next one; all values
+        have been read."""
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
         loss, targets, tokens, norm, finite, squares, *by_rank = late.read()
         busy, bad = by_rank[: self._run.dist.world_size], by_rank[self._run.dist.world_size :]
         self._tell_start()
-        seconds = self._clock.lap(late.ready)
+        seconds = self._clock.lap(late)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._window.squares += squares
         self._window.add_busy(busy)
@@ -128,8 +129,8 @@ SHOWN_ROWS = 8
 
 
 class StepClock:
-    """Seconds from the end of one step to the end of the next, by the device's own clock on CUDA: its values are read
-    late, and when they are read says nothing about when the step ended."""
+    """Seconds from the end of one step to the end of the next, by the device's own clock on CUDA: when a step's values
+    are read says nothing about when it ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -142,13 +143,13 @@ class StepClock:
             self._since_event = torch.cuda.Event(enable_timing=True)
             self._since_event.record()
 
-    def lap(self, ended: torch.cuda.Event | None) -> float:
-        """Seconds since the last lap; `ended` is the step's last event, which has happened."""
-        if ended is None or self._since_event is None:
-            since, self._since = self._since, time.perf_counter()
+    def lap(self, values: StepValues) -> float:
+        """Seconds from the last lap to the end of a step, whose values can be read."""
+        if values.ready is None or self._since_event is None:
+            since, self._since = self._since, values.launched_s
             return self._since - since
-        seconds = self._since_event.elapsed_time(ended) / 1e3
-        self._since_event = ended
+        seconds = self._since_event.elapsed_time(values.ready) / 1e3
+        self._since_event = values.ready
         return seconds
 
 

@@ -25,6 +25,8 @@ class StepValues:
     data_wait_s: float
     values: torch.Tensor  # [6 + 2·ranks] float64 on the CPU, see NAMES
     ready: torch.cuda.Event | None
+    launched_s: float
+    """time.perf_counter() when the host was through with the step, which on the CPU had ended then."""
 
     def read(self) -> list[float]:
         if self.ready is not None:
@@ -112,9 +114,9 @@ def apply_update(
 
 def _on_its_way(step: int, lr: float, waited: float, values: torch.Tensor) -> StepValues:
     if values.device.type != "cuda":
-        return StepValues(step, lr, waited, values, None)
+        return StepValues(step, lr, waited, values, None, time.perf_counter())
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     pinned.copy_(values, non_blocking=True)
     ready = torch.cuda.Event(enable_timing=True)
     ready.record()
-    return StepValues(step, lr, waited, pinned, ready)
+    return StepValues(step, lr, waited, pinned, ready, time.perf_counter())

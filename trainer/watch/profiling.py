@@ -46,6 +46,12 @@ def step_watchers(run: Run) -> list[StepWatcher]:
     return watchers
 
 
+def is_watched(run: Run, step: int) -> bool:
+    """Whether somebody has watched this step, and written about it since."""
+    train = run.config.train
+    return step in train.profile_steps or step in train.memory_snapshot_steps
+
+
 @contextmanager
 def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepValues]]:
     """The step, with everybody watching who wants to; put the step's values into the list."""
@@ -82,6 +88,7 @@ def trace_step(run: Run, step: int, values: list[StepValues]) -> Iterator[None]:
         "json.gz": lambda path: profiler.export_chrome_trace(str(path)),
     }
     _write(run, f"step_{step:06d}_rank_{run.dist.rank}", files)
+    _await_all(run)
 
 
 def where_it_went(profiler: profile, *, on_gpu: bool) -> StepTime:
@@ -152,6 +159,12 @@ def snapshot_step(run: Run, step: int, values: list[StepValues]) -> Iterator[Non
         _write(run, name, {"pickle": lambda path: torch.cuda.memory._dump_snapshot(str(path))})
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+    _await_all(run)
+
+
+def _await_all(run: Run) -> None:
+    """Return when all ranks are here: waiting for one that writes longer would look like a part of the next step."""
+    gather(None, run.dist.control_group)
 
 
 def _synchronize(run: Run) -> None:
