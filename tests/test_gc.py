@@ -12,6 +12,8 @@ import subprocess
 import threading
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,10 @@ from deployer.agent.garbage import (
     choose,
 )
 from deployer.agent.layout import Job, Root
+from deployer.agent.listing import all_jobs
 from deployer.agent.packs import PackWriter
 from deployer.agent.start import launch
-from deployer.agent.store import Store
+from deployer.agent.store import Store, remove_folder
 from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from tests.ferry import Ferry
@@ -261,6 +264,13 @@ def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str 
     return made
 
 
+def make_cache(root: Root, name: str = "torch-2.13.0_cudnn") -> Path:
+    cache = Path(root.cache) / "compile" / name
+    (cache / "fxgraph").mkdir(parents=True)
+    (cache / "fxgraph" / "a").write_bytes(bytes(100_000))
+    return cache
+
+
 def listed(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
@@ -330,16 +340,18 @@ def test_a_job_of_another_machine_stays(root: Root) -> None:
 
 def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root) -> None:
     plan = make_plan(python("print('up', flush=True); import time; time.sleep(60)"), tree=keep(root, {"code/a": b"1"}))
+    cache = make_cache(root)
     running = start(make_job(Path(root.path), "up", plan), plan)
     said(running, "up")
     make_old(root.path)
     try:
         assert (called := Called(root, older_than_s=0)).jobs == [] and called.kept == {"not ended yet": 1}
-        assert blobs_in(root) == [b"1"]
+        assert Called(root, max_bytes=0).found == {}
+        assert blobs_in(root) == [b"1"] and cache.exists()
     finally:
         state.request_stop(running, 0)
         end_of(running)
-    assert Called(root, older_than_s=0).jobs == ["up"] and blobs_in(root) == []
+    assert Called(root, older_than_s=0).jobs == ["up"] and blobs_in(root) == [] and not cache.exists()
 
 
 def test_an_ended_job_of_which_a_process_runs_on_stays(root: Root) -> None:
@@ -391,6 +403,107 @@ def test_caches_of_compiled_code_are_collected_when_nobody_uses_them(root: Root)
     assert sorted(str(p.relative_to(root.cache)) for p in Path(root.cache).rglob("*")) == [
         "compile", "compile/mine", caches[1], "other",
     ]  # fmt: skip
+
+
+def test_a_cache_that_is_a_link_is_its_user_s_and_stays(root: Root, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    make_cache(root, "torch-2.11.0_cudnn")
+    link = Path(root.cache) / "compile" / "torch-2.13.0_cudnn"
+    link.symlink_to(tmp_path / "elsewhere")
+    make_old(root.path)
+    assert Called(root, max_bytes=0).found == {CACHE: 1}
+    assert link.is_dir()
+
+
+def test_what_a_link_leads_to_is_neither_counted_nor_changed(root: Root, tmp_path: Path) -> None:
+    moved = ended(root, "moved")
+    elsewhere = tmp_path / "elsewhere"
+    Path(moved.path).rename(elsewhere)
+    (elsewhere / "big").write_bytes(bytes(1_000_000))
+    elsewhere.chmod(0o750)
+    Path(moved.path).symlink_to(elsewhere)
+    called = Called(root, older_than_s=0)
+    assert called.jobs == ["moved"] and called.value["total_bytes"] < 100_000
+    assert (elsewhere / "big").exists() and elsewhere.stat().st_mode & 0o777 == 0o750
+
+
+@contextmanager
+def disk(folder: str | Path, options: str) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    held = os.open(folder, os.O_RDONLY)  # gc moves it
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", Path(f"/proc/self/fd/{held}").readlink()], check=True)
+        os.close(held)
+
+
+@pytest.mark.parametrize("name", ["jobs", "cache"])
+def test_a_folder_on_another_disk_is_renamed_there_and_then_removed(root: Root, tmp_path: Path, name: str) -> None:
+    with disk(tmp_path / "large", "size=4m") as large:
+        Path(root.path).mkdir()
+        (Path(root.path) / name).symlink_to(large)
+        ended(root, "a")
+        make_cache(root)
+        make_old(root.path)
+        make_old(large)
+        called = Called(root, older_than_s=0)
+        assert (called.jobs, called.found, called.value["remaining"]) == (["a"], {CACHE: 1}, [])
+        assert [path.name for path in large.rglob("*")] == ([] if name == "jobs" else ["compile"])
+
+
+def test_what_was_put_aside_beside_itself_is_no_job_and_goes_with_the_next_collection(root: Root) -> None:
+    for folder in (root.jobs, root.data, root.envs, root.agents, root.cache, f"{root.cache}/compile"):
+        (Path(folder) / ".gc-1-ab" / "code").mkdir(parents=True)
+    make_old(root.path)
+    assert all_jobs(root) == []
+    assert Called(root).found == {"tmp": 6}
+    assert list(Path(root.path).rglob(".gc-*")) == []
+
+
+def test_a_disk_without_room_for_another_folder_is_collected(root: Root) -> None:
+    with disk(root.path, "size=4m,nr_inodes=100") as full:
+        make_cache(root)
+        keep(root, {"code/a": b"1"})
+        Called(root)  # there was a collection before
+        Path(root.tmp).rmdir()
+        make_old(full)
+        with pytest.raises(OSError, match="No space left"):
+            for n in range(100):
+                (full / f"filler{n}").touch()
+        called = Called(root)
+        assert (called.found, called.value["remaining"]) == ({TREE: 1, BLOB: 1, CACHE: 1}, [])
+        assert listed(f"{root.cache}/compile") == []
+
+
+def test_what_cannot_be_removed_is_told_and_not_counted_and_keeps_nothing_else(root: Root) -> None:
+    stuck, cache = make_cache(root, "torch-2.11.0_cudnn"), make_cache(root)
+    Path(root.tmp).mkdir()
+    with disk(stuck / "mounted", "size=1m,ro"):
+        make_old(cache)
+        aside = stuck
+        for found in ({CACHE: 1}, {}):  # the next collection tries again
+            os.utime(aside, (1, 1))
+            called = Called(root)
+            assert called.found == found
+            [aside] = map(Path, called.value["remaining"])
+            assert (aside / "mounted").is_mount()
+        assert listed(str(cache.parent)) == []
+
+
+def test_folders_that_their_owner_may_not_even_list_are_removed(tmp_path: Path) -> None:
+    closed = tmp_path / "a" / "closed"
+    closed.mkdir(parents=True)
+    (closed / "file").touch()
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").mkdir(mode=0o750)
+    closed.chmod(0)
+    remove_folder(str(tmp_path / "a"))
+    assert listed(str(tmp_path)) == ["other"] and (tmp_path / "other").stat().st_mode & 0o777 == 0o750
 
 
 def test_an_environment_that_is_being_built_stays(root: Root) -> None:
@@ -573,6 +686,18 @@ def test_a_launch_keeps_the_store_from_its_first_question_to_its_start(root: Roo
     launch(root, call)  # type: ignore[arg-type]
     assert call.free_at == {"need_tree": False, "need_blobs": False, "ack": True}
     assert end_of(root.job("a"))["state"] == "succeeded"
+
+
+def test_a_resume_waits_until_the_collection_is_over(ferry: Ferry) -> None:
+    """Else what it takes over, a cache above all, could go while it begins."""
+    ferry.run("run", *ferry.where(), "--no-pull", "--", "true")
+    with store_alone(Root(str(ferry.root))):
+        resuming = ferry.start("resume", ferry.job().name, "--no-pull")
+        with pytest.raises(subprocess.TimeoutExpired):
+            resuming.wait(3)
+        assert not (ferry.job() / "logs/attempt_2").exists()
+    resuming.communicate(timeout=60)
+    assert resuming.returncode == 0 and (ferry.job() / "logs/attempt_2").exists()
 
 
 def test_an_agent_s_folder_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:

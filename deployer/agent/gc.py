@@ -1,13 +1,13 @@
 """Removing what no job needs any more, and ended jobs when asked to.
 
-What goes is renamed aside while no launch is under way, and removed afterwards: it may be terabytes. Killed anywhere,
-it leaves things that the next collection finds again. Stdlib only, Python 3.8: this package runs on the host.
+What goes is renamed aside while no launch is under way, and removed afterwards: it may be terabytes. Nothing is made
+for that, since a disk may be full. Killed anywhere, it leaves things that the next collection finds again.
+Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import errno
 import fcntl
 import os
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import state
 from .garbage import (
@@ -51,20 +51,22 @@ def gc(root: Root, call: Call) -> Dict[str, Any]:
 def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:
     """What was removed, and the paths that could not be. `seen`: an inventory of a moment ago, for its sizes.
 
-    Of the jobs none goes that was not chosen then. AgentError when launches leave no moment for it.
+    Of the jobs none goes that was not chosen then. A job counts as removed although some of its files could not be.
+    AgentError when launches leave no moment for it.
     """
     jobs = frozenset(job.id for job in choose(seen, policy).jobs)
     with store_alone(root):
         now = read_inventory(root, measure=_remembered(root, seen))
         chosen = choose(now, policy._replace(only=jobs))
-        aside = os.path.join(root.tmp, "gc-%d-%s" % (os.getpid(), os.urandom(4).hex()))
-        os.makedirs(aside, mode=0o700)
-        gone = _take_jobs(root, chosen.jobs, aside)
+        gone = _take_jobs(root, chosen.jobs)
         kept = [job for job in now.jobs if job not in gone]  # one that came to life keeps what it needs
-        taken = Removals(gone, leftovers(now, kept, policy))
-        refused = [path for path in _take_things(root, taken.things, aside) if os.path.lexists(path)]
-    remove_folder(aside)
-    return taken, refused + ([aside] if os.path.lexists(aside) else [])
+        things, refused = _take_things(root, leftovers(now, kept, policy))
+    asides = [aside for aside in (*gone.values(), *things.values()) if aside is not None]
+    for aside in asides:
+        remove_folder(aside)
+    left = [aside for aside in asides if os.path.lexists(aside)]
+    whole = tuple(thing for thing, aside in things.items() if aside not in left)
+    return Removals(tuple(gone), whole), refused + left
 
 
 def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
@@ -76,61 +78,75 @@ def _remembered(root: Root, seen: Inventory) -> Callable[[str], int]:
 
 
 def _folders(root: Root) -> Dict[str, str]:
-    return {DATA: root.data, ENV: root.envs, AGENT: root.agents, TMP: root.tmp, CACHE: root.cache}
+    return {DATA: root.data, ENV: root.envs, AGENT: root.agents, TMP: root.path, CACHE: root.cache}
 
 
-def _take_jobs(root: Root, jobs: Sequence[JobItem], aside: str) -> Tuple[JobItem, ...]:
-    """Takes the jobs away and returns those that let themselves be taken; what one that stays began from stays too."""
-    gone: List[JobItem] = []
+def _take_jobs(root: Root, jobs: Sequence[JobItem]) -> Dict[JobItem, str]:
+    """Takes the jobs away and returns where those lie that let themselves be taken; what one that stays began from
+    stays too."""
+    gone: Dict[JobItem, str] = {}
     stays: Set[str] = set()
     for item in sorted(jobs, key=lambda job: job.ended_s or 0.0):  # who began from another one is the newer
-        if item.id not in stays and _take_job(root.job(item.id), os.path.join(aside, item.id)):
-            gone.append(item)
+        aside = None if item.id in stays else _take_job(root, root.job(item.id))
+        if aside is not None:
+            gone[item] = aside
         else:
             stays |= item.names
-    return tuple(gone)
+    return gone
 
 
-def _take_job(job: Job, aside: str) -> bool:
-    """False when somebody is starting it again."""
+def _take_job(root: Root, job: Job) -> Optional[str]:
+    """None when somebody is starting it again."""
     try:
         os.makedirs(job.control, mode=0o700, exist_ok=True)
         fd = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
-        return False
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return state.judge(job)["state"] in state.FINAL and _take(job.path, aside)
+        return _take(root, job.path) if state.judge(job)["state"] in state.FINAL else None
     except OSError:
-        return False
+        return None
     finally:
         os.close(fd)
 
 
-def _take_things(root: Root, things: Sequence[Thing], aside: str) -> Iterator[str]:
-    """Takes the things away, and yields each one's path. Trees go before blobs: a tree says that its blobs are here."""
+def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optional[str]], List[str]]:
+    """Takes the things away: where each one lies now, None for one that is gone, and the paths of those that stayed.
+
+    Trees go before blobs: a tree says that its blobs are here.
+    """
     folders = {**_folders(root), TREE: root.trees, PACK: root.packs, SPARE: os.path.join(root.path, "store")}
-    for number, thing in enumerate(sorted(things, key=lambda thing: thing.kind in (BLOB, PACK))):
+    taken: Dict[Thing, Optional[str]] = {}
+    stayed: List[str] = []
+    for thing in sorted(things, key=lambda thing: thing.kind in (BLOB, PACK)):
         if thing.kind == BLOB:
             path = os.path.join(root.blobs, thing.name[:2], thing.name[2:])
         else:
             path = os.path.join(folders[thing.kind], thing.name)
+        aside = None
         if thing.kind in (TREE, BLOB, PACK):
             _unlink(path)
         else:
-            _take(path, os.path.join(aside, str(number)))
-        yield path
+            aside = _take(root, path)
+        if os.path.lexists(path):
+            stayed.append(path)
+        else:
+            taken[thing] = aside
+    return taken, stayed
 
 
-def _take(path: str, aside: str) -> bool:
-    """Renames it aside; removes it where it is when that lies on another disk."""
-    try:
-        os.rename(path, aside)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            return False
-        remove_folder(path)
-    return not os.path.lexists(path)
+def _take(root: Root, path: str) -> Optional[str]:
+    """Renames it aside and returns where it lies: beside itself when the folder for that is on another disk (jobs/ may
+    be a link to a larger one) or cannot take it. None when it stays."""
+    name = "gc-%d-%s" % (os.getpid(), os.urandom(8).hex())
+    for aside in (os.path.join(root.tmp, name), os.path.join(os.path.dirname(path), "." + name)):
+        try:
+            os.rename(path, aside)
+            return aside
+        except OSError:
+            continue
+    return None
 
 
 def _unlink(path: str) -> None:

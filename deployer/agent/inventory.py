@@ -31,6 +31,7 @@ _BLOB = re.compile(r"[0-9a-f]{38}\Z")
 _PACK = re.compile(r"\d+-[0-9a-f]{16}\Z")
 _COMPILED = re.compile(r"torch-[A-Za-z0-9._+-]+\Z")  # as trainer/caches.py names it
 _BYTECODE = re.compile(r"bytecode\Z")
+_GONE = re.compile(r"\.gc-\d+-[0-9a-f]+\Z")  # what gc has put aside where it was
 _WORD = re.compile(rb"[a-z0-9][a-z0-9._-]*")
 _BLOCK = 512  # of st_blocks, whatever the file system
 
@@ -50,7 +51,7 @@ def read_inventory(root: Root, *, measure: Optional[Measure] = None) -> Inventor
         *(Thing(DATA, name, size(path), _age(path, now)) for name, path in _children(root.data, _TREE)),
         *(Thing(ENV, name, size(path), _age(path, now), live.names(name, path)) for name, path in _envs(root)),
         *(_agent(name, path, size(path), now, live) for name, path in _children(root.agents, _AGENT)),
-        *(Thing(TMP, name, size(path), _age(path, now)) for name, path in _children(root.tmp, _TMP)),
+        *(Thing(TMP, os.path.relpath(path, root.path), size(path), _age(path, now)) for path in _leftovers(root)),
         *(Thing(CACHE, name, size(path), _age(path, now)) for name, path in _caches(root)),
     ]
     spare = os.path.join(root.path, "store", "spare")
@@ -91,6 +92,8 @@ def _file_bytes(path: str) -> int:
 
 def _everything(path: str) -> Iterator[str]:
     yield path
+    if os.path.islink(path):
+        return
     for folder, folders, files in os.walk(path):
         for name in folders + files:
             yield os.path.join(folder, name)
@@ -225,9 +228,18 @@ def _envs(root: Root) -> List[Tuple[str, str]]:
 
 
 def _caches(root: Root) -> List[Tuple[str, str]]:
-    """What trainers have compiled, under its path in the caches' folder; each start of one touches what it uses."""
+    """What trainers have compiled, under its path in the caches' folder; each start of one touches what it uses. A link
+    is its user's, and leads to what may serve others too."""
     compiled = _children(os.path.join(root.cache, "compile"), _COMPILED)
-    return [("compile/" + name, path) for name, path in compiled] + _children(root.cache, _BYTECODE)
+    found = [("compile/" + name, path) for name, path in compiled] + _children(root.cache, _BYTECODE)
+    return [(name, path) for name, path in found if not os.path.islink(path)]
+
+
+def _leftovers(root: Root) -> List[str]:
+    """What was not finished, or not removed to the end."""
+    where = (root.jobs, root.data, root.envs, root.agents, root.cache, os.path.join(root.cache, "compile"))
+    beside = (found for folder in (*where, os.path.join(root.path, "store")) for found in _children(folder, _GONE))
+    return [path for _, path in (*_children(root.tmp, _TMP), *beside)]
 
 
 def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:

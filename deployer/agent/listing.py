@@ -24,12 +24,13 @@ _SHOWN = (
 
 
 def all_jobs(root: Root) -> List[Job]:
-    """Every job folder of this root."""
+    """Every job folder of this root; what `gc` is removing is none."""
     try:
         names = os.listdir(root.jobs)
     except OSError:
         return []
-    return [Job(os.path.join(root.jobs, name)) for name in names if os.path.isdir(os.path.join(root.jobs, name))]
+    paths = [os.path.join(root.jobs, name) for name in names if not name.startswith(".")]
+    return [Job(path) for path in paths if os.path.isdir(path)]
 
 
 def list_jobs(root: Root) -> List[Dict[str, Any]]:

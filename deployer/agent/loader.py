@@ -4,6 +4,7 @@ Its source travels inside the command's one base64 word together with `P`, the c
 small and cannot import the package that it is there to find.
 """
 
+import errno
 import io
 import json
 import os
@@ -29,13 +30,14 @@ def load(P: Dict[str, Any]) -> None:
             install(home, receive(stdin))
     except OSError as e:
         text = "%s: %s" % (e.filename or root, e.strerror)
+        full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         say(
             P,
             {
                 "refused": {
                     "kind": "host",
                     "message": "the remote root cannot be used: " + text,
-                    "hint": "choose another folder with --remote-root",
+                    "hint": ("free some space there, or " if full else "") + "choose another folder with --remote-root",
                 }
             },
         )
@@ -49,7 +51,7 @@ def load(P: Dict[str, Any]) -> None:
 def check_owners(root: str) -> None:
     # what lies there is executed and written to: another user may have put it where it was expected
     ours = (0, os.getuid())
-    for name in (".", "agent", "jobs", "store", "data", "envs", "tmp"):
+    for name in (".", "agent", "jobs", "store", "data", "envs", "tmp", "cache"):
         path = os.path.normpath(os.path.join(root, name))
         if os.path.lexists(path):
             foreign = [uid for uid in (os.lstat(path).st_uid, os.stat(path).st_uid) if uid not in ours]

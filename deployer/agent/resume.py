@@ -14,6 +14,7 @@ from .layout import Job, Root
 from .logs import LogReader
 from .requests import find_job
 from .start import check_root, plan_hash, start_next, write_private
+from .storelock import store_in_use
 from .wire import Call
 
 GONE_S = 10.0
@@ -35,7 +36,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
     request = call.request()
     job = find_job(root, request["job"])
     plan, number = request["plan"], int(request["attempt"])
-    with state.locked(job):
+    with store_in_use(root), state.locked(job):
         already = _is_started(job, plan, number)
         if not already:
             _check_resumable(job, number)

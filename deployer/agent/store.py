@@ -416,10 +416,24 @@ def _publish(aside: str, path: str) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """As much of it as can be removed, read-only folders too."""
-    for path, _, _ in os.walk(folder):
-        os.chmod(path, 0o700)
+    """As much of it as can be removed, read-only folders too; of a link the link alone."""
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        _remove(folder)
+        return
+    _let_in(folder)
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            _let_in(os.path.join(path, name))
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _let_in(folder: str) -> None:
+    """Lets the user list and change a folder that is theirs; what a link leads to is left as it is."""
+    try:
+        if not os.path.islink(folder):
+            os.chmod(folder, 0o700)
+    except OSError:
+        pass
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
