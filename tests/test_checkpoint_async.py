@@ -138,29 +138,39 @@ def test_second_save_of_a_run_waits_for_the_first_and_the_training_between_does_
 
 
 class OpensWhenTold:
-    """In the place of a run's log: keeps its notes, and opens the gate when one says that a save is waited for."""
+    """In the place of a run's log: keeps its notes, and opens the gate when so many say that a save is waited for."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, times: int) -> None:
         self.notes: list[str] = []
-        self._gate = gate
+        self._gate, self._times = gate, times
 
     def note(self, text: str) -> None:
         self.notes.append(text)
-        if "still waiting" in text:
+        if len(self.notes) == self._times:
             self._gate.open()
 
 
-def test_wait_for_a_save_that_is_stuck_is_told_until_it_ends(rows, tmp_path):
-    run = build(rows, tmp_path, backend="pytorch", steps=3, save_every=1, eval_every=0)
+def told_while_stuck(rows: str, folder: Path, *, patience_s: tuple[float, float], times: int) -> list[str]:
+    run = build(rows, folder, backend="pytorch", steps=3, save_every=1, eval_every=0)
     train_step(run, 0, lr=1e-3)
     gate = Gate("begun")
-    run.log = OpensWhenTold(gate)
-    saver = Saver(run, at=gate, beside=FORKED, patience_s=0.01)
+    run.log = OpensWhenTold(gate, times)
+    saver = Saver(run, at=gate, beside=FORKED, patience_s=patience_s)
     saver.save(1, must_succeed=False)
     saver.finish()
-    first, *_, last = run.log.notes
-    assert first == f"note: still waiting for the save of step 1 into {tmp_path / 'checkpoints'}"
+    return run.log.notes
+
+
+def test_wait_for_a_save_that_is_stuck_is_told_until_it_ends(rows, tmp_path):
+    *waiting, last = told_while_stuck(rows, tmp_path, patience_s=(0.01, 0.01), times=3)
+    assert len(waiting) >= 3
+    assert set(waiting) == {f"note: still waiting for the save of step 1 into {tmp_path / 'checkpoints'}"}
     assert last.startswith(f"saved {tmp_path / 'checkpoints' / 'step_000001'} (")
+
+
+def test_wait_for_a_save_that_is_stuck_is_told_first_after_a_time_of_its_own(rows, tmp_path):
+    waiting, last = told_while_stuck(rows, tmp_path, patience_s=(0.01, 3600.0), times=1)
+    assert "still waiting" in waiting and last.startswith("saved ")
 
 
 def test_synchronous_save_is_written_when_start_returns(tmp_path):

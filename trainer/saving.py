@@ -15,15 +15,20 @@ from trainer.schema import CHECKPOINTS_DIR
 DEFAULT = Beside()
 WORTH_SAYING_S = 1.0
 """Shorter waits for a save are not told."""
-PATIENCE_S = 30.0
-"""After so long a wait that goes on is told, again and again: a disk that is stuck says nothing itself."""
+PATIENCE_S = (10.0, 30.0)
+"""After so long a wait that goes on is told, first and then each time: a disk that is stuck says nothing itself."""
 
 
 class Saver:
     """Writes checkpoints of a run when they are due, beside the training where `train.async_save` says so."""
 
     def __init__(
-        self, run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT, patience_s: float = PATIENCE_S
+        self,
+        run: Run,
+        *,
+        at: AtPoint = nothing,
+        beside: Beside = DEFAULT,
+        patience_s: tuple[float, float] = PATIENCE_S,
     ) -> None:
         self._run = run
         self._patience_s = patience_s
@@ -94,8 +99,9 @@ class Saver:
             self._run.log.note(f"note: waited {waited:.1f} s for the save of step {earlier}: raise train.save_every")
 
     def _tell(self, *, must_succeed: bool = False, goes_on: str = "training goes on from memory") -> None:
-        step = self._writer.saving_step
-        while not self._writer.ends_within(self._patience_s):
+        step, (patience_s, later_s) = self._writer.saving_step, self._patience_s
+        while not self._writer.ends_within(patience_s):
+            patience_s = later_s
             folder = self._run.run_dir / CHECKPOINTS_DIR
             self._run.log.note(f"note: still waiting for the save of step {step} into {folder}")
         try:
