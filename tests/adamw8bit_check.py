@@ -55,7 +55,8 @@ def stepped(parameter: Tensor, grad: Tensor, state: dict[str, Any], **scalars: T
     first, second = state["exp_avg"], state["exp_avg_sq"]
     first = type(first)(*new[1:3], first.qmap, first.signed)
     second = type(second)(*new[3:5], second.qmap, second.signed)
-    adamw8bit_(new[:1], [grad], [first], [second], [state["step"] + 1], lr=LR, **RATES, **scalars)
+    steps = [state["step"].to(parameter.device) + 1]  # torchao counts on the host
+    adamw8bit_(new[:1], [grad], [first], [second], steps, lr=LR, **RATES, **scalars)
     return new
 
 
