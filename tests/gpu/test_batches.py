@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from tests.tiny import packed_batch
-from trainer.batch import Batch
+from trainer.batch import IGNORE, Batch
 from trainer.data.ahead import Ahead
 from trainer.dist import Dist
 
@@ -22,12 +22,15 @@ def no_waiting():
 
 
 def tensors(batch: Batch) -> list[torch.Tensor]:
-    return [getattr(batch, field.name) for field in fields(batch)]
+    found = [getattr(batch, field.name) for field in fields(batch)]
+    assert None not in found
+    return found
 
 
 def test_batches_are_pinned_and_their_copies_wait_for_nothing(no_waiting):
     device = torch.device("cuda", 0)
     made = packed_batch([[5, 3]] * 4, length=8)
+    made = replace(made, targets=torch.nonzero(made.labels.flatten() != IGNORE).flatten())
     ahead = Ahead(lambda step: [made], Dist(rank=0, local_rank=0, world_size=1, device=device))
     batch = ahead.take(0, total_steps=2)[0]
     ahead.close()

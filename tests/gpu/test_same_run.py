@@ -26,6 +26,8 @@ BACKENDS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
     folders = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in BACKENDS}
     for name, folder in folders.items():
         words = (*SIZE, *RUN, *QUIET, *BACKENDS[name], "--run-dir", str(folder))
