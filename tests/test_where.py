@@ -245,6 +245,7 @@ def test_only_work_on_the_device_counts_as_its_events():
         device_event(GEMM),
         device_event("aten::mm", kind=DeviceType.CPU),
         device_event("nccl:_all_gather_base", is_annotation=True),
+        device_event("Optimizer.step#AdamW.step", is_annotation=True),
         device_event("Stream Wait Event"),
         device_event("Event Sync"),
     ]

@@ -97,15 +97,16 @@ def where_it_went(profiler: profile, *, on_gpu: bool) -> StepTime:
     events = [
         Event(event.name, event.time_range.start, event.time_range.end, event.device_resource_id)
         for event in profiler.events() or ()
-        if event.device_type == wanted and _is_work(event.name, is_annotation=bool(event.is_user_annotation))
+        if event.device_type == wanted
+        and _is_work(event.name, is_annotation=bool(event.is_user_annotation), on_gpu=on_gpu)
     ]
     return where_kernels_went(events) if on_gpu else where_operators_went(events)
 
 
-def _is_work(name: str, *, is_annotation: bool) -> bool:
+def _is_work(name: str, *, is_annotation: bool, on_gpu: bool) -> bool:
     """Whether it is a kernel or an operator: not a name that somebody gave to a stretch of time, nor a wait."""
-    if is_annotation:
-        return name.startswith("Optimizer.")
+    if is_annotation:  # torch's own names an optimizer's operators; on a GPU it would cover gaps between kernels
+        return not on_gpu and name.startswith("Optimizer.")
     return not name.endswith((" Sync", " Wait Event"))
 
 
