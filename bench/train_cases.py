@@ -173,9 +173,10 @@ CASES: dict[str, list[Contender]] = {
     "options": [
         ours("1.5b", 2048, 4),
         ours("1.5b", 2048, 4, label="adamw8bit", optim__optimizer="adamw8bit"),
-        ours("1.5b", 2048, 4, label="float8", train__float8="on"),
         ours("1.5b", 2048, 4, label="frozen embedding", model__freeze="model.embed_tokens.*"),
         ours("1.5b", 2048, 4, label="cpu_offload", target__train_backend="fsdp", parallel__cpu_offload="true"),
+        ours("1.5b", 2048, 4, packed=True),
+        ours("1.5b", 2048, 4, packed=True, label="float8", train__float8="on"),  # only packed rows are of one length
     ],
     "start": [
         ours("1.5b", 2048, 4, label="nothing compiled before", cache="start"),

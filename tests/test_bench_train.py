@@ -80,6 +80,15 @@ def test_options_that_change_the_work_are_named_and_others_are_not():
     assert work_of({"parallel.sharding_strategy": "SHARD_GRAD_OP"}) == ""
 
 
+def test_every_row_of_ours_is_a_config_that_the_trainer_accepts(tmp_path):
+    from trainer.config.load import load_config
+
+    (tmp_path / "config.yaml").write_text("run: {name: bench}\n")
+    for row in (row for rows in CASES.values() for row in rows if row.who == "ours"):
+        _, _, file, _, _, *words = build_command(row, tmp_path, device="cuda", gpu=0)
+        assert load_config(file, words).data.packing == row.packed, row.key
+
+
 # --- a run of ours ----------------------------------------------------------------------------------------------------
 
 
