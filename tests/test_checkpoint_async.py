@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,6 +284,25 @@ def test_copy_keeps_values_and_other_entries_whatever_the_pieces(piece_bytes):
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in tensors.items())
     assert found["model"]["half"].dtype == torch.bfloat16
     assert found["optimizer"] == {"a": {"step": 3}}
+
+
+def test_memory_that_cuda_does_not_pin_fails_no_kernel_that_comes_later(monkeypatch):
+    kept: list[str] = []  # as CUDA keeps an error until a kernel is launched
+
+    def register(*_: int) -> int:
+        kept.append("CUDA error: out of memory")
+        return 2
+
+    def launch(*_: object, **__: object) -> None:
+        raise RuntimeError(kept.pop())
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", launch)
+    staging = Staging(torch.device("cuda"), piece_bytes=4096)
+    staging.allocate(10_000, beside=False)
+    assert staging.region.size == 10_000
+    assert kept == []
+    staging.close()  # takes back the pins of nothing
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])

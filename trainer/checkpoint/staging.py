@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -108,3 +109,6 @@ class Staging:
         # not pinned where the system does not let us: the copy is slower, and as right
         if int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0)) == 0:
             self._pinned.append(piece.data_ptr())
+            return
+        with suppress(RuntimeError):  # CUDA keeps the error, and this thread's next kernel would be taken for failed
+            torch.ones((), device="cuda")
