@@ -30,8 +30,13 @@ class Batch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """The batch with `change` of each tensor."""
-        tensors = (self.input_ids, self.labels, self.positions, self.doc_ids)
-        return Batch(*map(change, tensors), None if self.targets is None else change(self.targets))
+        return Batch(
+            change(self.input_ids),
+            change(self.labels),
+            change(self.positions),
+            change(self.doc_ids),
+            None if self.targets is None else change(self.targets),
+        )
 
     def pin(self) -> Batch:
         """A copy in pinned memory, from where `to` a GPU does not wait; needs CUDA."""

@@ -5,7 +5,7 @@ Shapes: N positions of a micro-batch, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,8 @@ def chunked_cross_entropy(
     if targets is not None and len(targets) == len(flat):
         targets = None
     if torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad):
-        return _ChunkedCrossEntropy.apply(rows, weight, flat, targets, chunk)
+        apply: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
+        return apply(rows, weight, flat, targets, chunk)
     weight, total = weight.to(rows.dtype), torch.zeros((), dtype=torch.float32, device=rows.device)
     for part in _parts(rows, targets, chunk):
         total += cross_entropy_sum(F.linear(_taken(rows, part), weight), flat[part])

@@ -148,7 +148,7 @@ class StepClock:
         if values.ready is None or self._since_event is None:
             since, self._since = self._since, values.launched_s
             return self._since - since
-        seconds = self._since_event.elapsed_time(values.ready) / 1e3
+        seconds: float = self._since_event.elapsed_time(values.ready) / 1e3
         self._since_event = values.ready
         return seconds
 

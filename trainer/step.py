@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
@@ -67,10 +68,11 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
     norm = run.backend.grad_norm() / targets
     divisor = targets * clip_divisor(norm, run.config.optim.max_grad_norm)
     finite = torch.isfinite(norm) & torch.isfinite(sums[0])
-    if not divides_by_itself(run.optimizer):
+    if divides_by_itself(run.optimizer):
+        apply_update(run.optimizer, lr, finite, divisor=divisor)
+    else:
         run.backend.scale_grads(1.0 / divisor)
-        divisor = None
-    apply_update(run.optimizer, lr, finite, divisor=divisor)
+        apply_update(run.optimizer, lr, finite)
     loss_and_counts, squares_and_slots = sums[:3], sums[3:]
     values = torch.cat([loss_and_counts, torch.stack([norm.double(), finite.double()]), squares_and_slots])
     return _on_its_way(step + 1, lr, waited, values)
@@ -94,6 +96,13 @@ def divides_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)  # what torch.amp.GradScaler looks at
 
 
+class _ReadOnDevice(Protocol):
+    """What torch's fused optimizers, and ours, look at in a step; torch's types do not name it."""
+
+    found_inf: torch.Tensor | None
+    grad_scale: torch.Tensor | None
+
+
 def apply_update(
     optimizer: torch.optim.Optimizer, lr: float, finite: torch.Tensor, *, divisor: torch.Tensor | None = None
 ) -> None:
@@ -104,11 +113,12 @@ def apply_update(
     set_learning_rate(optimizer, lr)
     # the CPU with offloaded parameters: the values must be there before it reads them
     first = optimizer.param_groups[0]["params"][0].device
-    optimizer.found_inf = (~finite).float().to(first)  # read on the device, so nobody waits for the value
+    read = cast("_ReadOnDevice", optimizer)
+    read.found_inf = (~finite).float().to(first)  # nobody waits for the value
     if divisor is not None:
-        optimizer.grad_scale = divisor.to(first)
+        read.grad_scale = divisor.to(first)
     optimizer.step()
-    optimizer.found_inf = optimizer.grad_scale = None
+    read.found_inf = read.grad_scale = None
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -46,14 +46,23 @@ def adamw8bit_(
     """
     if not parameters:
         return
-    settings = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
     one, two = _corrections(steps, beta1), _corrections(steps, beta2).sqrt()
     each = zip(parameters, grads, exp_avgs, exp_avg_sqs, strict=True)
     if not uses_triton(parameters[0]):
-        for (parameter, grad, *moments), first, second in zip(each, one, two, strict=True):
-            divided = grad if grad_scale is None else grad / grad_scale
+        for (parameter, grad, exp_avg, exp_avg_sq), first, second in zip(each, one, two, strict=True):
             step_in_torch_(
-                parameter, divided, *moments, first, second, beta1=beta1, beta2=beta2, skip=found_inf.bool(), **settings
+                parameter,
+                grad if grad_scale is None else grad / grad_scale,
+                exp_avg,
+                exp_avg_sq,
+                first,
+                second,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                skip=found_inf.bool(),
             )
         return
     rates = [lr.item() / one, 1.0 / two]
@@ -106,4 +115,5 @@ def _stored(moment: Any) -> list[Tensor]:
 
 
 def _plain(moment: Any) -> Tensor:
-    return moment.dequantize() if hasattr(moment, "codes") else moment
+    plain: Tensor = moment.dequantize() if hasattr(moment, "codes") else moment
+    return plain

@@ -137,12 +137,14 @@ def _logits_of_peft(
     from peft import PeftModel, get_peft_model_state_dict
 
     config = shape_to_hf_config(shape)
+    assert config.architectures is not None
     kind = getattr(transformers, config.architectures[0])
     model = kind.from_pretrained(None, config=config, state_dict=dict(base), dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, folder)
     loaded = {name.removeprefix(PREFIX): value for name, value in get_peft_model_state_dict(adapted).items()}
     _check_tensors(folder, loaded, pairs)
-    return adapted.eval()(torch.tensor([list(ids)])).logits[0]
+    logits: Tensor = adapted.eval()(torch.tensor([list(ids)])).logits
+    return logits[0]
 
 
 def _logits_of_files(

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, ModelError
 from trainer.files import expanded
-from trainer.models.hf import named_weights, own_slices
+from trainer.models.hf import named_weights
 from trainer.models.lora import (
     ALL_LINEAR,
     PAIR,
@@ -22,7 +22,7 @@ from trainer.models.lora import (
     initial_adapter,
     is_adapter,
 )
-from trainer.parallel.tensors import local_tensor
+from trainer.parallel.tensors import local_tensor, own_slices
 from trainer.schema import LoraConfig
 
 CONFIG_FILE = "adapter_config.json"

@@ -137,7 +137,8 @@ def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Mask, tiles:
     if mask is None:
         return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, is_causal=True, enable_gqa=groups > 1)
     if isinstance(mask, BlockMask):
-        return _flex()(q_bhte, k_bkte, v_bkte, block_mask=mask, enable_gqa=groups > 1, kernel_options=tiles)
+        out: Tensor = _flex()(q_bhte, k_bkte, v_bkte, block_mask=mask, enable_gqa=groups > 1, kernel_options=tiles)
+        return out
     if groups > 1:
         k_bkte, v_bkte = (x.repeat_interleave(groups, dim=1) for x in (k_bkte, v_bkte))
     return F.scaled_dot_product_attention(q_bhte, k_bkte, v_bkte, attn_mask=mask)
@@ -145,7 +146,9 @@ def attention(q_bhte: Tensor, k_bkte: Tensor, v_bkte: Tensor, mask: Mask, tiles:
 
 def _flex() -> Callable[..., Any]:
     """FlexAttention is a kernel only when compiled; inside a compiled block it is part of that."""
-    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled_flex()
 
 
 @cache

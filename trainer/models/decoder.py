@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +101,11 @@ def rotate(x_bhte: Tensor, cos_bte: Tensor, sin_bte: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bhte.dtype)
 
 
+def logits_head(hidden: Tensor, head_weight: Tensor) -> Tensor:
+    """A head for `Decoder.forward`: fp32 logits [B, T, V] of every position."""
+    return F.linear(hidden, head_weight.to(hidden.dtype)).float()
+
+
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +179,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, self.tiles)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 class MLP(nn.Module):
@@ -185,7 +191,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Block(nn.Module):
@@ -198,13 +205,14 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         x_btd = x_btd + self.self_attn(self.input_layernorm(x_btd), cos, sin, mask)
-        return x_btd + self.mlp(self.post_attention_layernorm(x_btd))
+        out: Tensor = x_btd + self.mlp(self.post_attention_layernorm(x_btd))
+        return out
 
 
 class Head(Linear):
     """The output head of an untied model, which runs what is made of the logits: FSDP gathers its weight for that."""
 
-    def forward(self, hidden: Tensor, head: Callable[[Tensor, Tensor], Any]) -> Any:
+    def forward(self, hidden: Tensor, head: Callable[[Tensor, Tensor], Any] = logits_head) -> Any:
         return head(hidden, self.weight)
 
 
@@ -226,7 +234,8 @@ class Trunk(nn.Module):
         x_btd = self.embed_tokens(input_ids).to(compute_dtype)
         for block in self.layers:
             x_btd = block(x_btd, cos, sin, mask)
-        return self.norm(x_btd)
+        normed: Tensor = self.norm(x_btd)
+        return normed
 
 
 class Decoder(nn.Module):
@@ -273,19 +282,14 @@ class Decoder(nn.Module):
             block.self_attn.tiles = tiles
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        return self.model.layers
+    def blocks(self) -> Sequence[Block]:
+        return cast("Sequence[Block]", self.model.layers)  # a ModuleList does not say of what it is one
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         """The [V, D] matrix from hidden states to logits, tied or own."""
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def reset_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies again, after `to_empty` has left them undefined."""
         self.model.inv_freq = rotary_frequencies(self.shape).to(device)
-
-
-def logits_head(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """A head for `Decoder.forward`: fp32 logits [B, T, V] of every position."""
-    return F.linear(hidden, head_weight.to(hidden.dtype)).float()

@@ -78,7 +78,7 @@ def _float8_product(emulate: bool) -> Callable[[Tensor, Tensor, Tensor | None], 
     products, casts = module.linear_mm_config, module.config
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = matmul_with_hp_or_float8_args.apply(x, weight.t(), products, casts)
+        out: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), products, casts)
         return out if bias is None else out + bias
 
     return product

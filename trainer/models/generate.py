@@ -15,7 +15,8 @@ def sequence_logits(model: Decoder, ids: Sequence[int]) -> torch.Tensor:
     device = model.head_weight.device
     input_ids = torch.tensor([list(ids)], dtype=torch.int64, device=device)
     positions = torch.arange(len(ids), device=device).unsqueeze(0)
-    return model(input_ids, positions, torch.zeros_like(input_ids), packed=False, head=logits_head)[0]
+    logits: torch.Tensor = model(input_ids, positions, torch.zeros_like(input_ids), packed=False, head=logits_head)
+    return logits[0]
 
 
 def greedy(model: Decoder, prompt_ids: Sequence[int], n: int) -> list[int]:

@@ -70,10 +70,10 @@ def attach(decoder: Decoder, spec: LoraSpec) -> None:
         linear = decoder.get_submodule(name)
         assert isinstance(linear, Linear)
         place = {"device": linear.weight.device, "dtype": torch.float32}
-        pair = [Linear(size, out, bias=False, **place) for size, out in _sizes(linear, spec.rank)]
-        for child, module in zip(PAIR, pair, strict=True):
+        down, up = (Linear(size, out, bias=False, **place) for size, out in _sizes(linear, spec.rank))
+        for child, module in zip(PAIR, (down, up), strict=True):
             linear.add_module(child, module)
-        linear.adapter = Adapter(*pair, spec)
+        linear.adapter = Adapter(down, up, spec)
     decoder.lora = spec
 
 

@@ -138,8 +138,9 @@ def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
 
 def _rope(hf: PretrainedConfig, source: Path | str) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
-    fields = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    theta = fields.get("rope_theta") or getattr(hf, "rope_theta", 10000.0)
+    fields: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    default: float = getattr(hf, "rope_theta", 10000.0)
+    theta: float = fields.get("rope_theta") or default
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -157,7 +158,7 @@ def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
 
     kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family]
     names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-    return kind(
+    config: PretrainedConfig = kind(
         architectures=[names[shape.family]],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -174,6 +175,7 @@ def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
         pad_token_id=None,
         **rope_fields(shape),
     )
+    return config
 
 
 def rope_fields(shape: DecoderShape) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.groups import parameter_groups
-from trainer.optim.low_bit import BLOCK, build_adamw8bit, is_quantised
+from trainer.optim.low_bit import build_adamw8bit, is_quantised
 from trainer.schema import OptimConfig
 
 
@@ -21,11 +22,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if wrong:
         raise ValueError(f"trained parameters must be stored in fp32, not as {', '.join(wrong[:3])} are")
     groups = parameter_groups(model.named_parameters(), config)
-    settings = {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    lr, betas, eps = config.learning_rate, (config.beta1, config.beta2), config.eps
     if config.optimizer == "adamw8bit":
-        return build_adamw8bit(groups, settings)
+        return build_adamw8bit(groups, lr=lr, betas=betas, eps=eps)
     # fused: one kernel for all parameters, and the only variant that can skip a step on the device (`found_inf`)
-    return torch.optim.AdamW(groups, **settings, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def state_bytes(parameters: Iterable[Tensor], config: OptimConfig) -> float:

@@ -15,6 +15,9 @@ from trainer.parallel.tensors import local_tensor
 
 SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
 
+Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
 
 def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
     """torchao's class; with the import torch.load knows the tensors of its state. ConfigError without torchao."""
@@ -25,10 +28,13 @@ def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
             f"optim.optimizer is adamw8bit, which needs torchao: {error}",
             hint="pip install torchao (the extra `lowbit`), or set optim.optimizer=adamw",
         ) from error
-    return AdamW8bit
+    theirs: type[torch.optim.Optimizer] = AdamW8bit
+    return theirs
 
 
-def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+def build_adamw8bit(
+    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
     """torchao's AdamW8bit over parameter groups, its step in one kernel a parameter (`trainer.kernels.adamw8bit`).
 
     Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
@@ -37,7 +43,7 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
     """
     base: Any = torchao_adamw8bit()
 
-    class OneKernelAdamW8bit(base):
+    class OneKernelAdamW8bit(base):  # type: ignore[misc]  # torchao says nothing of its types
         """Honours `found_inf` and `grad_scale` as torch's fused optimizers do: read on the device, nobody waits.
 
         Where `found_inf` is 1, a step leaves parameters and state bit for bit as they were.
@@ -59,24 +65,29 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
                     self._step_on(device, parameters, group)
 
         def _step_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
-            scalars: dict[str, Any] = {"found_inf": torch.zeros((), device=device), "grad_scale": None}
-            scalars |= {name: given.to(device) for name in scalars if (given := getattr(self, name)) is not None}
+            found_inf = torch.zeros((), device=device) if self.found_inf is None else self.found_inf.to(device)
+            grad_scale = None if self.grad_scale is None else self.grad_scale.to(device)
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter].update(self._new_state(parameter))
             states = [self.state[parameter] for parameter in parameters]
-            torch._foreach_add_([state["step"] for state in states], 1.0 - scalars["found_inf"])
+            torch._foreach_add_([state["step"] for state in states], 1.0 - found_inf)
             rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             large = _columns([row for row in rows if hasattr(row[2], "codes")])
             small = _columns([row for row in rows if not hasattr(row[2], "codes")])
-            beta1, beta2 = group["betas"]
-            rates = {"beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"], "eps": group["eps"]}
-            adamw8bit_(*large, lr=group["lr"], **rates, **scalars)
-            if device.type != "cuda":
-                adamw8bit_(*small, lr=group["lr"], **rates, **scalars)
-            elif small[0]:  # one kernel for all of them
-                (*tensors, steps), lr = small, group["lr"].item()
-                torch._fused_adamw_(*tensors, [], steps, lr=lr, amsgrad=False, maximize=False, **rates, **scalars)
+            for columns in (large,) if device.type == "cuda" else (large, small):
+                adamw8bit_(
+                    *columns,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    found_inf=found_inf,
+                    grad_scale=grad_scale,
+                )
+            if device.type == "cuda" and small[0]:
+                _in_one_kernel_(*small, group, found_inf=found_inf, grad_scale=grad_scale)
 
         def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
             # the count is on the device, where torchao would have it on the host: there, a step could not be skipped
@@ -87,13 +98,21 @@ def build_adamw8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> t
             local = local_tensor(parameter.detach())
             if not (is_quantised(parameter) and local.numel()):
                 return torch.zeros_like(parameter.detach())
-            state = self._subclass_zeros(local, signed, self.block_size)
+            state: Tensor = self._subclass_zeros(local, signed, self.block_size)
             if not isinstance(parameter, DTensor):
                 return state
-            mesh, whole = parameter.device_mesh, {"shape": parameter.shape, "stride": parameter.stride()}
-            return DTensor.from_local(state, mesh, parameter.placements, run_check=False, **whole).to(parameter.device)
+            sharded = DTensor.from_local(
+                state,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            return sharded.to(parameter.device)
 
-    return OneKernelAdamW8bit(groups, **settings, block_size=BLOCK)
+    optimizer: torch.optim.Optimizer = OneKernelAdamW8bit(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
+    return optimizer
 
 
 def is_quantised(parameter: Tensor) -> bool:
@@ -101,13 +120,48 @@ def is_quantised(parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
 
 
-def _local(parameter: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _in_one_kernel_(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    group: dict[str, Any],
+    *,
+    found_inf: Tensor,
+    grad_scale: Tensor | None,
+) -> None:
+    """Step all parameters whose moments are fp32, on CUDA."""
+    torch._fused_adamw_(
+        parameters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        lr=group["lr"].item(),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+
+
+def _local(parameter: Tensor, state: dict[str, Tensor]) -> Row:
     """This rank's part of a parameter, its gradient, both moments and the count of its steps."""
     assert parameter.grad is not None
-    tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-    return (*map(local_tensor, tensors), state["step"])
+    grad, exp_avg, exp_avg_sq = map(local_tensor, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+    return local_tensor(parameter), grad, exp_avg, exp_avg_sq, state["step"]
 
 
-def _columns(rows: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+def _columns(rows: list[Row]) -> Columns:
     """A list of each kind of tensor that `_local` gives."""
-    return [list(column) for column in zip(*rows, strict=True)] or [[], [], [], [], []]
+    columns: Columns = ([], [], [], [], [])
+    for row in rows:
+        for column, tensor in zip(columns, row, strict=True):
+            column.append(tensor)
+    return columns

@@ -25,6 +25,7 @@ class DDPBackend(Backend):
         return ddp
 
     def sync(self, last: bool) -> None:
+        assert isinstance(self.module, DistributedDataParallel)
         self.module.require_backward_grad_sync = last  # what DDP.no_sync() sets, without a context to hold open
 
 
@@ -38,4 +39,5 @@ def _sum_bucket(dtype: torch.dtype, bucket: torch_dist.GradBucket) -> torch.futu
         summed = done.value()[0]
         return buffer if summed is buffer else buffer.copy_(summed)
 
-    return future.then(give_back)
+    reduced: torch.futures.Future[Tensor] = future.then(give_back)
+    return reduced

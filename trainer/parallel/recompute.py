@@ -45,7 +45,7 @@ def recompute_blocks(decoder: Decoder, mode: str, every: int) -> None:
     options: dict[str, Any] = {}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    for block in list(decoder.blocks)[::every]:
+    for block in list(decoder.model.layers)[::every]:
         block.forward = _recomputed(block.forward, options)
 
 

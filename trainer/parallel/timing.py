@@ -45,7 +45,7 @@ def _few_blocks(decoder: Decoder, device: torch.device, stored: torch.dtype, gen
         few = Decoder(shape, compute_dtype=decoder.compute_dtype).to(stored)
     few.to_empty(device=device)
     few.reset_buffers(device)
-    few.blocks.requires_grad_(decoder.blocks[0].self_attn.q_proj.weight.requires_grad)
+    few.model.layers.requires_grad_(decoder.blocks[0].self_attn.q_proj.weight.requires_grad)
     for parameter in few.parameters():
         parameter.data.normal_(std=0.02, generator=generator)
     return few

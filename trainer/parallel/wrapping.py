@@ -82,7 +82,7 @@ class _Planner:
 
     def __init__(self, decoder: Decoder, options: ParallelConfig, *, shards: int, dtype: torch.dtype) -> None:
         self.decoder, self.options, self.shards, self.dtype = decoder, options, shards, dtype
-        fixed = {decoder.model, decoder.blocks}
+        fixed: set[nn.Module] = {decoder.model, decoder.model.layers}
         if decoder.shape.tie_embeddings:
             fixed.add(decoder.model.embed_tokens)  # the head uses it after the embedding's group would be freed
         self.wrappable = {name: m for name, m in decoder.named_modules() if name and m not in fixed}
@@ -137,7 +137,8 @@ class _Planner:
 
     def _by_size(self) -> list[str]:
         """FSDP1's rule: a module whose parameters in no group below it are at least `min_num_params` is a group."""
-        least, chosen, rest = self.options.min_num_params, [], {}
+        least, chosen = self.options.min_num_params, []
+        rest: dict[str, int] = {}
         for name, module in reversed(list(self.decoder.named_modules())):  # children before what they belong to
             own = sum(p.numel() for p in module.parameters(recurse=False))
             below = sum(rest[f"{name}.{child}" if name else child] for child, _ in module.named_children())
