@@ -26,7 +26,7 @@ from trainer.checkpoint.folders import (
 from trainer.checkpoint.loading import Resumed, load, verify
 from trainer.checkpoint.shards import differences
 from trainer.config.load import config_to_dict
-from trainer.data.loader import TrainLoader
+from trainer.data.steps import Loader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
 from trainer.files import expanded
@@ -81,7 +81,7 @@ def resume(
     identity: Identity,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: TrainLoader,
+    data: Loader,
     dist: Dist,
 ) -> tuple[Resumed | None, list[str]]:
     """Fill model, optimizer, random state and place in the data from the first checkpoint that can be read.
@@ -207,7 +207,7 @@ def _check_whole(path: Path, saved: Resumed) -> None:
         raise cannot_load(path, f"{STATE_FILE} does not say what a save writes there: {', '.join(wrong)}")
 
 
-def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: TrainLoader) -> None:
+def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: Loader) -> None:
     """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
     before = saved.extra.get("shape", identity.shape)
     changed = [f"{name} {before.get(name)} -> {new}" for name, new in identity.shape.items() if before.get(name) != new]

@@ -79,8 +79,8 @@ def write_token_file(
         name = tokenizer.name_or_path or type(tokenizer).__name__
         raise DataError(f"the tokenizer {name!r} has no end-of-text token", hint="set its eos_token")
     report = TokenizingReport(str(path))
-    header = {"vocab_size": vocab_size(tokenizer), "tokenizer": vocabulary_hash(tokenizer)}
-    with TokenWriter(path, **header, has_targets=False, meta=meta) as writer:
+    vocab, by = vocab_size(tokenizer), vocabulary_hash(tokenizer)
+    with TokenWriter(path, vocab_size=vocab, tokenizer=by, has_targets=False, meta=meta) as writer:
         for name, ids, size in encode_texts(texts, tokenizer, workers=workers):
             if size == 0 or len(ids) <= 1:
                 report.empty.append(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -95,13 +95,15 @@ class Chat:
     def render(self, messages: Sequence[Message] | None = None, *, open_turn: bool = False) -> str:
         """The text of `messages`, all unless given; `open_turn` adds what stands before the assistant's next words."""
         messages = self.row.messages if messages is None else messages
-        return self.apply(messages, tokenize=False, add_generation_prompt=open_turn)
+        text: str = self.apply(messages, tokenize=False, add_generation_prompt=open_turn)
+        return text
 
     def apply(self, messages: Sequence[Message], **how: Any) -> Any:
         """The tokenizer's `apply_chat_template`; DataError when the template refuses the messages."""
+        tools: list[dict[Any, Any] | Callable[..., Any]] | None = None if self.row.tools is None else [*self.row.tools]
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=self.row.tools, chat_template=undated(self.template), **how
+                list(messages), tools=tools, chat_template=undated(self.template), **how
             )
         except Exception as error:  # a template is a program: dividing, indexing and filters raise what Python has
             raise DataError(

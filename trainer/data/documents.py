@@ -44,7 +44,7 @@ class Source:
 class Documents:
     """Documents in reading order, each with at least one target and no longer than seq_len."""
 
-    docs: Sequence[Encoded]
+    docs: Selection
     report: SplitReport
     mixture: Mixture
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
@@ -59,14 +59,14 @@ class Documents:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each."""
-        return self.docs.lengths.tolist() if isinstance(self.docs, Selection) else [len(doc.ids) for doc in self.docs]
+        lengths: list[int] = self.docs.lengths.tolist()
+        return lengths
 
     def fingerprint(self) -> str:
         """Changes with any id, token, target or their order."""
-        docs = self.docs if isinstance(self.docs, Selection) else Selection(ListStore(self.docs), np.arange(len(self)))
         settings = [(source.weight, source.repeat) for source in self.mixture.settings]
         plain = all(pair == (None, 1.0) for pair in settings)
-        return docs.fingerprint() if plain else f"{docs.fingerprint()} {settings}"
+        return self.docs.fingerprint() if plain else f"{self.docs.fingerprint()} {settings}"
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -201,7 +201,7 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
         dropped={
             reason: ids for reason, pairs in table.dropped.items() if (ids := [i for row, i in pairs if row in chosen])
         },
-        truncated=[docs.name(index) for index in np.flatnonzero(table.truncated[kept])],
+        truncated=[docs.name(int(index)) for index in np.flatnonzero(table.truncated[kept])],
         tokens=int(docs.lengths[order].sum()),
         target_tokens=int(table.targets[kept][order].sum()),
         duplicates=len(rows) - len(np.unique(table.key[rows])),

@@ -46,21 +46,23 @@ class Mixture:
         if self.weighted:
             return shares([source.weight or 0.0 for source in self.settings], int(sizes.sum()), sizes)
         repeats = np.array([source.repeat for source in self.settings])
-        return np.floor(repeats).astype(int) * sizes + np.rint(repeats % 1 * sizes).astype(int)
+        counts: np.ndarray = np.floor(repeats).astype(int) * sizes + np.rint(repeats % 1 * sizes).astype(int)
+        return counts
 
     def asked(self) -> list[float]:
         """[sources] the share of the documents of an epoch that the config asks of each."""
         sizes = np.array([len(members) for members in self.members], dtype=float)
         given = [source.repeat if source.weight is None else source.weight for source in self.settings]
         parts = np.array(given) * (1.0 if self.weighted else sizes)
-        return (parts / max(parts.sum(), 1e-300)).tolist()
+        asked: list[float] = (parts / max(parts.sum(), 1e-300)).tolist()
+        return asked
 
 
 def shares(weights: Sequence[float], total: int, sizes: np.ndarray) -> np.ndarray:
     """`total` divided in proportion to `weights`, by largest remainder; a source of size 0 gives nothing."""
     exact = np.where(sizes > 0, np.asarray(weights, dtype=np.float64), 0.0)
     exact = exact / max(exact.sum(), 1e-300) * total
-    counts = np.floor(exact).astype(int)
+    counts: np.ndarray = np.floor(exact).astype(int)
     missing = total - int(counts.sum())
     counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     return counts

@@ -68,7 +68,8 @@ class TokenWriter:
     @property
     def dtype(self) -> str:
         """Of the ids: uint16 where the vocabulary allows it, else uint32."""
-        return self._dtype.name
+        name: str = self._dtype.name
+        return name
 
     def add(self, doc: Encoded) -> None:
         """Append a document. Raises DataError for an id that the vocabulary does not have."""

@@ -104,7 +104,7 @@ def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = expanded(name)
     if name.startswith(("/", "./", "../", "~")) and not folder.is_dir():
@@ -116,7 +116,7 @@ def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
             f"the tokenizer {name!r} cannot be loaded: {str(error).strip().splitlines()[0] if str(error) else error!r}",
             hint=f"data.tokenizer takes a Hugging Face name (needs internet), a folder, or {BYTES}",
         ) from error
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(
             f"the tokenizer {name!r} has no fast version, so tokens cannot be traced to the text",
             hint="convert it to a folder with a tokenizer.json",

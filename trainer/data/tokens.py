@@ -203,7 +203,7 @@ def _read_header(path: Path, data: np.ndarray) -> TokenHeader:
         raise DataError("this is no token file", where=where, hint="`train.py tokenize` makes one of texts")
     if len(data) < ALIGN:
         raise DataError(f"the token file is truncated: {len(data)} bytes", where=where, hint="copy it again")
-    _, version, size, start = PROLOGUE.unpack_from(data)
+    _, version, size, start = PROLOGUE.unpack_from(data.data)
     if version != VERSION:
         message = f"the token file has format {version}, and this program reads format {VERSION}"
         raise DataError(message, where=where, hint="tokenize the texts again, or use the newer program")

@@ -18,7 +18,8 @@ import torch
 
 from trainer.config.length import length_notes, warmup_steps
 from trainer.config.load import config_notes, num_processes
-from trainer.data.loader import Data, DataReport
+from trainer.data.loader import Data
+from trainer.data.report import DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.inspection.samples import Sample, read_samples

@@ -80,6 +80,7 @@ def _pieces(
             text = (
                 "" if label == Label.PADDING else tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
             )
+            assert isinstance(text, str)  # several only where several rows are given
             yield Piece(label, document, end - begin, text)
             begin = end
 
