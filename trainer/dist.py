@@ -88,7 +88,9 @@ def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
     """A further gloo group of all ranks, for a thread of its own; None in a world of one. Every rank calls this."""
     if dist.world_size == 1:
         return None
-    return torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=control_timeout_s()))
+    timeout = timedelta(seconds=control_timeout_s())
+    group: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def stop_dist() -> None:
@@ -155,7 +157,7 @@ def sum_over_ranks(tensor: torch.Tensor, dist: Dist) -> torch.Tensor:
     return result
 
 
-def gather(value: Any, group: Group) -> list[Any]:
+def gather(value: T, group: Group) -> list[T]:
     """The ranks' values, in rank order; they must be picklable."""
     if group is None:
         return [value]
@@ -171,19 +173,20 @@ def on_rank0(dist: Dist, function: Callable[[], T]) -> T:
     """
     if dist.control_group is None:
         return function()
-    answer, failed = None, None
+    answers: list[T] = []
+    failed: str | None = None
     caught: Exception | None = None
     if dist.is_main:
         try:
-            answer = function()
+            answers = [function()]
         except Exception as error:
             caught, failed = error, f"{type(error).__name__}: {error}"
-    answer, failed = gather((answer, failed), dist.control_group)[0]
+    answers, failed = gather((answers, failed), dist.control_group)[0]
     if caught is not None:
         raise caught
     if failed is not None:
         raise DistError(f"rank 0 failed: {failed}")
-    return answer
+    return answers[0]
 
 
 def rank0_first(dist: Dist, function: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).absolute().parent.parent)  # not this folder: its names would hide other packages
@@ -80,9 +80,10 @@ def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -
     return min(failures.items(), key=order)
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
     except (OSError, ValueError):
         return {}
 

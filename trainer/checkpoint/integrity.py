@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -37,7 +37,7 @@ class _ChecksummingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
-            file = ChecksummedFile(stream)
+            file = ChecksummedFile(cast("BinaryIO", stream))
             yield file
             # torch writes its metadata under another name and renames it
             self._manifest[Path(path).name.removesuffix(".tmp")] = file.entry()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -15,13 +14,14 @@ class Meeting:
 
     kind: str
     """tcp or file."""
-    place: tuple[Any, ...]
+    place: tuple[str, int]
+    """Host and port; of a file, its path and -1, for it does not count who uses it."""
     name: str
 
     def open(self, timeout_s: float) -> torch_dist.Store:
         """A connection of this process's own."""
         if self.kind == "file":
-            store: Any = torch_dist.FileStore(*self.place, -1)
+            store: torch_dist.Store = torch_dist.FileStore(*self.place)
         else:
             store = torch_dist.TCPStore(*self.place, is_master=False, timeout=timedelta(seconds=timeout_s))
         return torch_dist.PrefixStore(self.name, store)
@@ -33,4 +33,6 @@ def meeting_at(store: torch_dist.Store | None, name: str) -> Meeting | None:
         store = store.underlying_store
     if isinstance(store, torch_dist.TCPStore):
         return Meeting("tcp", (store.host, store.port), name)
-    return Meeting("file", (store.path,), name) if isinstance(store, torch_dist.FileStore) else None
+    if isinstance(store, torch_dist.FileStore):
+        return Meeting("file", (store.path, -1), name)  # type: ignore[attr-defined]  # torch's stub lacks it
+    return None

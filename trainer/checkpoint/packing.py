@@ -123,8 +123,8 @@ def unpack(state: State, region: Region) -> State:
         if not isinstance(leaf, Sharded):
             return leaf
         mesh = DeviceMesh("cpu", leaf.mesh, _init_backend=False)  # nobody talks over it, so it needs no groups
-        whole = {"shape": torch.Size(leaf.shape), "stride": leaf.stride}
-        return DTensor.from_local(local_of(leaf.local), mesh, leaf.placements, run_check=False, **whole)
+        local, shape = local_of(leaf.local), torch.Size(leaf.shape)
+        return DTensor.from_local(local, mesh, leaf.placements, run_check=False, shape=shape, stride=leaf.stride)
 
     with torch.no_grad():
         return dict(map_leaves(tensor_of, state))

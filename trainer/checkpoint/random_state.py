@@ -49,7 +49,8 @@ def write_random_state(folder: Path, rank: int, state: dict[str, Any]) -> Manife
 
 
 def read_random_state(folder: Path, rank: int) -> dict[str, Any]:
-    return torch.load(_file(folder, rank), weights_only=True)
+    state: dict[str, Any] = torch.load(_file(folder, rank), weights_only=True)
+    return state
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -62,7 +62,7 @@ def why_no_shared_memory() -> str | None:
 
 def _memfd() -> Callable[[str], int]:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create  # type: ignore[no-any-return]
+        return os.memfd_create
     create = _libc_memfd()
     if create is None:
         raise OSError("this system has no memfd_create")

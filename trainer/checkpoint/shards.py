@@ -106,16 +106,16 @@ def differences(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer |
     state = {"model": model_state(model)} if optimizer is None else sharded_state(model, optimizer)
     now = {name.strip("/").replace("/", "."): value for name, value in leaves(state)}
     there = {name for name in kept if name.startswith("model.") or optimizer is not None}
-    sizes = {name: (list(kept[name].size), list(now[name].shape)) for name in now if _is_of_model(name, kept)}
+    sizes = {
+        name: (list(entry.size), list(tensor.shape))
+        for name, tensor in now.items()
+        if name.startswith("model.") and isinstance(entry := kept.get(name), TensorStorageMetadata)
+    }
     return [
         *(f"{name} {before} -> {after}" for name, (before, after) in sizes.items() if before != after),
         *_names("only the checkpoint has", sorted(there - set(now))),
         *_names("only this run has", sorted(set(now) - set(kept))),
     ]
-
-
-def _is_of_model(name: str, kept: State) -> bool:
-    return name.startswith("model.") and isinstance(kept.get(name), TensorStorageMetadata)
 
 
 def _names(what: str, names: list[str]) -> list[str]:

@@ -99,7 +99,7 @@ def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
 def has_failed(run_dir: Path) -> bool:
     """Whether a rank of this start has failed already."""
     try:
-        return json.loads((run_dir / FAILURE_FILE).read_text())["start"] == start_id()
+        return bool(json.loads((run_dir / FAILURE_FILE).read_text())["start"] == start_id())
     except (OSError, ValueError, KeyError):
         return False
 

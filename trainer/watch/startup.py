@@ -66,8 +66,8 @@ class Startup:
         self._running = began_s is not None
         self.report: StartReport | None = None
         if began_s is not None:
-            launched = [] if launched_s is None or launched_s > began_s else [("launcher", launched_s)]
-            self._marks = [*launched, ("command", began_s)]
+            self._marks = [] if launched_s is None or launched_s > began_s else [("launcher", launched_s)]
+            self._marks.append(("command", began_s))
 
     @classmethod
     def of_process(cls, environ: MutableMapping[str, str]) -> Startup:

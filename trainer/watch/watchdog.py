@@ -60,7 +60,8 @@ def watching(dist: Dist, run_dir: Path, *, timeout_s: float) -> Iterator[Watchdo
     if timeout_s <= 0:
         yield None
         return
-    store = torch_dist.HashStore() if dist.store is None else dist.store.clone()
+    # torch's stub lacks `clone`
+    store = torch_dist.HashStore() if dist.store is None else dist.store.clone()  # type: ignore[attr-defined]
     peers = Peers(dist.rank, dist.world_size, run_dir, timeout_s, control_timeout_s(), period_s=min(1.0, timeout_s / 4))
     watchdog = Watchdog(store, peers, dist.progress)
     watchdog.start()
