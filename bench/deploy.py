@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lab import (
@@ -53,7 +54,8 @@ def deploy_limit(rtt_ms: float) -> float:
 
 
 def first_limit(rtt_ms: float) -> float | None:
-    return {0: 1.15, 100: 1.0}.get(rtt_ms)
+    limits: dict[float, float] = {0: 1.15, 100: 1.0}
+    return limits.get(rtt_ms)
 
 
 def main() -> int:
@@ -195,7 +197,7 @@ def bench_first(lab: Lab, rtt_ms: float, sizes: list[int], *, rounds: int) -> No
         tree = lab.project(f"first{files}", files=files, size_bytes=size_bytes)
         with lab.host(rtt_ms, f"first{files}") as (line, server):
             way = Way(lab, line, server, tree)
-            medians = interleave({"tar": lambda way=way: first_by_tar(way), "ours": lambda way=way: first(way)}, rounds)
+            medians = interleave({"tar": partial(first_by_tar, way), "ours": partial(first, way)}, rounds)
         label = f"first {files:,} at {rtt_ms:g} ms"
         report(label, medians["ours"], medians["tar"], by="tar | ssh tar", limit=first_limit(rtt_ms))
         shutil.rmtree(tree)

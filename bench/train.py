@@ -199,8 +199,15 @@ class Bench:
                 yield {"failed": NO_TIME}
                 continue
             place = Path(tempfile.mkdtemp(dir=folder, prefix="ours-"))
-            settings = {"device": self.device, "warm": self.warm, "steps": self.steps, "gpu": self.gpu}
-            yield run_ours(contender, place, limit_s=min(left_s, LIMIT_S), **settings)
+            yield run_ours(
+                contender,
+                place,
+                device=self.device,
+                warm=self.warm,
+                steps=self.steps,
+                limit_s=min(left_s, LIMIT_S),
+                gpu=self.gpu,
+            )
             with self._log("ours", folder).open("a") as log:
                 log.write(f"== {contender.key}\n{(place / 'log.txt').read_text(errors='replace')}")
 

@@ -177,7 +177,9 @@ def judge(report: Report, baseline: Report) -> tuple[list[str], int]:
 
 
 def _change(row: Row, before: dict[str, Row]) -> float:
-    return row.get("tok_s_gpu", 0) / before[row["key"]]["tok_s_gpu"] - 1
+    was: float = before[row["key"]]["tok_s_gpu"]
+    now: float = row.get("tok_s_gpu", 0)
+    return now / was - 1
 
 
 def _change_line(row: Row, before: dict[str, Row], *, slow: bool) -> str:

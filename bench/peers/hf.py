@@ -22,7 +22,7 @@ DEFAULTS: Settings = {
 }  # fmt: skip
 
 
-class Rows(torch.utils.data.Dataset):
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Random rows, every position a label."""
 
     def __init__(self, count: int, c: Settings) -> None:
@@ -49,14 +49,17 @@ class Marks(transformers.TrainerCallback):
         self.clock.mark()
 
 
-def build_model(c: Settings, device: torch.device) -> torch.nn.Module:
+def build_model(c: Settings, device: torch.device) -> transformers.PreTrainedModel:
     """In fp32, or frozen in bf16 below adapters; torch's own attention."""
     config = transformers.Qwen2Config(**hf_config(c["model"]), use_cache=False)
     config._attn_implementation = "sdpa"
     torch.manual_seed(3)
     with torch.device(device):
-        model = transformers.Qwen2ForCausalLM(config)
-    return model.to(dtype=torch.bfloat16 if c["lora"] else torch.float32).train()
+        model: transformers.PreTrainedModel = transformers.Qwen2ForCausalLM(config)
+    dtype = torch.bfloat16 if c["lora"] else torch.float32
+    model.to(dtype=dtype)  # type: ignore[call-arg]  # transformers wraps torch's method and loses what it is bound to
+    trained: transformers.PreTrainedModel = model.train()
+    return trained
 
 
 def build_args(c: Settings, device: torch.device) -> dict[str, Any]:
@@ -152,7 +155,8 @@ def tokens_per_step(trainer: Any, c: Settings) -> float | None:
     if c["pack"] != "bfd":
         return None
     sizes = [len(ids) for ids in trainer.train_dataset["input_ids"]]
-    return sum(sizes) / len(sizes) * c["mb"] * world()
+    rows: int = c["mb"] * world()
+    return sum(sizes) / len(sizes) * rows
 
 
 def run_one(c: Settings, device: torch.device) -> None:

@@ -6,6 +6,7 @@ fsdp (FSDP2 per block, gradients reduced in fp32), autocast (one GPU).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Block(nn.Module):
         )
         x = x + self.o(a.transpose(1, 2).reshape(b, t, -1))
         gate, up = self.gate_up(F.rms_norm(x, (h,), self.norm2.to(x.dtype), 1e-6)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self.run(x, cos, sin)
@@ -64,8 +66,10 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)
 
 
-@triton.jit
-def _ce_kernel(x_ptr, label_ptr, loss_ptr, scale, n_cols: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _ce_kernel(  # type: ignore[no-untyped-def]  # Triton's language: its arguments are pointers and constants
+    x_ptr, label_ptr, loss_ptr, scale, n_cols: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     p = x_ptr + row * n_cols
     offs = tl.arange(0, BLOCK)
@@ -125,14 +129,15 @@ class ChunkedCE(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    def __init__(self, s: dict[str, Any], tied: nn.Parameter | None) -> None:
+    def __init__(self, s: dict[str, Any], tied: Tensor | None) -> None:
         super().__init__()
         self.norm = nn.Parameter(torch.empty(s["hidden"]))
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(s["vocab"], s["hidden"]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         y = F.rms_norm(x, (x.shape[-1],), self.norm.to(x.dtype), 1e-6)
-        return ChunkedCE.apply(y.flatten(0, 1), self.weight.to(x.dtype), labels.flatten())
+        apply: Callable[..., Tensor] = ChunkedCE.apply
+        return apply(y.flatten(0, 1), self.weight.to(x.dtype), labels.flatten())
 
 
 class Model(nn.Module):
@@ -147,7 +152,8 @@ class Model(nn.Module):
         x = self.embed(ids).to(torch.bfloat16)
         for block in self.blocks:
             x = block(x, cos, sin)
-        return self.head(x, labels)
+        loss: Tensor = self.head(x, labels)
+        return loss
 
 
 def build(c: Settings, device: torch.device) -> Model:
