@@ -68,6 +68,20 @@ def test_the_8_bit_step_of_the_kernel_divides_gradients_and_changes_no_bit_when_
     assert (found["adamw8bit"]["divided"], found["adamw8bit"]["skipped"]) == (True, True)
 
 
+@needs_triton
+def test_every_kernel_is_made_for_ampere_hopper_and_blackwell_without_spilling_registers(tmp_path):
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernel_build", "80", "90", "100"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    assert {name: list(built) for name, built in made.items()} == {
+        name: ["80", "90", "100"] for name in ("softmax_gradient", "scale", "adamw8bit")
+    }
+    for built in made.values():
+        assert all(taken["REG"] > 0 and taken["STACK"] == taken["LOCAL"] == 0 for taken in built.values())
+
+
 def test_tensors_on_the_cpu_go_through_plain_torch():
     assert not uses_triton(torch.zeros(1))
     assert why_no_triton(torch.device("cpu")) == "not on a GPU"
