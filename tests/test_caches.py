@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer import caches
-from trainer.caches import CacheError, compile_tag, make_private, open_compile_cache
+from trainer.caches import CacheError, compile_tag, cpu_sign, machine_tag, make_private, open_compile_cache
 from trainer.cli import compile_cache
 from trainer.config.load import config_from_dict
 from trainer.models.attention import KERNEL_ORDER
@@ -22,10 +23,30 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_compile_tag_tells_torch_triton_and_attention_apart():
-    assert compile_tag("2.11.0+cu130", "3.6.0") == "torch-2.11.0+cu130_triton-3.6.0_cudnn"
-    assert compile_tag("2.13.0", None) == "torch-2.13.0_cudnn"
-    assert compile_tag("../2", None) == "torch-.._2_cudnn"
+def test_compile_tag_tells_torch_triton_attention_and_machine_apart():
+    assert compile_tag("2.11.0+cu130", "3.6.0", "py3.12") == "torch-2.11.0+cu130_triton-3.6.0_cudnn_py3.12"
+    assert compile_tag("2.13.0", None, "x86_64") == "torch-2.13.0_cudnn_x86_64"
+    assert compile_tag("../2", None, "a b") == "torch-.._2_cudnn_a_b"
+
+
+def test_machine_is_named_by_what_a_library_built_here_needs():
+    named = machine_tag(for_cpu=False)
+    assert named.split("_")[0] == f"py{sys.version_info.major}.{sys.version_info.minor}"
+    assert platform.machine() in named
+    assert machine_tag(for_cpu=True) in (named, f"{named}_{cpu_sign()}")
+
+
+def test_cpus_are_told_apart_by_what_they_can_do(tmp_path):
+    """Where several hosts share a home: the compiler's own keys say `-march=native` of any of them."""
+    old, new, arm = (tmp_path / name for name in ("old", "new", "arm"))
+    old.write_text("processor : 0\ncpu MHz : 1\nflags : fpu avx2\nprocessor : 1\nflags : fpu avx2\n")
+    new.write_text("processor : 0\ncpu MHz : 2\nflags : fpu avx2 avx512f\n")
+    arm.write_text("processor : 0\nFeatures : fp asimd sve\n")
+    again = tmp_path / "again"
+    again.write_text(old.read_text().replace("MHz : 1", "MHz : 3"))
+    assert len({cpu_sign(path) for path in (old, new, arm)}) == 3
+    assert cpu_sign(again) == cpu_sign(old)
+    assert cpu_sign(tmp_path / "none") == ""
 
 
 def test_compile_tag_names_the_kernel_that_attention_takes_first():
@@ -56,8 +77,18 @@ def test_what_the_environment_names_stays(tmp_path):
     assert open_compile_cache({**named, "TRITON_CACHE_DIR": "/b"}).env == {}
 
 
+def test_a_variable_that_is_set_to_nothing_names_no_folder(tmp_path):
+    empty = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": "", CACHE_ENV: str(tmp_path)}
+    assert set(open_compile_cache(empty).env) == {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+
+
 @pytest.mark.parametrize(
-    ("environ", "place"), [({"XDG_CACHE_HOME": "/x"}, "/x/torchferry"), ({"XDG_CACHE_HOME": ""}, "~/.cache/torchferry")]
+    ("environ", "place"),
+    [
+        ({"XDG_CACHE_HOME": "/x"}, "/x/torchferry"),
+        ({"XDG_CACHE_HOME": ""}, "~/.cache/torchferry"),
+        ({"XDG_CACHE_HOME": "x"}, "~/.cache/torchferry"),
+    ],
 )
 @pytest.mark.skipif(sys.platform == "darwin", reason="caches lie elsewhere")
 def test_without_a_deployer_it_lies_among_the_users_caches(environ, place):
@@ -81,6 +112,42 @@ def test_folder_that_others_can_write_into_is_not_used(tmp_path):
     tmp_path.chmod(0o777)  # who writes there could have it executed
     with pytest.raises(CacheError, match="others can write"):
         make_private(tmp_path)
+
+
+def test_folder_that_others_could_put_another_one_in_the_place_of_is_not_used(tmp_path):
+    root = tmp_path / "cache"
+    make_private(root / "compile" / "a", below=root)
+    root.chmod(0o1777)  # as /tmp
+    make_private(root / "compile" / "a", below=root)
+    (root / "compile").chmod(0o777)
+    with pytest.raises(CacheError, match=rf"{root}/compile is another user's, or others can write"):
+        make_private(root / "compile" / "a", below=root)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_folder_below_another_users_is_not_used(tmp_path):
+    root = tmp_path / "cache"
+    make_private(root / "compile" / "a", below=root)
+    os.chown(root, 65534, -1)
+    with pytest.raises(CacheError, match="is another user's"):
+        make_private(root / "compile" / "a", below=root)
+
+
+NO_HOME = """
+import os, pwd
+from trainer.caches import open_compile_cache
+os.environ.pop("HOME", None)
+os.setuid(max(entry.pw_uid for entry in pwd.getpwall() if entry.pw_uid < 60000) + 1)
+print(open_compile_cache({}))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes a user that nobody knows")
+def test_user_without_a_home_has_no_cache_and_no_folder_called_tilde(tmp_path):
+    tmp_path.chmod(0o777)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", NO_HOME], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, "there is no home folder" in done.stdout, list(tmp_path.iterdir())) == (0, True, [])
 
 
 @pytest.mark.parametrize(

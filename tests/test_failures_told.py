@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.ranks import run_ranks
 from tests.test_loop import ALONE, config_of
@@ -164,6 +165,18 @@ def test_communication_failure_is_told_with_cause_and_this_ranks_facts():
     text = describe(RuntimeError(next(iter(TEXTS))))
     assert "\ncause: rank 1 and rank 0 use the same GPU (bus id 34000)\nhint: name each GPU once" in text
     assert "\n  interfaces: lo 127.0.0.1" in text
+
+
+def test_compiler_that_fails_is_told_with_its_reason_and_the_way_on():
+    """As one does that finds a damaged library in its cache."""
+
+    def inductor() -> None: ...
+
+    text = describe(BackendCompilerFailed(inductor, OSError("/c/a.so: file too short"), None))
+    assert text.startswith(
+        "Error: BackendCompilerFailed: backend='inductor' raised: OSError: /c/a.so: file too short\n"
+    )
+    assert "hint: parallel.compile=false runs without the compiler; " in text
 
 
 def test_facts_name_the_settings_in_force():

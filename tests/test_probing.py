@@ -123,7 +123,7 @@ def after_compile_failure(dist: Dist, rows: str, folder: str, backend: str, back
 def test_run_whose_compiler_fails_goes_on_as_plain_torch(backend, ranks, backward, rows, tmp_path):
     results = run_ranks(after_compile_failure, ranks, rows, str(tmp_path), backend, backward)
     for failure, expected, got in results:
-        assert failure.startswith("rank 0: BackendCompilerFailed: ")
+        assert failure.startswith("rank 0: BackendCompilerFailed: ") and failure.endswith("RuntimeError: no C compiler")
         assert got == pytest.approx(expected, rel=1e-6)
 
 

@@ -1,16 +1,19 @@
 """What a start may take over from the starts before it: compiled kernels, and Python's bytecode. No torch.
 
-    CACHE/compile/torch-2.11.0+cu130_triton-3.6.0_cudnn/    of torch.compile; in triton/ of Triton
-    CACHE/bytecode/                                         of packages that were installed without any
+    CACHE/compile/torch-2.11.0+cu130_triton-3.6.0_cudnn_…/    of torch.compile; in triton/ of Triton
+    CACHE/bytecode/                                           of packages that were installed without any
 
 CACHE is what the deployer names in the environment (the host's root, so that jobs share it and `gc` finds it), else
-torchferry/ among the user's caches. The compiler's own keys decide what is valid. What is read from here is executed,
-so a folder that others could write into is not used.
+torchferry/ among the user's caches. The compiler's own keys decide what is valid, but leave out what a library that was
+built here needs of a machine, and several may share a home: that is in the folder's name. What is read from here is
+executed, so a folder that others could write into or replace is not used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
@@ -43,49 +46,72 @@ class CompileCache(NamedTuple):
     note: str | None = None
 
 
-def open_compile_cache(environ: Mapping[str, str]) -> CompileCache:
+def open_compile_cache(environ: Mapping[str, str], *, for_cpu: bool = False) -> CompileCache:
     """The folders for what is compiled, made where they are missing, unless the environment names some.
 
     Without a usable folder the compiler keeps to its own, in the system's temporary one.
     """
-    if COMPILER_ENV in environ and TRITON_ENV in environ:
+    if environ.get(COMPILER_ENV) and environ.get(TRITON_ENV):
         return CompileCache({})
-    folder = cache_root(environ) / "compile" / compile_tag(_version("torch"), _version("triton"))
     try:
-        make_private(folder, room_bytes=ROOM_BYTES)
+        root = cache_root(environ)
+        folder = root / "compile" / compile_tag(_version("torch"), _version("triton"), machine_tag(for_cpu=for_cpu))
+        make_private(folder, below=root, room_bytes=ROOM_BYTES)
     except CacheError as error:
         return CompileCache({}, f"note: no compile cache, so every start compiles anew: {error}")
     named = {COMPILER_ENV: str(folder), TRITON_ENV: str(folder / "triton")}
-    return CompileCache({name: value for name, value in named.items() if name not in environ})
+    return CompileCache({name: value for name, value in named.items() if not environ.get(name)})
 
 
-def compile_tag(torch: str | None, triton: str | None) -> str:
-    """`torch-2.11.0+cu130_triton-3.6.0_cudnn`, a file's name whatever the versions say."""
-    parts = [f"torch-{torch or 'unknown'}", *([f"triton-{triton}"] if triton else []), ATTENTION]
+def compile_tag(torch: str | None, triton: str | None, machine: str) -> str:
+    """`torch-2.11.0+cu130_triton-3.6.0_cudnn_py3.12_x86_64`, a file's name whatever the versions say."""
+    parts = [f"torch-{torch or 'unknown'}", *([f"triton-{triton}"] if triton else []), ATTENTION, machine]
     return re.sub(r"[^A-Za-z0-9._+-]", "_", "_".join(parts))
 
 
+def machine_tag(*, for_cpu: bool) -> str:
+    """`py3.12_x86_64_glibc-2.39`: what a library needs that was built here. For the CPU with a sign of what it can do:
+    the compiler uses all of it, and elsewhere the library would die of SIGILL."""
+    parts = [f"py{sys.version_info.major}.{sys.version_info.minor}", platform.machine(), _libc()]
+    return "_".join(filter(None, [*parts, cpu_sign() if for_cpu else ""]))
+
+
+def cpu_sign(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """`cpu-5f2a90c1` for what a CPU says it can do; empty where it does not tell."""
+    try:
+        with cpuinfo.open() as lines:
+            can = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+    return f"cpu-{hashlib.sha256(can.encode()).hexdigest()[:8]}" if can else ""
+
+
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """Where caches lie, made or not."""
+    """Where caches lie, made or not. Raises CacheError where nothing names a place and the user has no home."""
     if environ.get(CACHE_ENV):
         return Path(environ[CACHE_ENV]).absolute()
+    named = Path(environ.get("XDG_CACHE_HOME", ""))
+    if named.is_absolute() and sys.platform != "darwin":
+        return named / "torchferry"
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises where there is none
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "torchferry"
-    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "torchferry"
+    if not home.is_absolute():
+        raise CacheError(f"there is no home folder; {CACHE_ENV} names one for caches")
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "torchferry"
 
 
-def make_private(folder: Path, *, room_bytes: int = 0) -> None:
+def make_private(folder: Path, *, below: Path | None = None, room_bytes: int = 0) -> None:
     """Make the folder, with those above it that are missing 0700, and note that it is in use.
 
-    Raises CacheError when it cannot be written, is another user's or open to one, or when its disk is full.
+    Raises CacheError when it cannot be written, is another user's or open to one (or one of those from `below` on
+    is, so that it could be replaced), or when its disk is full.
     """
     try:
         for part in reversed([folder, *folder.parents]):
             part.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CacheError(f"{folder} is another user's, or others can write into it")
+        _check_owner(folder, {os.getuid()}, closed_to=stat.S_IWGRP | stat.S_IWOTH)
+        for part in (part for part in folder.parents if part.is_relative_to(below or folder)):
+            is_sticky = part.stat().st_mode & stat.S_ISVTX  # nobody replaces what is in it, as in /tmp
+            _check_owner(part, {0, os.getuid()}, closed_to=0 if is_sticky else stat.S_IWOTH)
         os.utime(folder)  # by its time `gc` tells what nobody uses any more
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -94,6 +120,13 @@ def make_private(folder: Path, *, room_bytes: int = 0) -> None:
         raise CacheError(f"{folder} cannot be written")
     if free < room_bytes:
         raise CacheError(f"{free >> 20} MiB are free for {folder}")
+
+
+def _check_owner(folder: Path, owners: set[int], *, closed_to: int) -> None:
+    """Raise CacheError unless the folder is of one of the owners and has none of these bits of a mode."""
+    found = folder.stat()
+    if found.st_uid not in owners or found.st_mode & closed_to:
+        raise CacheError(f"{folder} is another user's, or others can write into it")
 
 
 def use_bytecode_cache(torch: ModuleSpec, environ: MutableMapping[str, str]) -> None:
@@ -105,9 +138,10 @@ def use_bytecode_cache(torch: ModuleSpec, environ: MutableMapping[str, str]) -> 
     """
     if torch.origin is None or sys.pycache_prefix is not None or not lacks_bytecode(Path(torch.origin)):
         return
-    folder = cache_root(environ) / "bytecode"
     try:
-        make_private(folder, room_bytes=ROOM_BYTES)
+        root = cache_root(environ)
+        folder = root / "bytecode"
+        make_private(folder, below=root, room_bytes=ROOM_BYTES)
     except CacheError:
         return  # as slow as before
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
@@ -123,6 +157,14 @@ def lacks_bytecode(source: Path) -> bool:
         return False
     folder = kept.parent if kept.parent.exists() else source.parent
     return not kept.exists() and (sys.dont_write_bytecode or not os.access(folder, os.W_OK))
+
+
+def _libc() -> str:
+    """`glibc-2.39`; empty for another one."""
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "-")
+    except (ValueError, OSError):
+        return ""
 
 
 def _version(package: str) -> str | None:

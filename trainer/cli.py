@@ -273,9 +273,10 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
 
 def compile_cache(config: Config) -> dict[str, str]:
     """Variables by which a rank that may compile takes over what earlier starts have compiled."""
-    if launch.device_kind(config) == "cpu" and not config.parallel.compile:
+    for_cpu = launch.device_kind(config) == "cpu"
+    if for_cpu and not config.parallel.compile:
         return {}
-    cache = caches.open_compile_cache({**os.environ, **config.target.env})
+    cache = caches.open_compile_cache({**os.environ, **config.target.env}, for_cpu=for_cpu)
     if cache.note and os.environ.get("RANK", "0") == "0":
         click.echo(cache.note)
     return cache.env

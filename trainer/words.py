@@ -13,9 +13,11 @@ def render_bytes(size: float) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """`ValueError: no such thing`: an error's kind and the first line of its text that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    text = next(filter(None, lines), "")
+    """`ValueError: no such thing`: an error's kind and the first line of its text that says something, with the next
+    one where it only announces that (`backend='inductor' raised:`)."""
+    lines = list(filter(None, (line.strip() for line in str(error).splitlines())))
+    announced = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines))
+    text = " ".join(lines[: announced + 1])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

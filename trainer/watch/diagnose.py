@@ -12,6 +12,7 @@ from typing import TextIO
 
 from trainer.outcome import write_outcome
 from trainer.watch.comm_errors import comm_facts, explain, is_comm_error
+from trainer.words import first_line
 
 FAILURE_FILE = "control/failure.json"
 """In the run folder, by the first rank that fails: the others end quietly, for theirs are only consequences."""
@@ -26,6 +27,11 @@ HINTS = (
     ("CUDA error", "run again with target.env.CUDA_LAUNCH_BLOCKING=1 to see the call that failed"),
     ("process group has not been initialized", "start with `python train.py CONFIG`, which starts the ranks itself"),
     ("No space left on device", "free some space, or move run.dir to a larger disk"),
+    (
+        "backend='inductor' raised",
+        "parallel.compile=false runs without the compiler; where earlier starts got through, their cache may be "
+        "damaged: remove compile/ in ~/.cache/torchferry, or in cache/ below a host's root",
+    ),
 )
 
 
@@ -51,11 +57,11 @@ def describe(error: BaseException) -> str:
         return f"Error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted in {place_of(error)}; the last checkpoint is as it was"
-    message = str(error).strip() or "no message"
+    message = str(error).strip()
     if isinstance(error, SystemExit):
         code = "" if error.code is None else error.code
         return f"Error: exit({code}) was called in the middle of the run\n  in {place_of(error)}"
-    known, own = explain(message), f"{type(error).__name__}: {message.splitlines()[0]}"
+    known, own = explain(message), first_line(error)
     if known is None:
         lines = [f"Error: {own}", f"  in {place_of(error)}"]
     elif known.is_lost_peer:  # no fault of this rank
