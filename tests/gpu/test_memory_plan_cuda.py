@@ -128,6 +128,7 @@ def test_run_tells_its_plan_and_what_the_probe_found(tmp_path):
         timeout=300,
     )
     assert out.returncode == 0, out.stdout + out.stderr
+    print(*(line for line in out.stdout.splitlines() if line.startswith(("memory:", "probe:", "first step"))), sep="\n")
     assert "memory: activation_checkpointing=none: about " in out.stdout
     assert "probe: peak " in out.stdout
 

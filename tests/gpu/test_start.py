@@ -48,7 +48,7 @@ def train_once(folder: Path) -> tuple[str, set[str]]:
     env = {name: value for name, value in env.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     words = ("train.steps=3", "train.eval_every=0", "train.save_every=0", "run.export=false", "train.resume=never")
     command = [sys.executable, "train.py", "configs/01_debug_sft.py", *words, "--run-dir", str(folder / "run")]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("first step after"))
     return line, {str(path.relative_to(folder)) for path in (folder / "cache").rglob("fxgraph/*/*")}

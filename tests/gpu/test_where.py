@@ -25,6 +25,7 @@ def test_table_of_a_traced_step_finds_what_a_step_is_made_of(backend, gpus, tmp_
     done = subprocess.run(command, capture_output=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
     assert "where step 6 of rank 0 went, on the device:" in done.stdout.decode()
+    print("\n" + (tmp_path / "profile" / "step_000006_rank_0.txt").read_text())
     table = json.loads((tmp_path / "profile" / "step_000006_rank_0.json").read_text())
     calls = {share["name"]: share["calls"] for share in table["shares"]}
     wanted = {"products", "attention", "loss", "optimizer", "copies", "elementwise and the rest"}
