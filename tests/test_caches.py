@@ -196,7 +196,19 @@ def test_bytecode_that_nobody_would_keep_is_kept_with_the_caches(bare_package, t
     cache = tmp_path / "cache"
     for _ in range(2):  # the first start writes it, the second one finds it
         where, prefix, exists = import_with(bare_package, PYTHONDONTWRITEBYTECODE="1", **{CACHE_ENV: str(cache)})
-        assert (Path(where).is_relative_to(cache / "bytecode"), prefix, exists) == (True, f"{cache}/bytecode", "True")
+        assert Path(prefix).parent == cache and Path(prefix).name.startswith("bytecode-")
+        assert (Path(where).is_relative_to(prefix), exists) == (True, "True")
+
+
+def test_bytecode_of_other_packages_in_the_same_place_is_not_taken(bare_package, tmp_path):
+    """Two images, one home: their files have the same names, sizes and times."""
+    source = bare_package / "torch" / "__init__.py"
+    for version in ("1", "2"):
+        source.write_text(f"import sys; sys.stdout.write('version {version} ')\n")
+        os.utime(source, (1, 1))
+        (bare_package / f"torch-{version}.dist-info").mkdir()
+        said = import_with(bare_package, PYTHONDONTWRITEBYTECODE="1", **{CACHE_ENV: str(tmp_path / "cache")})
+        assert said[:2] == ["version", version]
 
 
 @pytest.mark.parametrize("env", [{}, {"PYTHONPYCACHEPREFIX": "own"}])

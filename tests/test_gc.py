@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pty
 import random
+import shutil
 import subprocess
 import threading
 import time
@@ -403,6 +404,18 @@ def test_caches_of_compiled_code_are_collected_when_nobody_uses_them(root: Root)
     assert sorted(str(p.relative_to(root.cache)) for p in Path(root.cache).rglob("*")) == [
         "compile", "compile/mine", caches[1], "other",
     ]  # fmt: skip
+
+
+def test_bytecode_of_a_job_s_code_goes_after_the_job(root: Root) -> None:
+    there, gone = ended(root, "there"), ended(root, "gone")
+    bytecode = Path(root.cache) / "bytecode-01234567"
+    for made in (there, gone):
+        (bytecode / made.code.lstrip("/")).mkdir(parents=True)
+    shutil.rmtree(gone.path)
+    make_old(root.path)
+    os.utime(bytecode)  # as a start does
+    assert Called(root).found == {"tmp": 1}
+    assert listed(f"{bytecode}{root.jobs}") == ["there"]
 
 
 def test_a_cache_that_is_a_link_is_its_user_s_and_stays(root: Root, tmp_path: Path) -> None:

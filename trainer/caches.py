@@ -1,7 +1,7 @@
 """What a start may take over from the starts before it: compiled kernels, and Python's bytecode. No torch.
 
     CACHE/compile/torch-2.11.0+cu130_triton-3.6.0_cudnn_…/    of torch.compile; in triton/ of Triton
-    CACHE/bytecode/                                           of packages that were installed without any
+    CACHE/bytecode-5f2a90c1/                                  of packages that were installed without any
 
 CACHE is what the deployer names in the environment (the host's root, so that jobs share it and `gc` finds it), else
 torchferry/ among the user's caches. The compiler's own keys decide what is valid, but leave out what a library that was
@@ -135,18 +135,26 @@ def use_bytecode_cache(torch: ModuleSpec, environ: MutableMapping[str, str]) -> 
 
     Images whose packages came without bytecode, into folders that the user cannot write or with
     PYTHONDONTWRITEBYTECODE set, would compile some 2,500 files again at every start: 8 s of 12 (2 cores, torch 2.13).
+    The folder is named by what is installed: Python knows bytecode by path, size and time of its source, and images
+    that are built to be reproducible give all files one time.
     """
     if torch.origin is None or sys.pycache_prefix is not None or not lacks_bytecode(Path(torch.origin)):
         return
     try:
         root = cache_root(environ)
-        folder = root / "bytecode"
+        folder = root / f"bytecode-{packages_sign(Path(torch.origin).parents[1])}"
         make_private(folder, below=root, room_bytes=ROOM_BYTES)
-    except CacheError:
+    except (CacheError, OSError):
         return  # as slow as before
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
     environ[BYTECODE_ENV] = str(folder)
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # it would hold for this folder too
+
+
+def packages_sign(folder: Path) -> str:
+    """`5f2a90c1` for the packages in a folder and their versions."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".dist-info", ".egg-info"))
+    return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def lacks_bytecode(source: Path) -> bool:

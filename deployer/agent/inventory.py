@@ -30,7 +30,7 @@ _PREFIX = re.compile(r"[0-9a-f]{2}\Z")
 _BLOB = re.compile(r"[0-9a-f]{38}\Z")
 _PACK = re.compile(r"\d+-[0-9a-f]{16}\Z")
 _COMPILED = re.compile(r"torch-[A-Za-z0-9._+-]+\Z")  # as trainer/caches.py names it
-_BYTECODE = re.compile(r"bytecode\Z")
+_BYTECODE = re.compile(r"bytecode(-[0-9a-f]{8})?\Z")
 _GONE = re.compile(r"\.gc-\d+-[0-9a-f]+\Z")  # what gc has put aside where it was
 _WORD = re.compile(rb"[a-z0-9][a-z0-9._-]*")
 _BLOCK = 512  # of st_blocks, whatever the file system
@@ -239,7 +239,17 @@ def _leftovers(root: Root) -> List[str]:
     """What was not finished, or not removed to the end."""
     where = (root.jobs, root.data, root.envs, root.agents, root.cache, os.path.join(root.cache, "compile"))
     beside = (found for folder in (*where, os.path.join(root.path, "store")) for found in _children(folder, _GONE))
-    return [path for _, path in (*_children(root.tmp, _TMP), *beside)]
+    return [path for _, path in (*_children(root.tmp, _TMP), *beside)] + _bytecode_of_former_jobs(root)
+
+
+def _bytecode_of_former_jobs(root: Root) -> List[str]:
+    """What trainers' Python has kept for the code of jobs that are no more, below its path in the bytecode's folder."""
+    found: List[str] = []
+    for _, folder in _children(root.cache, _BYTECODE):
+        for path in sorted({root.jobs, os.path.realpath(root.jobs)}):
+            jobs = _children(os.path.join(folder, path.lstrip("/")), JOB_ID)
+            found += [kept for name, kept in jobs if not os.path.lexists(os.path.join(root.jobs, name))]
+    return found
 
 
 def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:
