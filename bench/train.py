@@ -128,6 +128,10 @@ def choose(cases: Sequence[str], peers: str, only: str | None = None) -> list[Co
         wanted = [row for row in wanted if any(text in row.key for text in only.split(","))]
     if not wanted:
         sys.exit(f"no row of --case {','.join(cases)} is asked for by --peers and --only; --plan lists rows")
+    for row in wanted:
+        first = next(other for rows in CASES.values() for other in rows if other.cache == row.cache)
+        if row.cache and first not in wanted:
+            sys.exit(f"{row.key} takes over what {first.key} has compiled: ask for both")
     absent = {who: lacking(who) for who in dict.fromkeys(row.who for row in wanted) if who != "ours"}
     for who, packages in absent.items():
         if packages:

@@ -284,6 +284,7 @@ def test_tiny_run_of_ours_is_measured_and_compared_with_itself(tmp_path: Path):
     [
         (["--peers", "foo,raw"], "no peer foo"),
         (["--only", "zzz"], "no row of --case tiny"),
+        (["--case", "start", "--only", "started"], "fixed nothing compiled before has compiled: ask for both"),
         (["--steps", "0"], "no whole number from 1 on"),
         (["--gpu", "-1"], "no whole number from 0 on"),
         (["--baseline", "README.md"], "README.md is no report of bench/train.py"),

@@ -339,6 +339,15 @@ def test_a_job_of_another_machine_stays(root: Root) -> None:
     assert (called.jobs, called.kept) == ([], {"of other machines": 1})
 
 
+def test_a_cache_stays_while_a_job_of_another_machine_runs(root: Root) -> None:
+    elsewhere = state.own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    cache, theirs = make_cache(root), ended(root, "theirs", state="running", supervisor=elsewhere)
+    make_old(root.path)
+    assert Called(root, max_bytes=0).found == {} and cache.exists()
+    state.write_status(theirs, {"state": "stopped", "supervisor": elsewhere})
+    assert Called(root, max_bytes=0).found == {CACHE: 1} and not cache.exists()
+
+
 def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root) -> None:
     plan = make_plan(python("print('up', flush=True); import time; time.sleep(60)"), tree=keep(root, {"code/a": b"1"}))
     cache = make_cache(root)
