@@ -635,6 +635,14 @@ def test_gc_removes_old_jobs_and_the_next_launch_brings_what_it_needs_again(ferr
     assert ferry.run(*command).stdout == b"said\n"
 
 
+def test_a_disk_without_room_for_the_agent_is_told_and_left_as_it_was(ferry: Ferry) -> None:
+    with disk(ferry.root, "size=200k") as full:
+        done = ferry.run("gc", *ferry.where(), "--dry-run")
+        assert done.returncode == 125
+        assert b"No space left on device" in done.stderr and b"hint: free some space there, or " in done.stderr
+        assert list((full / "agent").iterdir()) == []
+
+
 def test_gc_shows_what_would_go(ferry: Ferry) -> None:
     root = Root(str(ferry.root))
     ended(root, "a", keep(root, {"code/a": b"1"}))

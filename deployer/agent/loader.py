@@ -110,6 +110,7 @@ def install(home: str, files: Dict[str, str]) -> None:
     for thread in threads:
         thread.join()
     if failures:
+        shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
         raise failures[0]
     sync(os.path.join(tmp, "agent"))
     sync(tmp)
