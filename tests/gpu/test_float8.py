@@ -112,3 +112,4 @@ def test_auto_says_what_it_has_measured():
     line = backend.describe().splitlines()[-1]
     print(line)
     assert line.startswith("float8: ") and line.endswith((": on", ": off"))
+    assert " 0.00 x " not in line  # which a compiler that fails would be taken for
