@@ -10,7 +10,7 @@ from typing import Any
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 SXM, by the vendor's datasheet."""
 
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES: dict[str, dict[str, int]] = {
     # Qwen2.5; "-l14" has half the layers, so that two GPUs hold what four hold of the whole model
     "7b": {"hidden": 3584, "inter": 18944, "layers": 28, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},
     "7b-l14": {"hidden": 3584, "inter": 18944, "layers": 14, "heads": 28, "kv": 4, "head_dim": 128, "vocab": 152064},

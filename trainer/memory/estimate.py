@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from trainer.config.parallel import backend_of, recompute_mode, sharding
 from trainer.data.steps import global_batch_size, micro_batches
@@ -174,14 +175,16 @@ def _smaller_batches(config: Config, world_size: int) -> Iterator[tuple[str, Con
 
 
 def _freed_copies(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:
-    parallel = config.parallel
-    if backend_of(config, world_size) == "fsdp" and sharding(parallel).reshard is False:
-        word = {"SHARD_GRAD_OP": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "HYBRID_SHARD"}.get(
-            parallel.sharding_strategy or ""
-        )
-        change = f"sharding_strategy={word}" if word else "reshard_after_forward=true"
-        freeing = replace(parallel, sharding_strategy=word, reshard_after_forward=None if word else True)
-        yield f"parallel.{change}", replace(config, parallel=freeing), world_size, "gathers again in the backward"
+    parallel, how = config.parallel, sharding(config.parallel)
+    if backend_of(config, world_size) != "fsdp" or how.reshard is not False:
+        return
+    if parallel.sharding_strategy is None:
+        change, freeing = "reshard_after_forward=true", replace(parallel, reshard_after_forward=True)
+    else:
+        word: Literal["HYBRID_SHARD", "FULL_SHARD"] = "HYBRID_SHARD" if how.hybrid else "FULL_SHARD"
+        change = f"sharding_strategy={word}"
+        freeing = replace(parallel, sharding_strategy=word, reshard_after_forward=None)
+    yield f"parallel.{change}", replace(config, parallel=freeing), world_size, "gathers again in the backward"
 
 
 def _other_spreads(config: Config, world_size: int) -> Iterator[tuple[str, Config, int, str]]:

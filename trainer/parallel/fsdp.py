@@ -14,7 +14,7 @@ from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
 from trainer.parallel.fsdp_reset import forget_iteration
-from trainer.parallel.plan import Group, WrapPlan
+from trainer.parallel.plan import ROOT, Group, WrapPlan
 from trainer.parallel.tensors import fsdp_modules, local_tensor
 from trainer.parallel.wrapping import ignored_names
 
@@ -34,11 +34,13 @@ class FSDPBackend(Backend):
         ensure_group(self.dist)
         self._mesh = _mesh(self.dist.device.type, self.plan)
         settings = self._settings(ignored=self._whole(decoder))
+        self._modules: dict[str, FSDPModule] = {}
         for group in self.plan.groups:
             kept = group.kept  # FSDP2 says what happens to the gathered copy: freed, or kept
             reshard = not kept if isinstance(kept, bool) else kept
             module = fully_shard(decoder.get_submodule(group.name), reshard_after_forward=reshard, **settings)
             module.set_unshard_in_backward(group.needed_again)
+            self._modules[group.name] = module
         for module in fsdp_modules(decoder):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed
@@ -47,7 +49,7 @@ class FSDPBackend(Backend):
 
     def rearrange(self, config: Config) -> None:
         super().rearrange(config)
-        for group, module in self._grouped(self._decoder):
+        for group, module in self._grouped():
             if isinstance(group.kept, bool):
                 module.set_reshard_after_forward(not group.kept, recurse=False)
 
@@ -84,12 +86,9 @@ class FSDPBackend(Backend):
                 parameter.register_post_accumulate_grad_hook(self._sum_whole)
         return decoder
 
-    def _grouped(self, decoder: Decoder) -> Iterator[tuple[Group, FSDPModule]]:
+    def _grouped(self) -> Iterator[tuple[Group, FSDPModule]]:
         """The groups of the plan with their modules."""
-        for group in self.plan.groups:
-            module = decoder.get_submodule(group.name)
-            assert isinstance(module, FSDPModule)
-            yield group, module
+        return ((group, self._modules[group.name]) for group in self.plan.groups)
 
     def _whole(self, decoder: Decoder) -> set[nn.Parameter]:
         """The parameters that are not sharded."""
@@ -98,11 +97,11 @@ class FSDPBackend(Backend):
 
     def sync(self, last: bool) -> None:
         self._last = last
-        every = bool(self.options.reduce_every_micro_batch)
-        self.module.set_requires_gradient_sync(last or every)
-        self.module.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
-        self.module.set_is_last_backward(last or every)
-        for group, module in self._grouped(self._decoder):
+        root, every = self._modules[ROOT], bool(self.options.reduce_every_micro_batch)
+        root.set_requires_gradient_sync(last or every)
+        root.set_requires_all_reduce(last)  # over replicas; the scattered sums wait for it
+        root.set_is_last_backward(last or every)
+        for group, module in self._grouped():
             if group.kept is True:  # the next micro-batch takes it as it is
                 module.set_reshard_after_backward(last, recurse=False)
 
@@ -135,4 +134,5 @@ def _in_running_order(decoder: Decoder) -> list[FSDPModule]:
 
     That is the order of registration; only norms as groups of their own, which are small, would come too late.
     """
-    return [module for module in fsdp_modules(decoder) if module is not decoder]
+    _, *below = fsdp_modules(decoder)
+    return below
