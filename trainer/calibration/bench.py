@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -156,7 +155,6 @@ def _decided(config: Config) -> Config:
     """CPU offload stays as it is, for the model is built once; with parallel.memory manual so does all else."""
     options = replace(config.parallel, cpu_offload=bool(config.parallel.cpu_offload))
     if options.memory == "manual":
-        every = bool(options.reduce_every_micro_batch)
-        mode: Any = recompute_mode(options)
+        mode, every = recompute_mode(options), bool(options.reduce_every_micro_batch)
         options = replace(options, activation_checkpointing=mode, reduce_every_micro_batch=every)
     return replace(config, parallel=options)

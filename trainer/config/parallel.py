@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer.config.broken import Broken
 from trainer.schema import Config, ParallelConfig, gpu_count
@@ -58,7 +59,7 @@ def backend_of(config: Config, world_size: int) -> str:
     return "ddp" if name == "fsdp" and sharding(config.parallel).replicated else name
 
 
-def recompute_mode(options: ParallelConfig) -> str:
+def recompute_mode(options: ParallelConfig) -> Literal["none", "budget", "selective", "full"]:
     """What `activation_checkpointing` means where nothing has been chosen for it."""
     return options.activation_checkpointing or "none"
 
