@@ -63,7 +63,7 @@ def build(name: str, capability: int) -> dict[str, int]:
         file.write(made.asm["cubin"])
         file.flush()
         shown = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    return {word: int(re.search(rf"{word}:(\d+)", shown).group(1)) for word in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
+    return {word: int(size) for word, size in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown)}
 
 
 if __name__ == "__main__":
