@@ -49,8 +49,10 @@ class Reader:
             self._log(*self._newest)
 
     def restart_clock(self) -> None:
-        """Do not count what came since the last step (evaluation, saving, a trace) as time of the next one; all values
-        have been read."""
+        """Do not count what came since the last step (evaluation, saving, a trace) as time of the next one.
+
+        All steps must have been read (`drain`).
+        """
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:

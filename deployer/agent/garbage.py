@@ -40,7 +40,7 @@ class Thing(NamedTuple):
     """Whatever else lies there."""
 
     kind: str
-    name: str  # of a blob and tree the hash, else the name in its folder
+    name: str  # of a blob and tree the hash, of a leftover its path below the root, else that in its kind's folder
     size: int
     age_s: float
     in_use: bool = False  # a process of this host holds it

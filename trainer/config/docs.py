@@ -73,9 +73,10 @@ Its settings go over those of the config, and overrides go over both.
 
 | word | meaning here |
 |---|---|
-| FULL_SHARD, SHARD_GRAD_OP | gathered parameters are freed after a group's forward, or kept until its backward |
+| FULL_SHARD | gathered parameters are freed after a group's forward |
+| SHARD_GRAD_OP | they are kept until the step's last backward |
 | NO_SHARD | ddp: every rank holds everything |
-| HYBRID_SHARD, _HYBRID_SHARD_ZERO2 | the same two, within each of `parallel.dp_replicate` replicas |
+| HYBRID_SHARD, _HYBRID_SHARD_ZERO2 | the first two, within each of `parallel.dp_replicate` replicas |
 | backward_prefetch BACKWARD_PRE | built in; said in a line. BACKWARD_POST and none are refused: FSDP2 has neither |
 | forward_prefetch true | one group is gathered ahead; a number: so many |
 | limit_all_gathers | true is built in; false is refused |

@@ -25,7 +25,7 @@ class Group:
     gathered_bytes: int
     """The gathered copy in the compute dtype; 0 where the stored parameters are used as they are."""
     kept: bool | int
-    """After the forward: gathered until the backward (True), freed (False), or kept sharded over so many ranks."""
+    """After the forward: gathered until the step's last backward (True), freed (False), sharded over so many ranks."""
     needed_again: bool = True
     """Whether the backward needs the parameters: that of an embedding does not."""
 
