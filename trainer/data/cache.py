@@ -149,13 +149,13 @@ def on_each_node(dist: Dist, work: Callable[[], None]) -> None:
     if dist.control_group is None:
         work()
         return
-    error: Exception | None = None
+    error: BaseException | None = None
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizing") as pool:
         future = pool.submit(work) if dist.local_rank == 0 else None
         # short collectives, so that the limit on their time says nothing about the length of the work
         while not _all_done(dist, future):
             pass
-        error = future.exception() if future is not None else None  # type: ignore[assignment]
+        error = future.exception() if future is not None else None
     told = error if isinstance(error, UserError) or error is None else DistError(f"rank {dist.rank} failed: {error!r}")
     errors = gather(_portable(told), dist.control_group)
     if error is not None:
