@@ -12,18 +12,19 @@ import torch.distributed as torch_dist
 class Meeting:
     """A key-value store that every saver can reach: that of the trainers, under a name of its own."""
 
-    kind: str
-    """tcp or file."""
-    place: tuple[str, int]
-    """Host and port; of a file, its path and -1, for it does not count who uses it."""
+    address: str
+    """A host, or the path of a file."""
+    port: int | None
+    """None: of a file."""
     name: str
 
     def open(self, timeout_s: float) -> torch_dist.Store:
         """A connection of this process's own."""
-        if self.kind == "file":
-            store: torch_dist.Store = torch_dist.FileStore(*self.place)
+        if self.port is None:
+            store: torch_dist.Store = torch_dist.FileStore(self.address, -1)  # it does not count who uses it
         else:
-            store = torch_dist.TCPStore(*self.place, is_master=False, timeout=timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            store = torch_dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
         return torch_dist.PrefixStore(self.name, store)
 
 
@@ -32,7 +33,7 @@ def meeting_at(store: torch_dist.Store | None, name: str) -> Meeting | None:
     while isinstance(store, torch_dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, torch_dist.TCPStore):
-        return Meeting("tcp", (store.host, store.port), name)
+        return Meeting(store.host, store.port, name)
     if isinstance(store, torch_dist.FileStore):
-        return Meeting("file", (store.path, -1), name)  # type: ignore[attr-defined]  # torch's stub lacks it
+        return Meeting(store.path, None, name)  # type: ignore[attr-defined]  # torch's stub lacks it
     return None
