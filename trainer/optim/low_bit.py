@@ -15,8 +15,8 @@ from trainer.parallel.tensors import local_tensor
 
 SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
 
-Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 
 
 def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
@@ -151,16 +151,16 @@ def _in_one_kernel_(
     )
 
 
-def _local(parameter: Tensor, state: dict[str, Tensor]) -> Row:
+def _local(parameter: Tensor, state: dict[str, Tensor]) -> _Row:
     """This rank's part of a parameter, its gradient, both moments and the count of its steps."""
     assert parameter.grad is not None
     grad, exp_avg, exp_avg_sq = map(local_tensor, (parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
     return local_tensor(parameter), grad, exp_avg, exp_avg_sq, state["step"]
 
 
-def _columns(rows: list[Row]) -> Columns:
+def _columns(rows: list[_Row]) -> _Columns:
     """A list of each kind of tensor that `_local` gives."""
-    columns: Columns = ([], [], [], [], [])
+    columns: _Columns = ([], [], [], [], [])
     for row in rows:
         for column, tensor in zip(columns, row, strict=True):
             column.append(tensor)
