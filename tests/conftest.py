@@ -1,6 +1,7 @@
 """What every test has: state, results and homes of its own, never the user's."""
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ import pytest
 
 from tests.ferry import Ferry
 from tests.sshd import SshServer, make_key, start_sshd
+
+# a shell starts what it runs in the background deaf to Ctrl-C, and a child inherits that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class FSDPBackend(Backend):
     """Each group of the plan is gathered when it runs; the root group holds what no other does.
 
-    Embedding, final norm and head are in the root group together, so a tied matrix is gathered once for both its uses.
+    A tied matrix is in the root group, so it is gathered once for both its uses.
     """
 
     name = "fsdp"
