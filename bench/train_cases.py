@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, int]] = {
 TIED = ("1.5b", "0.5b", "tiny")
 WORKS = {
     "lora.rank": "LoRA", "lora": "LoRA", "train.float8": "float8", "optim.optimizer": "8-bit AdamW",
-    "model.freeze": "frozen", "parallel.cpu_offload": "CPU offload",
+    "model.freeze": "frozen", "parallel.cpu_offload": "CPU offload", "train.grad_accum_steps": "accumulation",
 }  # fmt: skip
 """Options, ours or a peer's, that change what is computed: such rows are compared among themselves only."""
 
@@ -131,6 +131,10 @@ def _small(model: str, batches: tuple[int, int]) -> list[Contender]:
     ]
 
 
+def _four_a_step(label: str, **options: Any) -> Contender:
+    return ours("7b-l14", 4096, 2, gpus=2, label=label, train__grad_accum_steps=4, **options)
+
+
 CASES: dict[str, list[Contender]] = {
     "0.5b": _small("0.5b", (8, 16)),
     "1.5b": _small("1.5b", (4, 8)),
@@ -163,6 +167,11 @@ CASES: dict[str, list[Contender]] = {
         contender_of("trl", "7b-l14", 4096, 4, gpus=2, label="full AC", ac="gc"),
         contender_of("trl", "7b-l14", 4096, 2, gpus=2, packed=True, label="default packing, full AC", ac="gc"),
         contender_of("hf", "7b-l14", 4096, 2, gpus=2, label="full AC", ac="fsdp"),
+    ],
+    "accum": [
+        _four_a_step("4 a step"),
+        _four_a_step("4 a step, reshards", parallel__reshard_after_forward="true"),
+        _four_a_step("4 a step, each reduced", parallel__reduce_every_micro_batch="true"),
     ],
     "lora": [
         ours("7b", 4096, 1, label="LoRA", lora__rank=16),
