@@ -75,8 +75,9 @@ def build_adamw8bit(
             rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             large = _columns([row for row in rows if hasattr(row[2], "codes")])
             small = _columns([row for row in rows if not hasattr(row[2], "codes")])
-            for columns in (large,) if device.type == "cuda" else (large, small):
-                adamw8bit_(
+            small_step = _in_one_kernel_ if device.type == "cuda" else adamw8bit_
+            for step, columns in ((adamw8bit_, large), (small_step, small)):
+                step(
                     *columns,
                     lr=group["lr"],
                     beta1=group["betas"][0],
@@ -86,8 +87,6 @@ def build_adamw8bit(
                     found_inf=found_inf,
                     grad_scale=grad_scale,
                 )
-            if device.type == "cuda" and small[0]:
-                _in_one_kernel_(*small, group, found_inf=found_inf, grad_scale=grad_scale)
 
         def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
             # the count is on the device, where torchao would have it on the host: there, a step could not be skipped
@@ -126,24 +125,25 @@ def _in_one_kernel_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
-    group: dict[str, Any],
     *,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
     found_inf: Tensor,
     grad_scale: Tensor | None,
 ) -> None:
-    """Step all parameters whose moments are fp32, on CUDA."""
+    """`adamw8bit_` for moments in fp32: torch's own kernel, once for all parameters."""
+    if not parameters:
+        return
     torch._fused_adamw_(
-        parameters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        steps,
-        lr=group["lr"].item(),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
+        *(parameters, grads, exp_avgs, exp_avg_sqs, [], steps),
+        lr=lr.item(),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
         amsgrad=False,
         maximize=False,
         grad_scale=grad_scale,
