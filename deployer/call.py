@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deployer.agent import frames
@@ -78,7 +79,8 @@ class Call:
                 yield event
             if frame.body:
                 self._consumed += len(frame.body)
-                self.link.send({"id": self.id, "grant": len(frame.body)})
+                with suppress(LostConnection):  # a host that has gone may have answered before: the inbox says the end
+                    self.link.send({"id": self.id, "grant": len(frame.body)})
 
     def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
         """None for a part of a value that is not complete yet."""

@@ -17,13 +17,15 @@ from deployer.agent import frames
 from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
 from deployer.agent.wire import Call, Sender
 from deployer.command import agent_hash, agent_sources, build_command, build_word
-from deployer.errors import HostError, UnknownJob, UsageError
+from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
 from deployer.follow import Watcher
 from deployer.launch import launch_and_follow
 from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
+from tests.jobs import wait_for
+from tests.lying import Lying
 
 HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=200), max_size=5)
 
@@ -136,6 +138,25 @@ def test_host_that_ends_before_its_answer_says_so(tmp_path):
         with pytest.raises(HostError, match="exit status 1") as raised:
             link.first.result()
     assert raised.value.where == "host: go away"
+
+
+def test_answer_of_a_host_that_has_gone_since_is_read_to_its_end(tmp_path):
+    code = "for n in range(9): frame({'id': 0, 'data': n}, b'x' * 1000)\nframe({'id': 0, 'ok': 'done'})"
+    with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
+        wait_for(lambda: link.lost)
+        events = list(link.first.events())
+    assert [value["data"] for name, value, _ in events[:-1]] == list(range(9))
+    assert events[-1] == ("ok", "done", b"")
+
+
+def test_log_that_breaks_off_ends_with_the_lost_connection(tmp_path):
+    code = "frame({'id': 0, 'data': 0}, b'x' * 1000)"
+    with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
+        wait_for(lambda: link.lost)
+        events = link.first.events()
+        assert next(events)[0] == "data"
+        with pytest.raises(LostConnection, match="closed the connection"):
+            next(events)
 
 
 def test_request_that_fits_no_frame_is_refused_here(tmp_path):
