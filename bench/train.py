@@ -227,7 +227,7 @@ def begin_report(device: str, former: Path | None) -> Report:
     meta = {
         "card": card_name() if device == "cuda" else platform.processor() or "CPU",
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python bench/train.py", *sys.argv[1:]]),
+        "command": " ".join([f"python bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": installed_versions(),
     }

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ MORE_STEPS = 1000
 """Steps that are never reached: the run is ended when enough of them are recorded, without a last checkpoint."""
 DATA_STEPS = 64
 """Steps until rows come again."""
+IsEnough = Callable[[str, str], bool]
+"""Of a run's metrics.jsonl and output so far: whether it may be ended."""
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -29,6 +31,21 @@ def run_ours(
     contender: Contender, folder: Path, *, device: str, warm: int, steps: int, limit_s: float, gpu: int = 0
 ) -> dict[str, Any]:
     """What a run of ours in `folder` measured; `failed` says why there is nothing. The run's output is `log.txt`."""
+    metrics, log = run_until(
+        contender,
+        folder,
+        device=device,
+        limit_s=limit_s,
+        gpu=gpu,
+        is_enough=lambda metrics, log: len(step_records(metrics)) > warm + steps,
+    )
+    return parse_run(metrics, log, warm=warm, steps=steps)
+
+
+def run_until(
+    contender: Contender, folder: Path, *, device: str, limit_s: float, is_enough: IsEnough, gpu: int = 0
+) -> tuple[str, str]:
+    """Start a run of ours in `folder`, and end it once it has written enough; its metrics.jsonl and output."""
     run_dir, log = folder / "run", folder / "log.txt"
     write_model(contender.model, folder / "model")
     write_tokens(contender, folder / "rows.tokens")
@@ -36,16 +53,22 @@ def run_ours(
     command = build_command(contender, folder, device=device, gpu=gpu)
     mark = new_mark()
     environ = {**build_environ(contender, os.environ, folder.parent), MARK_ENV: mark}
+
+    def written() -> tuple[str, str]:
+        return _read(run_dir / "metrics.jsonl"), _read(log)
+
     with log.open("w") as out:
         process = subprocess.Popen(
             command, cwd=HERE.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environ
         )
         try:
-            ended = _await_records(process, run_dir / "metrics.jsonl", count=warm + steps + 1, limit_s=limit_s)
+            deadline = time.monotonic() + limit_s
+            while process.poll() is None and time.monotonic() < deadline and not is_enough(*written()):
+                time.sleep(0.2)
         finally:
             end_marked(mark)
             process.wait()
-    return parse_run(_read(run_dir / "metrics.jsonl"), _read(log), warm=warm, steps=steps, ended=ended)
+    return written()
 
 
 def build_command(contender: Contender, folder: Path, *, device: str, gpu: int) -> list[str]:
@@ -107,11 +130,12 @@ def write_tokens(contender: Contender, path: Path) -> None:
             left -= size
 
 
-def parse_run(metrics: str, log: str, *, warm: int, steps: int, ended: str) -> dict[str, Any]:
+def parse_run(metrics: str, log: str, *, warm: int, steps: int) -> dict[str, Any]:
     """The counted steps of a run, from what it wrote; `failed` with its own last word when they are too few."""
-    records = step_records(metrics)[warm : warm + steps]
+    recorded = step_records(metrics)
+    records = recorded[warm : warm + steps]
     if len(records) < steps:
-        return {"failed": f"{ended}: {last_word(log)}"}
+        return {"failed": f"ended after {len(recorded)} of {warm + steps} steps: {last_word(log)}"}
     first = re.search(r"first step after ([\d.]+) s", log)
     mfus = [record["mfu"] for record in records if record.get("mfu")]
     return {
@@ -137,16 +161,6 @@ def last_word(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("Error") or "Error:" in line]
     return (told or lines or ["no output"])[-1][:300]
-
-
-def _await_records(process: subprocess.Popen[bytes], metrics: Path, *, count: int, limit_s: float) -> str:
-    """Wait until so many steps are recorded; why there are fewer, if there are."""
-    deadline = time.monotonic() + limit_s
-    while process.poll() is None and len(step_records(_read(metrics))) < count:
-        if time.monotonic() > deadline:
-            return f"no {count} steps within {limit_s:.0f} s"
-        time.sleep(0.2)
-    return "ended early"
 
 
 def _read(path: Path) -> str:

@@ -113,14 +113,14 @@ def record(step, **values):
 
 def test_warm_up_and_evaluations_are_not_counted_and_a_half_line_is_not_read():
     records = record(1, step_s=9.0) + '{"step": 1, "eval_loss": 4.0}\n' + record(2) + record(3, tokens=60) + '{"st'
-    run = parse_run(records, "first step after 12.5 s: 2.0 imports\n", warm=1, steps=2, ended="ended early")
+    run = parse_run(records, "first step after 12.5 s: 2.0 imports\n", warm=1, steps=2)
     assert (run["step_s"], run["tokens"], run["first_step_s"]) == ([0.1, 0.1], 80, 12.5)
 
 
 def test_run_with_too_few_steps_tells_its_own_last_error():
     log = "loading\nError: out of GPU memory\nhint: lower it\n"
-    assert parse_run(record(1), log, warm=1, steps=2, ended="ended early") == {
-        "failed": "ended early: Error: out of GPU memory"
+    assert parse_run(record(1), log, warm=1, steps=2) == {
+        "failed": "ended after 1 of 3 steps: Error: out of GPU memory"
     }
     assert last_word("") == "no output"
 

@@ -33,6 +33,7 @@ from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.saver_process import Launched, launch_saver
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.sizing import expected_bytes, why_no_room
+from trainer.checkpoint.spare import spare_bytes
 from trainer.checkpoint.staging import Staging
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
@@ -255,9 +256,10 @@ def test_memory_is_used_again_and_grows_where_the_state_is_larger_than_expected(
     assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True))
 
 
-def copy_of(state: dict, *, piece_bytes: int = 2**20) -> dict:
-    """What a saver would find of a state; the original is changed once it has been copied."""
-    staging = Staging(torch.device("cpu"), piece_bytes=piece_bytes)
+def copy_of(state: dict, *, piece_bytes: int = 2**20, spare: int | None = None) -> dict:
+    """What a saver would find of a state that was copied by way of so many bytes of spare memory."""
+    taken = None if spare is None else lambda needed: torch.empty(min(needed, spare), dtype=torch.uint8)
+    staging = Staging(torch.device("cpu"), piece_bytes=piece_bytes, spare=taken)
     packed, wait = staging.copy(state)
     wait()
     return unpack(packed, staging.region)
@@ -272,18 +274,33 @@ def test_tied_tensors_are_copied_once():
     assert packed_bytes(state) == 128
 
 
+@pytest.mark.parametrize("spare", [None, 0, 100, 20_000, 30_000, 10**6], ids=str)
 @pytest.mark.parametrize("piece_bytes", [4096, 2**20])
-def test_copy_keeps_values_and_other_entries_whatever_the_pieces(piece_bytes):
+def test_copy_keeps_values_and_other_entries_whatever_the_pieces_and_the_spare_memory(piece_bytes, spare):
     tensors = {
         "long": torch.arange(5000.0),
         "turned": torch.arange(6000).view(2, 3000).t(),
         "empty": torch.empty(0, 3),
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
-    found = copy_of({"model": tensors, "optimizer": {"a": {"step": 3}}}, piece_bytes=piece_bytes)
+    found = copy_of({"model": tensors, "optimizer": {"a": {"step": 3}}}, piece_bytes=piece_bytes, spare=spare)
     assert all(torch.equal(found["model"][name], tensor) for name, tensor in tensors.items())
     assert found["model"]["half"].dtype == torch.bfloat16
     assert found["optimizer"] == {"a": {"step": 3}}
+
+
+@pytest.mark.parametrize(("free", "expected"), [(100, 50), (56, 50), (55, 50), (40, 35), (5, 0), (0, 0)], ids=str)
+def test_a_copy_on_the_device_leaves_a_part_of_its_memory_free(free, expected):
+    assert spare_bytes(50, free, total=100) == expected
+
+
+def test_values_go_to_spare_memory_first_and_may_change_before_they_are_brought_on():
+    spare = torch.zeros(128, dtype=torch.uint8)
+    staging = Staging(torch.device("cpu"), spare=lambda needed: spare)
+    first, second = torch.ones(16), torch.full((40,), 2.0)  # 64 and 160 bytes
+    staging.copy({"model": {"first": first, "second": second}})
+    assert torch.equal(spare[:64].view(torch.float32), first)
+    assert not spare[64:].any(), "what does not fit as a whole goes straight to the host"
 
 
 def test_memory_that_cuda_does_not_pin_fails_no_kernel_that_comes_later(monkeypatch):

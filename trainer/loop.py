@@ -52,8 +52,11 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 flags.post([int(is_stop_requested())])
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
-                if stopping or evaluator.is_due(step) or saver.is_due(step):
-                    steps.drain(at_end=stopping or step == total)
+                ends = stopping or step == total
+                if saver.is_beside and saver.is_due(step) and not ends and not evaluator.is_due(step):
+                    saver.save(step, must_succeed=False)  # the device has not come to the end of the step yet
+                elif ends or evaluator.is_due(step) or saver.is_due(step):
+                    steps.drain(at_end=ends)
                     # a run that is asked to stop saves at once and looks at nothing more
                     if evaluator.is_due(step) and (not stopping or step == total):
                         evaluator.evaluate(step, is_stop_requested=is_stop_requested)

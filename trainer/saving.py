@@ -40,6 +40,11 @@ class Saver:
         """Why there is no checkpoint of the last save."""
         self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether the training goes on while a checkpoint is written."""
+        return self._writer.is_beside
+
     def is_due(self, step: int) -> bool:
         return self._run.is_due(step, every=self._run.config.train.save_every)
 

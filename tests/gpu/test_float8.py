@@ -75,8 +75,8 @@ def test_steps_in_float8_learn_as_those_in_bf16_do_and_wait_for_nothing(name):
     off = max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
     print(f"{name}: last loss {expected[-1]:.4f} in bf16, {found[-1]:.4f} in float8; at most {off:.2%} between any two")
     assert found != expected
-    assert found == pytest.approx(expected, rel=0.02)
-    assert expected[-1] < expected[0]
+    assert found[0] == pytest.approx(expected[0], rel=1e-3)  # the same weights
+    assert found[0] - found[-1] > 0.9 * (expected[0] - expected[-1]) > 0  # learns as fast, from a batch seen again
 
 
 def arrange(blocks: Decoder) -> None:

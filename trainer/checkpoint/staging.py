@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.packing import pack, packed_bytes
+from trainer.checkpoint.packing import pack, room_for
 from trainer.checkpoint.region import Region
+from trainer.checkpoint.spare import SpareMemory
 from trainer.checkpoint.states import State
 
 PIECE_BYTES = 64 * 2**20
@@ -19,16 +20,24 @@ PIECE_BYTES = 64 * 2**20
 thread can launch a kernel. A multiple of `packing.ALIGNMENT`, so no value lies in two pieces."""
 
 
+Value = tuple[int, Tensor]
+"""Where a plain tensor belongs in the region, in bytes from its beginning, and the tensor."""
+Spare = Callable[[int], Tensor]
+
+
 class Staging:
     """Memory for one copy of the state, made once by `allocate`; every `copy` overwrites the one before."""
 
-    def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES, spare: Spare | None = None) -> None:
+        """`spare` gives memory of the device, as many bytes as asked for or fewer; None: on CUDA what is free there."""
         self._piece_bytes = piece_bytes
+        self._device = device
         self._on_cuda = device.type == "cuda"
+        self._spare = SpareMemory().take if spare is None and self._on_cuda else spare
         self._region: Region | None = None
         self._pinned: list[int] = []
         self._stream: torch.cuda.Stream | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._settled: torch.cuda.Event | None = None
         self._is_cancelled = False
 
     @property
@@ -57,26 +66,33 @@ class Staging:
     def copy(self, state: State) -> tuple[State, Callable[[], None]]:
         """A description of the copy, and a function that waits until it is there.
 
-        Returns once the copy is under way. On CUDA that is beside the device's other work: `when_copied` must be called
-        before anything changes the state.
+        Returns once the copy is under way. On CUDA that is beside the device's other work: `when_settled` must be
+        called before anything changes the state.
         """
-        needed = packed_bytes(state)
+        values: list[Value] = []
+        packed = pack(state, lambda offset, tensor: values.append((offset, tensor)))
+        needed = end_of(values)
         if self._region is None or needed > self._region.size:
             self.allocate(needed, beside=False)
         if not self._on_cuda:
-            return pack(state, self._copy), lambda: None
+            self._bring(self._settle(values))
+            return packed, lambda: None
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            packed = pack(state, self._copy)
-            copied = self._copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
+            held = self._settle(values)
+            self._settled = torch.cuda.Event()
+            self._settled.record()
+            self._bring(held)
+            copied = torch.cuda.Event(blocking=True)  # who waits for it sleeps
             copied.record()
         return packed, copied.synchronize
 
-    def when_copied(self, *ignored: Any) -> None:
-        """Let the device's work that comes now, such as the optimizer's step, wait for the copy; the host does not."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
+    def when_settled(self, *ignored: Any) -> None:
+        """Let the device's work that comes now, such as the optimizer's step, wait until the state may change; the host
+        does not wait."""
+        if self._settled is not None:
+            torch.cuda.current_stream().wait_event(self._settled)
 
     def cancel(self) -> None:
         """Let an `allocate` in another thread come to its end."""
@@ -90,6 +106,24 @@ class Staging:
         if self._region is not None:
             self._region.close()
         self._region = None
+
+    def _settle(self, values: list[Value]) -> Tensor:
+        """Copy all values so that they may change: the first ones to the device's spare memory, which is returned and
+        lies as the region does, the others to the region."""
+        spare = torch.empty(0, dtype=torch.uint8)
+        if self._spare and all(tensor.device.type == self._device.type for _, tensor in values):
+            spare = self._spare(end_of(values))
+        count = sum(end_of([value]) <= len(spare) for value in values)  # offsets rise, so these are the first
+        copy_into(spare, values[:count])
+        for offset, tensor in values[count:]:
+            self._copy(offset, tensor)
+        return spare[: end_of(values[:count])]
+
+    def _bring(self, held: Tensor) -> None:
+        """Copy what is in the device's spare memory to the beginning of the region."""
+        for start in range(0, len(held), self._piece_bytes):
+            piece = held[start : start + self._piece_bytes]
+            self.region.bytes[start : start + len(piece)].copy_(piece, non_blocking=True)
 
     def _copy(self, offset: int, tensor: Tensor) -> None:
         target = self.region.tensor(offset, tuple(tensor.shape), tensor.dtype)
@@ -112,3 +146,23 @@ class Staging:
             return
         with suppress(RuntimeError):  # CUDA keeps the error, and this thread's next kernel would be taken for failed
             torch.ones((), device="cuda")
+
+
+def end_of(values: list[Value]) -> int:
+    """The bytes up to the end of the last value."""
+    if not values:
+        return 0
+    offset, tensor = values[-1]
+    return offset + room_for(tensor.numel() * tensor.element_size())
+
+
+def copy_into(memory: Tensor, values: list[Value]) -> None:
+    """Copy values to their offsets in bytes of memory, those of a dtype together by a few kernels."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for offset, tensor in values:
+        target = memory[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+        targets, sources = by_dtype.setdefault(tensor.dtype, ([], []))
+        targets.append(target.view(tensor.shape))
+        sources.append(tensor.contiguous())
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)

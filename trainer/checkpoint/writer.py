@@ -97,6 +97,11 @@ class Writer:
         self.saving_step: int | None = None
         """The step of the save whose outcome has not been asked for."""
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether saves go on beside the training; no more once a saver was lost."""
+        return self._beside is not None
+
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
         """Begin to start the saver and to make its memory; or why saves will be synchronous.
 
@@ -113,7 +118,7 @@ class Writer:
             self._beside = None
             return reason
         self._launch(setup)
-        self._hook = optimizer.register_step_pre_hook(self._staging.when_copied)
+        self._hook = optimizer.register_step_pre_hook(self._staging.when_settled)
         self._ready = self._threads.submit(self._make_ready, needed)
         return None
 

@@ -71,7 +71,8 @@ def build_adamw8bit(
                 if not self.state[parameter]:
                     self.state[parameter].update(self._new_state(parameter))
             states = [self.state[parameter] for parameter in parameters]
-            torch._foreach_add_([state["step"] for state in states], 1.0 - found_inf)
+            counted = [1.0 - found_inf] * len(states)  # one tensor for all instead of a list would be waited for
+            torch._foreach_add_([state["step"] for state in states], counted)
             rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             large = _columns([row for row in rows if hasattr(row[2], "codes")])
             small = _columns([row for row in rows if not hasattr(row[2], "codes")])

@@ -138,8 +138,10 @@ class Backend:
 
     def _squares(self, grads: Iterable[Tensor]) -> Tensor:
         """Of this rank's entries alone."""
-        norm = torch.nn.utils.get_total_norm([local_tensor(grad) for grad in grads])
-        return norm.to(self.dist.device, torch.float64).square()
+        local = [local_tensor(grad) for grad in grads]
+        if not local:  # torch's norm of nothing is on the host, and to bring it to the device waits for that
+            return torch.zeros((), device=self.dist.device, dtype=torch.float64)
+        return torch.nn.utils.get_total_norm(local).to(self.dist.device, torch.float64).square()
 
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]

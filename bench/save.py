@@ -1,0 +1,105 @@
+"""What an asynchronous save costs the steps beside it: a run of ours that saves once, its steps before, during, after.
+
+    python bench/save.py --model 1.5b --micro-batch 4 --save-every 250 --out save.json
+
+The run is `train.py` as anybody starts it, and its steps are timed from the end of one to the end of the next, with all
+that the save takes of that. `--save-every`: steps until the save begins, which must end before as many more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+from train_cases import SHAPES, ours  # noqa: E402
+from train_ours import last_word, run_until, step_records  # noqa: E402
+
+from train import begin_report, resolve_device  # noqa: E402
+
+BEFORE, AFTER = 100, 10
+"""Steps before and after the save that are looked at."""
+SAVED = re.compile(r"saved \S+ \(the training waited ([\d.]+) s, written in ([\d.]+) s\)")
+
+
+def main() -> int:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="1.5b", choices=list(SHAPES), help="a shape of bench/train.py")
+    made.add_argument("--gpus", type=int, default=1)
+    made.add_argument("--seq-len", type=int, default=2048)
+    made.add_argument("--micro-batch", type=int, default=4)
+    made.add_argument("--save-every", type=int, default=250)
+    made.add_argument("--limit-s", type=float, default=600)
+    made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    made.add_argument("--out", type=Path, help="write what was measured (JSON) here")
+    asked = made.parse_args()
+    row = ours(asked.model, asked.seq_len, asked.micro_batch, gpus=asked.gpus, train__save_every=asked.save_every)
+    device = resolve_device(asked.device)
+    report = begin_report(device, None)
+    with tempfile.TemporaryDirectory(prefix="tf-save-") as folder:
+        metrics, log = run_until(
+            row,
+            Path(folder),
+            device=device,
+            limit_s=asked.limit_s,
+            is_enough=lambda metrics, log: has_ended(metrics, log, asked.save_every),
+        )
+    found = SAVED.search(log)
+    if found is None:
+        sys.exit(f"no save has ended before step {2 * asked.save_every} (raise --save-every): {last_word(log)}")
+    steps_s = [record["step_s"] for record in step_records(metrics)]
+    blocked_s, written_s = map(float, found.groups())
+    parts = split_steps(steps_s, asked.save_every, written_s=written_s)
+    lines = [f"{row.key}: blocked {blocked_s:.2f} s, written in {written_s:.2f} s", *table(parts)]
+    print("\n".join(lines))
+    if asked.out:
+        rows = [{"key": row.key, "blocked_s": blocked_s, "written_s": written_s, **parts}]
+        asked.out.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def has_ended(metrics: str, log: str, save_every: int) -> bool:
+    """Whether the save has ended, with steps after it; or whether the next one has come, which waits for it."""
+    count = len(step_records(metrics))
+    if count >= 2 * save_every:
+        return True
+    return SAVED.search(log) is not None and count > save_every + AFTER
+
+
+def split_steps(steps_s: Sequence[float], at: int, *, written_s: float) -> dict[str, Any]:
+    """Seconds of the steps before a save at a step, during it and after it."""
+    before, later = list(steps_s[max(1, at - BEFORE) : at]), list(steps_s[at : 2 * at])
+    count = 1 + sum(end < written_s for end in accumulate(later[:-1]))
+    return {"before": before, "during": later[:count], "after": later[count : count + AFTER]}
+
+
+def table(parts: dict[str, Any]) -> list[str]:
+    """Of each part the steps' number, mean and slowest in ms, and both by the mean of the steps before."""
+    usual = statistics.mean(parts["before"])
+    lines = [
+        "| steps | number | mean ms | slowest ms | mean, by before | slowest, by before |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, steps in parts.items():
+        if steps:
+            mean, slowest = statistics.mean(steps), max(steps)
+            figures = f"{1e3 * mean:.1f} | {1e3 * slowest:.1f} | {mean / usual:.3f} x | {slowest / usual:.2f} x"
+            lines.append(f"| {name} | {len(steps)} | {figures} |")
+    first = " ".join(f"{1e3 * step:.0f}" for step in parts["during"][:12])
+    return [*lines, f"ms of the first steps from the save on: {first}"]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,55 @@
+"""bench/save.py: what it makes of the steps beside a save, and a short run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ferry import REPO
+
+sys.path.insert(0, str(REPO / "bench"))
+
+from save import BEFORE, has_ended, split_steps, table
+
+SAVED = "saved /a/checkpoints/step_000004 (the training waited 0.25 s, written in 2.10 s)\n"
+
+
+def test_steps_are_those_before_during_and_after_a_save():
+    parts = split_steps([9.0, 1.0, 1.0, 1.0, 1.75, 1.0, 1.0, 1.0], 4, written_s=2.10)
+    assert parts == {"before": [1.0] * 3, "during": [1.75, 1.0], "after": [1.0, 1.0]}
+
+
+def test_only_the_last_steps_before_the_save_are_usual_ones():
+    steps = [5.0] * 400 + [1.0] * BEFORE + [2.0] * 50
+    parts = split_steps(steps, 400 + BEFORE, written_s=1000.0)
+    assert (set(parts["before"]), parts["during"], parts["after"]) == ({1.0}, [2.0] * 50, [])
+
+
+def test_table_gives_mean_and_slowest_by_those_before():
+    lines = table({"before": [0.1, 0.1], "during": [0.15, 0.11], "after": []})
+    assert lines[2:] == [
+        "| before | 2 | 100.0 | 100.0 | 1.000 x | 1.00 x |",
+        "| during | 2 | 130.0 | 150.0 | 1.300 x | 1.50 x |",
+        "ms of the first steps from the save on: 150 110",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "log", "expected"),
+    [(114, SAVED, True), (110, SAVED, False), (114, "", False), (199, "", False), (200, "", True)],
+)
+def test_run_is_ended_some_steps_after_the_save_or_when_the_next_would_wait(steps, log, expected):
+    metrics = "".join(json.dumps({"step": step, "step_s": 0.1}) + "\n" for step in range(1, steps + 1))
+    assert has_ended(metrics, log, save_every=100) is expected
+
+
+def test_tiny_run_of_ours_is_measured(tmp_path: Path):
+    command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--seq-len", "64"]
+    options = ["--micro-batch", "2", "--save-every", "30", "--device", "cpu", "--out", str(tmp_path / "save.json")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ours tiny 1x2x64 fixed: blocked" in done.stdout
+    (row,) = json.loads((tmp_path / "save.json").read_text())["rows"]
+    assert len(row["before"]) == 29 and row["during"] and row["after"]

@@ -1,0 +1,46 @@
+"""Memory of the GPU that the training does not use, for a copy of its state that takes milliseconds.
+
+The way to the host takes hundreds of them (some 50 GB/s), and an optimizer's step would wait for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RESERVE = 0.05
+"""Of a GPU's memory what is left free, for what the training may yet ask for."""
+
+
+class SpareMemory:
+    """Memory of the current CUDA device, asked for at each save and given back to torch's allocator right after.
+
+    How much is settled at the first save, when steps have taken what they need. Once the training has run short of
+    memory, so that the allocator gave this back to the device, there is none any more.
+    """
+
+    def __init__(self) -> None:
+        self._size: int | None = None
+        self._shortages = 0
+
+    def take(self, needed: int) -> Tensor:
+        """[bytes] uint8: `needed` bytes, or fewer, or none; in the pool of the current stream."""
+        if self._size is None:
+            self._size, self._shortages = spare_bytes(needed, *torch.cuda.mem_get_info()), shortages()
+        elif shortages() > self._shortages:
+            self._size = 0
+        try:
+            return torch.empty(self._size, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            self._size = 0
+            return torch.empty(0, dtype=torch.uint8, device="cuda")
+
+
+def spare_bytes(needed: int, free: int, total: int) -> int:
+    """Of `needed` bytes, those that a device with so much free memory can do without."""
+    return max(0, min(needed, free - int(RESERVE * total)))
+
+
+def shortages() -> int:
+    """How often torch's allocator had to give back what it kept, to find memory on the device."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
