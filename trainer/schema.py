@@ -289,8 +289,8 @@ class TrainConfig:
     """Steps between checkpoints; 0: only at the end, which a stop is too."""
     async_save: bool = True
     """Checkpoints are written while training goes on, by a process beside each rank (300 MiB) from a copy in the host's
-    memory (model and optimizer state of this rank, pinned on CUDA); one at a time. False, or too little memory for the
-    copy: training waits."""
+    memory (model and optimizer state of this rank, pinned on CUDA, by way of what GPU memory is free); one at a time.
+    False, or too little host memory for the copy: training waits."""
     keep_last: int = 2
     """Complete checkpoints kept, the newest; 0: all."""
     keep_best: int = 0
