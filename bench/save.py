@@ -2,8 +2,8 @@
 
     python bench/save.py --model 1.5b --micro-batch 4 --save-every 250 --out save.json
 
-The run is `train.py` as anybody starts it, and its steps are timed from the end of one to the end of the next, with all
-that the save takes of that. `--save-every`: steps until the save begins, which must end before as many more.
+The run is `train.py` as anybody starts it. A step lasts from the end of the one before to its own, so what a save takes
+of the training is in it. `--save-every`: steps until the save begins, which must end before as many more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
@@ -68,22 +67,22 @@ def main() -> int:
 
 
 def has_ended(metrics: str, log: str, save_every: int) -> bool:
-    """Whether the save has ended, with steps after it; or whether the next one has come, which waits for it."""
+    """Whether the save has ended and some steps after it, or the next one has come, which waits for it."""
     count = len(step_records(metrics))
     if count >= 2 * save_every:
         return True
     return SAVED.search(log) is not None and count > save_every + AFTER
 
 
-def split_steps(steps_s: Sequence[float], at: int, *, written_s: float) -> dict[str, Any]:
+def split_steps(steps_s: Sequence[float], at: int, *, written_s: float) -> dict[str, list[float]]:
     """Seconds of the steps before a save at a step, during it and after it."""
     before, later = list(steps_s[max(1, at - BEFORE) : at]), list(steps_s[at : 2 * at])
     count = 1 + sum(end < written_s for end in accumulate(later[:-1]))
     return {"before": before, "during": later[:count], "after": later[count : count + AFTER]}
 
 
-def table(parts: dict[str, Any]) -> list[str]:
-    """Of each part the steps' number, mean and slowest in ms, and both by the mean of the steps before."""
+def table(parts: dict[str, list[float]]) -> list[str]:
+    """Lines: of each part how many steps, their mean and slowest in ms, and both over the mean of those before."""
     usual = statistics.mean(parts["before"])
     lines = [
         "| steps | number | mean ms | slowest ms | mean, by before | slowest, by before |",

@@ -45,7 +45,7 @@ def run_ours(
 def run_until(
     contender: Contender, folder: Path, *, device: str, limit_s: float, is_enough: IsEnough, gpu: int = 0
 ) -> tuple[str, str]:
-    """Start a run of ours in `folder`, and end it once it has written enough; its metrics.jsonl and output."""
+    """What a run of ours in `folder`, ended once that is enough, wrote: its metrics.jsonl and its output."""
     run_dir, log = folder / "run", folder / "log.txt"
     write_model(contender.model, folder / "model")
     write_tokens(contender, folder / "rows.tokens")

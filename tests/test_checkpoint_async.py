@@ -33,7 +33,7 @@ from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.saver_process import Launched, launch_saver
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.sizing import expected_bytes, why_no_room
-from trainer.checkpoint.spare import spare_bytes
+from trainer.checkpoint.spare import SpareMemory, spare_bytes
 from trainer.checkpoint.staging import Staging
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
@@ -294,13 +294,21 @@ def test_a_copy_on_the_device_leaves_a_part_of_its_memory_free(free, expected):
     assert spare_bytes(50, free, total=100) == expected
 
 
-def test_values_go_to_spare_memory_first_and_may_change_before_they_are_brought_on():
+def test_spare_memory_is_settled_at_the_first_save_and_none_once_memory_ran_short(monkeypatch):
+    free, retries = iter([(60, 100)]), iter([3, 3, 4])  # the device is asked once
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(free))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(retries)})
+    spare = SpareMemory(torch.device("meta"))
+    assert [len(spare.take(80)) for _ in range(3)] == [55, 55, 0]
+
+
+def test_only_values_that_fit_as_a_whole_go_by_way_of_spare_memory():
     spare = torch.zeros(128, dtype=torch.uint8)
     staging = Staging(torch.device("cpu"), spare=lambda needed: spare)
     first, second = torch.ones(16), torch.full((40,), 2.0)  # 64 and 160 bytes
     staging.copy({"model": {"first": first, "second": second}})
     assert torch.equal(spare[:64].view(torch.float32), first)
-    assert not spare[64:].any(), "what does not fit as a whole goes straight to the host"
+    assert not spare[64:].any()
 
 
 def test_memory_that_cuda_does_not_pin_fails_no_kernel_that_comes_later(monkeypatch):

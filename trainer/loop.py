@@ -52,16 +52,16 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 flags.post([int(is_stop_requested())])
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
-                ends = stopping or step == total
-                if saver.is_beside and saver.is_due(step) and not ends and not evaluator.is_due(step):
-                    saver.save(step, must_succeed=False)  # the device has not come to the end of the step yet
-                elif ends or evaluator.is_due(step) or saver.is_due(step):
+                ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
+                if saves and saver.is_beside and not (ends or evaluates):
+                    saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
+                elif ends or evaluates or saves:
                     steps.drain(at_end=ends)
                     # a run that is asked to stop saves at once and looks at nothing more
-                    if evaluator.is_due(step) and (not stopping or step == total):
+                    if evaluates and (not stopping or step == total):
                         evaluator.evaluate(step, is_stop_requested=is_stop_requested)
                     ending = stopping or evaluator.early_stop is not None
-                    if saver.is_due(step) or ending:
+                    if saves or ending:
                         exports = run.config.run.export and not stopping
                         saver.save(step, must_succeed=ending or step == total, then_export=exports)
                     steps.restart_clock()

@@ -42,7 +42,7 @@ class Saver:
 
     @property
     def is_beside(self) -> bool:
-        """Whether the training goes on while a checkpoint is written."""
+        """Whether training goes on while a checkpoint is written; a saver that is lost ends that."""
         return self._writer.is_beside
 
     def is_due(self, step: int) -> bool:

@@ -13,34 +13,36 @@ RESERVE = 0.05
 
 
 class SpareMemory:
-    """Memory of the current CUDA device, asked for at each save and given back to torch's allocator right after.
+    """Memory of a CUDA device, asked for at each save and given back to torch's allocator right after.
 
     How much is settled at the first save, when steps have taken what they need. Once the training has run short of
     memory, so that the allocator gave this back to the device, there is none any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._size: int | None = None
         self._shortages = 0
 
     def take(self, needed: int) -> Tensor:
         """[bytes] uint8: `needed` bytes, or fewer, or none; in the pool of the current stream."""
         if self._size is None:
-            self._size, self._shortages = spare_bytes(needed, *torch.cuda.mem_get_info()), shortages()
-        elif shortages() > self._shortages:
+            self._size = spare_bytes(needed, *torch.cuda.mem_get_info(self._device))
+            self._shortages = shortages(self._device)
+        elif shortages(self._device) > self._shortages:
             self._size = 0
         try:
-            return torch.empty(self._size, dtype=torch.uint8, device="cuda")
+            return torch.empty(self._size, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             self._size = 0
-            return torch.empty(0, dtype=torch.uint8, device="cuda")
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 def spare_bytes(needed: int, free: int, total: int) -> int:
-    """Of `needed` bytes, those that a device with so much free memory can do without."""
+    """How many of the `needed` bytes a device with so much free memory can do without."""
     return max(0, min(needed, free - int(RESERVE * total)))
 
 
-def shortages() -> int:
+def shortages(device: torch.device) -> int:
     """How often torch's allocator had to give back what it kept, to find memory on the device."""
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -19,21 +19,21 @@ PIECE_BYTES = 64 * 2**20
 """Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other
 thread can launch a kernel. A multiple of `packing.ALIGNMENT`, so no value lies in two pieces."""
 
-
 Value = tuple[int, Tensor]
 """Where a plain tensor belongs in the region, in bytes from its beginning, and the tensor."""
 Spare = Callable[[int], Tensor]
+"""Gives [bytes] uint8 of the device: as many as asked for, or fewer."""
 
 
 class Staging:
     """Memory for one copy of the state, made once by `allocate`; every `copy` overwrites the one before."""
 
     def __init__(self, device: torch.device, *, piece_bytes: int = PIECE_BYTES, spare: Spare | None = None) -> None:
-        """`spare` gives memory of the device, as many bytes as asked for or fewer; None: on CUDA what is free there."""
+        """`spare`: None takes what is free on a CUDA device, and nothing elsewhere."""
         self._piece_bytes = piece_bytes
         self._device = device
         self._on_cuda = device.type == "cuda"
-        self._spare = SpareMemory().take if spare is None and self._on_cuda else spare
+        self._spare = SpareMemory(device).take if spare is None and self._on_cuda else spare
         self._region: Region | None = None
         self._pinned: list[int] = []
         self._stream: torch.cuda.Stream | None = None
@@ -108,8 +108,8 @@ class Staging:
         self._region = None
 
     def _settle(self, values: list[Value]) -> Tensor:
-        """Copy all values so that they may change: the first ones to the device's spare memory, which is returned and
-        lies as the region does, the others to the region."""
+        """Copy all values so that they may change: as many as fit to the device's spare memory, which is returned and
+        lies as the region's beginning does, the others to the region."""
         spare = torch.empty(0, dtype=torch.uint8)
         if self._spare and all(tensor.device.type == self._device.type for _, tensor in values):
             spare = self._spare(end_of(values))
@@ -153,16 +153,12 @@ def end_of(values: list[Value]) -> int:
     if not values:
         return 0
     offset, tensor = values[-1]
-    return offset + room_for(tensor.numel() * tensor.element_size())
+    return offset + room_for(tensor.nbytes)
 
 
 def copy_into(memory: Tensor, values: list[Value]) -> None:
-    """Copy values to their offsets in bytes of memory, those of a dtype together by a few kernels."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for offset, tensor in values:
-        target = memory[offset : offset + tensor.numel() * tensor.element_size()].view(tensor.dtype)
-        targets, sources = by_dtype.setdefault(tensor.dtype, ([], []))
-        targets.append(target.view(tensor.shape))
-        sources.append(tensor.contiguous())
-    for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+    """Copy values to their offsets in bytes of memory."""
+    for dtype in {tensor.dtype for _, tensor in values}:  # what is alike in dtype and layout, a few kernels copy
+        sources = [(offset, tensor.contiguous()) for offset, tensor in values if tensor.dtype == dtype]
+        targets = [memory[offset : offset + source.nbytes].view(dtype).view(source.shape) for offset, source in sources]
+        torch._foreach_copy_(targets, [source for _, source in sources])

@@ -99,7 +99,7 @@ class Writer:
 
     @property
     def is_beside(self) -> bool:
-        """Whether saves go on beside the training; no more once a saver was lost."""
+        """Whether saves are made beside the training; no longer once a saver was lost."""
         return self._beside is not None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
