@@ -45,8 +45,9 @@ from deployer.agent.garbage import (
 from deployer.agent.layout import Job, Root
 from deployer.agent.listing import all_jobs
 from deployer.agent.packs import PackWriter
+from deployer.agent.removal import remove_folder
 from deployer.agent.start import launch
-from deployer.agent.store import Store, remove_folder
+from deployer.agent.store import Store
 from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from tests.ferry import Ferry

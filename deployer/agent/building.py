@@ -14,9 +14,9 @@ from collections import deque
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
+from .disk import fail
 from .errors import AgentError
 from .layout import Root
-from .store import fail
 
 OLDEST = (3, 10)
 """The base of an environment is the first interpreter of the host that is at least this new, else simply the first."""

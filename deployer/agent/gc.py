@@ -32,7 +32,7 @@ from .garbage import (
 from .hostfacts import existing_folder
 from .inventory import read_inventory
 from .layout import Job, Root
-from .store import remove_folder
+from .removal import remove_folder
 from .storelock import store_alone
 from .wire import Call
 

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import hashlib
 import json
 import os
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Sequence, Set
 
 FILE, EXECUTABLE, LINK = "f", "x", "l"
 
@@ -52,6 +52,19 @@ def check_entry(entry: Entry) -> None:
         raise ValueError("unsafe link target of %r" % entry.path)
     if entry.mode != LINK and not all(c in "0123456789abcdef" for c in entry.hash):
         raise ValueError("not a hash: %r" % entry.hash)
+
+
+def folders_of(entries: Sequence[Entry]) -> List[str]:
+    """Every folder that the entries need, parents before children."""
+    folders: Set[str] = set()
+    for entry in entries:
+        path = entry.path
+        while "/" in path:
+            path = path[: path.rindex("/")]
+            if path in folders:
+                break
+            folders.add(path)
+    return sorted(folders)
 
 
 def blobs_of(entries: Sequence[Entry]) -> Dict[str, int]:
