@@ -32,7 +32,7 @@ from .garbage import (
 from .hostfacts import existing_folder
 from .inventory import read_inventory
 from .layout import Job, Root
-from .removal import remove_folder
+from .removal import remove, remove_folder
 from .storelock import store_alone
 from .wire import Call
 
@@ -126,7 +126,7 @@ def _take_things(root: Root, things: Sequence[Thing]) -> Tuple[Dict[Thing, Optio
             path = os.path.join(folders[thing.kind], thing.name)
         aside = None
         if thing.kind in (TREE, BLOB, PACK):
-            _unlink(path)
+            remove(path)
         else:
             aside = _take(root, path)
         if os.path.lexists(path):
@@ -147,13 +147,6 @@ def _take(root: Root, path: str) -> Optional[str]:
         except OSError:
             continue
     return None
-
-
-def _unlink(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------
