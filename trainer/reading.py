@@ -49,7 +49,7 @@ class Reader:
             self._log(*self._newest)
 
     def restart_clock(self) -> None:
-        """Do not count what came since the last step (evaluation, saving, a trace) as time of the next one.
+        """Do not count what came since the last step (evaluation, a synchronous save, a trace) as time of the next one.
 
         All steps must have been read (`drain`).
         """
