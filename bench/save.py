@@ -21,13 +21,15 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from train_cases import SHAPES, ours  # noqa: E402
-from train_ours import last_word, run_until, step_records  # noqa: E402
+from train_ours import MORE_STEPS, last_word, run_until, step_records  # noqa: E402
 
 from train import begin_report, resolve_device  # noqa: E402
 
 BEFORE, AFTER = 100, 10
 """Steps before and after the save that are looked at."""
 SAVED = re.compile(r"saved \S+ \(the training waited ([\d.]+) s, written in ([\d.]+) s\)")
+SYNCHRONOUS = "saves stop the training"
+"""Says a run whose saves are not, or no longer, beside the training."""
 
 
 def main() -> int:
@@ -41,6 +43,8 @@ def main() -> int:
     made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     made.add_argument("--out", type=Path, help="write what was measured (JSON) here")
     asked = made.parse_args()
+    if not 2 <= asked.save_every <= MORE_STEPS // 2:
+        made.error(f"--save-every: 2 to {MORE_STEPS // 2}, not {asked.save_every}")
     row = ours(asked.model, asked.seq_len, asked.micro_batch, gpus=asked.gpus, train__save_every=asked.save_every)
     device = resolve_device(asked.device)
     report = begin_report(device, None)
@@ -53,8 +57,8 @@ def main() -> int:
             is_enough=lambda metrics, log: has_ended(metrics, log, asked.save_every),
         )
     found = SAVED.search(log)
-    if found is None:
-        sys.exit(f"no save has ended before step {2 * asked.save_every} (raise --save-every): {last_word(log)}")
+    if found is None or SYNCHRONOUS in log:
+        sys.exit(why_none(metrics, log, asked.save_every))
     steps_s = [record["step_s"] for record in step_records(metrics)]
     blocked_s, written_s = map(float, found.groups())
     parts = split_steps(steps_s, asked.save_every, written_s=written_s)
@@ -72,6 +76,17 @@ def has_ended(metrics: str, log: str, save_every: int) -> bool:
     if count >= 2 * save_every:
         return True
     return SAVED.search(log) is not None and count > save_every + AFTER
+
+
+def why_none(metrics: str, log: str, save_every: int) -> str:
+    """Why a run says nothing of a save beside the training."""
+    synchronous = [line for line in log.splitlines() if SYNCHRONOUS in line]
+    if synchronous:
+        return f"the save was not beside the training: {synchronous[0]}"
+    count = len(step_records(metrics))
+    if count < 2 * save_every:
+        return f"the run ended after {count} steps, before its save had: {last_word(log)}"
+    return f"no save has ended before step {2 * save_every} (raise --save-every): {last_word(log)}"
 
 
 def split_steps(steps_s: Sequence[float], at: int, *, written_s: float) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from tests.ferry import REPO
 
 sys.path.insert(0, str(REPO / "bench"))
 
-from save import BEFORE, has_ended, split_steps, table
+from save import BEFORE, has_ended, split_steps, table, why_none
 
 SAVED = "saved /a/checkpoints/step_000004 (the training waited 0.25 s, written in 2.10 s)\n"
 
@@ -43,6 +43,27 @@ def test_table_gives_mean_and_slowest_by_those_before():
 def test_run_is_ended_some_steps_after_the_save_or_when_the_next_would_wait(steps, log, expected):
     metrics = "".join(json.dumps({"step": step, "step_s": 0.1}) + "\n" for step in range(1, steps + 1))
     assert has_ended(metrics, log, save_every=100) is expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "log", "expected"),
+    [
+        (7, "Error: no memory\nbye\n", "the run ended after 7 steps, before its save had: Error: no memory"),
+        (200, "step 200\n", "no save has ended before step 200 (raise --save-every): step 200"),
+        (200, f"note: saves stop the training: no room\n{SAVED}", "not beside the training: note: saves stop"),
+    ],
+)
+def test_run_without_a_save_beside_the_training_says_why(steps, log, expected):
+    metrics = "".join(json.dumps({"step": step, "step_s": 0.1}) + "\n" for step in range(1, steps + 1))
+    assert expected in why_none(metrics, log, save_every=100)
+
+
+@pytest.mark.parametrize("save_every", ["0", "1", "501"])
+def test_save_without_steps_before_it_or_beyond_the_run_is_refused(save_every: str):
+    command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--save-every", save_every]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"--save-every: 2 to 500, not {save_every}" in done.stderr
 
 
 def test_tiny_run_of_ours_is_measured(tmp_path: Path):
