@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -500,6 +501,28 @@ def test_last_save_of_a_run_is_made_again_when_its_saver_dies(rows, tmp_path, ca
     path = newest_complete(tmp_path / "checkpoints")
     assert path.name == "step_000002"
     assert damages(path, read_info(path).files) == []
+
+
+def hear_of_a_lost_saver(dist: Dist, rows: str, folder: str) -> tuple[bool, bool]:
+    """Whether a second save would go beside the training, on a rank that hears late that a saver died in the first."""
+    run = build(rows, Path(folder), dist, backend="fsdp", steps=9, save_every=1, eval_every=0)
+    launched = forked_saver()
+
+    def at(point: str) -> None:
+        if point == "begun" and dist.rank == 1:
+            time.sleep(0.5)
+            launched.end()
+
+    saver = Saver(run, at=at, beside=replace(FORKED, launch=lambda: launched))
+    train_step(run, 0, lr=0.0)
+    saver.save(1, must_succeed=False)
+    goes_beside = saver.goes_beside()
+    saver.finish()
+    return goes_beside, saver.goes_beside()
+
+
+def test_ranks_agree_on_the_next_save_though_they_hear_of_a_lost_saver_at_different_moments(rows, tmp_path):
+    assert run_ranks(hear_of_a_lost_saver, 2, rows, str(tmp_path), savers=True) == [(False, False)] * 2
 
 
 def test_small_state_does_not_wait_for_a_saver_that_is_not_up(tmp_path):

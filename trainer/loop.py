@@ -53,7 +53,7 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
                 ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
-                if saves and saver.is_beside and not (ends or evaluates):
+                if saves and not (ends or evaluates) and saver.goes_beside():
                     saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
                 elif ends or evaluates or saves:
                     steps.drain(at_end=ends)

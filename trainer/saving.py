@@ -34,15 +34,21 @@ class Saver:
         self._patience_s = patience_s
         train = run.config.train
         # what is saved only at the end is waited for anyway, and needs no copy
-        is_worth_it = train.async_save and 0 < train.save_every < run.data.train.total_steps
-        self._writer = Writer(run.dist, beside=beside if is_worth_it else None, at=at)
+        self._is_worth_it = train.async_save and 0 < train.save_every < run.data.train.total_steps
+        self._writer = Writer(run.dist, beside=beside if self._is_worth_it else None, at=at)
         self.unsaved: CheckpointError | None = None
         """Why there is no checkpoint of the last save."""
         self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
 
-    @property
-    def is_beside(self) -> bool:
-        """Whether training goes on while a checkpoint is written; a saver that is lost ends that."""
+    def goes_beside(self) -> bool:
+        """Whether training would go on beside a save that began now; the same on every rank.
+
+        Waits for the save before: with it a saver may be lost, which the ranks hear of at different moments.
+        """
+        if not self._is_worth_it:
+            return False
+        self._run.dist.progress.enter("saving")
+        self._wait_for_earlier()
         return self._writer.is_beside
 
     def is_due(self, step: int) -> bool:

@@ -99,7 +99,10 @@ class Writer:
 
     @property
     def is_beside(self) -> bool:
-        """Whether saves are made beside the training; no longer once a saver was lost."""
+        """Whether saves are made beside the training; no longer once a saver was lost.
+
+        The same on all ranks only when no save is under way: a rank's thread ends this.
+        """
         return self._beside is not None
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
