@@ -23,7 +23,7 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.finishing import finish
 from trainer.metrics import MetricsLog, render_train
-from trainer.reading import NonFiniteError, Window
+from trainer.reading import NonFiniteError, PeakMemory, Window
 from trainer.recipes import sft
 from trainer.run import Run
 from trainer.schema import Config
@@ -113,6 +113,19 @@ def test_straggler_is_the_slowest_ranks_time_over_the_median():
     window.add_busy([1.0, 1.0, 4.0])
     window.add_busy([1.0, 1.0, 2.0])
     assert window.straggler() == {"straggler": 3.0, "slowest_rank": 2}
+
+
+def test_memory_that_a_save_takes_for_its_copy_is_not_told_as_the_training_s(monkeypatch):
+    peak = {"gib": 30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["gib"] * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(gib=20))
+    memory = PeakMemory(torch.device("cuda"))
+    with memory.left_out():
+        peak["gib"] = 75
+    assert memory.gib() == 30.0
+    peak["gib"] = 31
+    assert memory.gib() == 31.0
+    assert PeakMemory(torch.device("cpu")).gib() is None
 
 
 @pytest.mark.parametrize(("mem_gib", "words"), [(None, "rank 1 slow x2.0"), (1.0, "rank 1 slow x2.0 on the host")])

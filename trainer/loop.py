@@ -54,7 +54,8 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
                 ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
                 if saves and not (ends or evaluates) and saver.goes_beside():
-                    saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
+                    with steps.memory.left_out():  # without a drain: the device may still be busy with the step
+                        saver.save(step, must_succeed=False)
                 elif ends or evaluates or saves:
                     steps.drain(at_end=ends)
                     # a run that is asked to stop saves at once and looks at nothing more
@@ -63,7 +64,8 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                     ending = stopping or evaluator.early_stop is not None
                     if saves or ending:
                         exports = run.config.run.export and not stopping
-                        saver.save(step, must_succeed=ending or step == total, then_export=exports)
+                        with steps.memory.left_out():  # a copy in memory that is free anyway
+                            saver.save(step, must_succeed=ending or step == total, then_export=exports)
                     steps.restart_clock()
             steps.drain(at_end=True)
         except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for

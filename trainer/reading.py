@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +31,7 @@ class Reader:
         self._window = Window()
         self._skipped_in_a_row = 0
         self._clock = StepClock(run.dist.device)
+        self.memory = PeakMemory(run.dist.device)
         self._start_s: float | None = None
         """For the first record: how long the start took."""
 
@@ -95,7 +98,7 @@ class Reader:
             "mfu": mfu,
             "step_s": round(window.seconds / window.steps, 5),
             "data_wait_s": round(window.wait / window.steps, 5),
-            "mem_gib": memory_gib(run.dist.device),
+            "mem_gib": self.memory.gib(),
             "epoch": round(run.data.train.epoch_at(late.step), 4),
         }
         started = {} if self._start_s is None else {"start_s": self._start_s}
@@ -208,8 +211,27 @@ class Window:
         return self.loss_sum / self.targets if self.targets else float("nan")
 
 
-def memory_gib(device: torch.device) -> float | None:
-    """The most GPU memory that tensors have taken so far, in GiB; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    return round(torch.cuda.max_memory_allocated(device) / 2**30, 3)
+class PeakMemory:
+    """The most GPU memory that tensors of the training have taken so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._earlier = 0
+
+    def gib(self) -> float | None:
+        """None on the CPU."""
+        return round(self._bytes() / 2**30, 3) if self._on_cuda else None
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is taken inside, and given back before its end, does not count."""
+        if not self._on_cuda:
+            yield
+            return
+        self._earlier = self._bytes()
+        yield
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _bytes(self) -> int:
+        return max(self._earlier, torch.cuda.max_memory_allocated(self._device))
