@@ -34,7 +34,7 @@ from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.saver_process import Launched, launch_saver
 from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.sizing import expected_bytes, why_no_room
-from trainer.checkpoint.spare import SpareMemory, spare_bytes
+from trainer.checkpoint.spare import RESERVE_BYTES, SpareMemory, spare_bytes
 from trainer.checkpoint.staging import Staging
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
@@ -290,13 +290,16 @@ def test_copy_keeps_values_and_other_entries_whatever_the_pieces_and_the_spare_m
     assert found["optimizer"] == {"a": {"step": 3}}
 
 
-@pytest.mark.parametrize(("free", "expected"), [(100, 50), (56, 50), (55, 50), (40, 35), (5, 0), (0, 0)], ids=str)
-def test_a_copy_on_the_device_leaves_a_part_of_its_memory_free(free, expected):
-    assert spare_bytes(50, free, total=100) == expected
+@pytest.mark.parametrize(
+    ("free", "total", "expected"),
+    [(100, 100, 50), (55, 100, 50), (40, 100, 35), (5, 100, 0), (0, 100, 0), (40, 24, 38), (30, 24, 28), (1, 24, 0)],
+)
+def test_a_copy_on_the_device_leaves_a_part_of_its_memory_free_and_2_gib_at_least(free, total, expected):
+    assert spare_bytes(50 * 2**30, free * 2**30, total * 2**30) == expected * 2**30
 
 
 def test_spare_memory_is_settled_at_the_first_save_and_none_once_memory_ran_short(monkeypatch):
-    free, retries = iter([(60, 100)]), iter([3, 3, 4])  # the device is asked once
+    free, retries = iter([(RESERVE_BYTES + 55, 100)]), iter([3, 3, 4])  # the device is asked once
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: next(free))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": next(retries)})
     spare = SpareMemory(torch.device("meta"))

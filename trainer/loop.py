@@ -26,6 +26,7 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
     multiplier = lr_multiplier(run.config.optim, total)
     peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
     evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside)
+    must_judge_first = run.config.train.nonfinite == "abort"  # a save would have the next attempt start behind the step
     with stop_requests(run.run_dir) as is_stop_requested:
         saver.prepare()
         flags = FlagBoard(run.dist, width=1)
@@ -53,7 +54,7 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 (asked,) = flags.read()
                 stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
                 ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
-                if saves and not (ends or evaluates) and saver.goes_beside():
+                if saves and not (ends or evaluates or must_judge_first) and saver.goes_beside():
                     with steps.memory.left_out():  # without a drain: the device may still be busy with the step
                         saver.save(step, must_succeed=False)
                 elif ends or evaluates or saves:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-RESERVE = 0.05
-"""Of a GPU's memory what is left free, for what the training may yet ask for."""
+RESERVE, RESERVE_BYTES = 0.05, 2 * 2**30
+"""What is left free, the larger of a part of the GPU's memory and some bytes: for what the training may yet ask for and
+what asks the driver itself, NCCL and kernels that are loaded late."""
 
 
 class SpareMemory:
@@ -40,7 +41,7 @@ class SpareMemory:
 
 def spare_bytes(needed: int, free: int, total: int) -> int:
     """How many of the `needed` bytes a device with so much free memory can do without."""
-    return max(0, min(needed, free - int(RESERVE * total)))
+    return max(0, min(needed, free - max(int(RESERVE * total), RESERVE_BYTES)))
 
 
 def shortages(device: torch.device) -> int:
