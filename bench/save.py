@@ -35,12 +35,12 @@ SYNCHRONOUS = "saves stop the training"
 def main() -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="1.5b", choices=list(SHAPES), help="a shape of bench/train.py")
-    made.add_argument("--gpus", type=int, default=1)
-    made.add_argument("--seq-len", type=int, default=2048)
-    made.add_argument("--micro-batch", type=int, default=4)
-    made.add_argument("--save-every", type=int, default=250)
-    made.add_argument("--limit-s", type=float, default=600)
-    made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
+    made.add_argument("--gpus", type=int, default=1, help="GPUs, or processes on the CPU")
+    made.add_argument("--seq-len", type=int, default=2048, help="tokens of a row")
+    made.add_argument("--micro-batch", type=int, default=4, help="rows of a GPU and step")
+    made.add_argument("--save-every", type=int, default=250, help="steps until the save, which has as many to end")
+    made.add_argument("--limit-s", type=float, default=600, help="the run is ended after so many seconds")
+    made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where a GPU is")
     made.add_argument("--out", type=Path, help="write what was measured (JSON) here")
     asked = made.parse_args()
     if not 2 <= asked.save_every <= MORE_STEPS // 2:

@@ -17,6 +17,7 @@ from .layout import Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
+from .removal import remove
 from .statusfile import StatusFile, say
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
@@ -149,7 +150,7 @@ class Attempt:
         """The command with its slots filled. Stopped when a stop was asked for meanwhile."""
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
-        state.remove(self.job.outcome)  # of an earlier attempt
+        remove(self.job.outcome)  # of an earlier attempt
         python, root = self._resolve_python(), os.path.dirname(os.path.dirname(self.job.path))
         slots = {"python": python, "root": root, "job": self.job.path, "agent": self.agent_dir}
         slots.update(self.gpus.slots if self.gpus is not None else {})

@@ -12,6 +12,7 @@ from .errors import AgentError
 from .following import follow_job
 from .layout import Job, Root
 from .logs import LogReader
+from .removal import remove
 from .requests import find_job
 from .start import check_root, plan_hash, start_next, write_private
 from .storelock import store_in_use
@@ -104,7 +105,7 @@ def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) 
             os.rename(job.config, kept)
         write_private(job.config, plan["config_yaml"].encode())
     request["env"] = env
-    state.remove(job.stop)
+    remove(job.stop)
 
 
 def _noted(record: Dict[str, Any], number: int) -> Optional[Dict[str, Any]]:

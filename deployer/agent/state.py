@@ -16,6 +16,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_outcome
 from .layout import Job
 from .procs import Process, is_running, job_processes, process_of
+from .removal import remove
 
 QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
 FINAL = (*ENDINGS, LOST)
@@ -101,14 +102,6 @@ def write_json(path: str, value: Dict[str, Any]) -> None:
         remove(temporary)
         raise
     _sync_folder(os.path.dirname(path))
-
-
-def remove(path: str) -> None:
-    """The file is gone afterwards, or cannot be removed."""
-    try:
-        os.unlink(path)
-    except OSError:
-        pass
 
 
 def _sync_folder(path: str) -> None:

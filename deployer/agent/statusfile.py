@@ -9,6 +9,7 @@ from typing import Any, Dict
 
 from . import state
 from .layout import Job
+from .removal import remove
 
 RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""
@@ -51,7 +52,7 @@ class StatusFile:
 
     def save_last(self, **final: Any) -> None:
         """The last word, in the room that was kept for it."""
-        state.remove(self._job.reserve)
+        remove(self._job.reserve)
         self.save(**final)
         for _ in range(LAST_TRIES):
             if not self.unsaved:
