@@ -72,10 +72,11 @@ def main() -> int:
 
 def has_ended(metrics: str, log: str, save_every: int) -> bool:
     """Whether the save has ended and some steps after it, or the next one has come, which waits for it."""
-    count = len(step_records(metrics))
-    if count >= 2 * save_every:
+    steps_s = [record["step_s"] for record in step_records(metrics)]
+    if len(steps_s) >= 2 * save_every:
         return True
-    return SAVED.search(log) is not None and count > save_every + AFTER
+    found = SAVED.search(log)
+    return found is not None and len(split_steps(steps_s, save_every, written_s=float(found[2]))["after"]) == AFTER
 
 
 def why_none(metrics: str, log: str, save_every: int) -> str:

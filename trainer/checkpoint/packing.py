@@ -79,6 +79,7 @@ class _Packer:
     def __init__(self, put: Put) -> None:
         self._put = put
         self._done: dict[Key, Plain] = {}
+        self._meshes: dict[int, Any] = {}  # torch computes its ranks anew each time
         self.end = 0
 
     def pack(self, state: State) -> State:
@@ -86,10 +87,14 @@ class _Packer:
 
     def _leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            mesh = leaf.device_mesh.mesh.tolist()
             local = self._local(local_tensor(leaf).detach())
-            return Sharded(local, mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride()))
+            return Sharded(local, self._ranks(leaf.device_mesh), tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride()))
         return self._local(leaf.detach()) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    def _ranks(self, mesh: DeviceMesh) -> Any:
+        if id(mesh) not in self._meshes:
+            self._meshes[id(mesh)] = mesh.mesh.tolist()
+        return self._meshes[id(mesh)]
 
     def _local(self, tensor: Any) -> Plain | Compound:
         if is_plain(tensor):

@@ -19,6 +19,9 @@ PIECE_BYTES = 64 * 2**20
 """Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other
 thread can launch a kernel. A multiple of `packing.ALIGNMENT`, so no value lies in two pieces."""
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of a number. `_foreach_copy_` takes bf16 by way of fp32, after which every NaN has the same bits."""
+
 Value = tuple[int, Tensor]
 """Where a plain tensor belongs in the region, in bytes from its beginning, and the tensor."""
 Spare = Callable[[int], Tensor]
@@ -157,8 +160,9 @@ def end_of(values: list[Value]) -> int:
 
 
 def copy_into(memory: Tensor, values: list[Value]) -> None:
-    """Copy values to their offsets in bytes of memory."""
+    """Copy values bit by bit to their offsets in bytes of memory."""
     for dtype in {tensor.dtype for _, tensor in values}:  # what is alike in dtype and layout, a few kernels copy
-        sources = [(offset, tensor.contiguous()) for offset, tensor in values if tensor.dtype == dtype]
-        targets = [memory[offset : offset + source.nbytes].view(dtype).view(source.shape) for offset, source in sources]
+        bits = BITS.get(dtype.itemsize, dtype)
+        sources = [(offset, tensor.contiguous().view(bits)) for offset, tensor in values if tensor.dtype == dtype]
+        targets = [memory[offset : offset + source.nbytes].view(bits).view(source.shape) for offset, source in sources]
         torch._foreach_copy_(targets, [source for _, source in sources])
