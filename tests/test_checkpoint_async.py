@@ -257,6 +257,19 @@ def test_memory_is_used_again_and_grows_where_the_state_is_larger_than_expected(
     assert all(torch.equal(a, b) for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True))
 
 
+def test_memory_of_the_device_is_reserved_once_when_saves_can_be_beside_the_training():
+    model, optimizer = start_with_momentum()
+    writer = Writer(ALONE, beside=FORKED)
+    assert not writer.can_reserve()
+    writer.prepare(model, optimizer)
+    while not writer.is_ready():
+        time.sleep(0.05)
+    assert writer.can_reserve()
+    writer.reserve()
+    assert not writer.can_reserve()
+    writer.close()
+
+
 def copy_of(state: dict, *, piece_bytes: int = 2**20, spare: int | None = None) -> dict:
     """What a saver would find of a state that was copied by way of so many bytes of spare memory."""
     taken = None if spare is None else lambda needed: torch.empty(min(needed, spare), dtype=torch.uint8)

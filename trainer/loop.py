@@ -44,6 +44,9 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                     seen.append(values)
                 step += 1
                 saver.after_step()
+                if saver.can_reserve():
+                    with steps.memory.left_out():
+                        saver.reserve()
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)

@@ -65,6 +65,14 @@ class Saver:
         if self._writer.has_ended():
             self._tell()
 
+    def can_reserve(self) -> bool:
+        """Whether `reserve` has something to do yet: once in a run."""
+        return self._writer.can_reserve()
+
+    def reserve(self) -> None:
+        """Take the memory of the GPU that the first save would have to wait for; after a step."""
+        self._writer.reserve()
+
     def save(self, step: int, *, must_succeed: bool, then_export: bool = False) -> None:
         """Save; one that fails on the way is only reported, for the training is worth more than it.
 

@@ -80,13 +80,31 @@ def test_memory_of_the_copy_goes_to_a_training_that_runs_short_and_the_next_save
         staging.close()
 
 
+def test_memory_that_was_reserved_is_what_the_first_copy_takes():
+    staging = Staging(DEVICE)
+    try:
+        state = state_of([1000, 200], 0)
+        before = torch.cuda.memory_reserved(DEVICE)
+        staging.reserve(2**30 + 2**28)
+        reserved = torch.cuda.memory_reserved(DEVICE)
+        assert reserved >= before + 2**30
+        expected = {name: value.cpu() for name, value in state.items()}
+        packed, wait = staging.copy({"model": state})
+        wait()
+        assert torch.cuda.memory_reserved(DEVICE) == reserved
+        assert is_in(staging.region, packed, expected)
+    finally:
+        torch.cuda.synchronize()
+        staging.close()
+
+
 def test_what_a_step_tells_does_not_wait_for_the_copy_of_a_save_to_the_host():
     size = 8 * 2**30
     state, values = torch.ones(size, dtype=torch.uint8, device=DEVICE), torch.tensor([1.5, float("nan")], device=DEVICE)
     staging = Staging(DEVICE)
     try:
         staging.allocate(size, beside=False)
-        on_its_way(0, 0.1, 0.0, values.double()).read()  # takes pinned memory and loads kernels, which wait for the device
+        on_its_way(0, 0.1, 0.0, values.double()).read()  # takes memory and loads kernels, which wait for the device
         _, wait = staging.copy({"model": {"a": state}})
         told = on_its_way(1, 0.1, 0.0, values.double())
         loss, other = told.read()

@@ -87,8 +87,8 @@ class _Packer:
 
     def _leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            local = self._local(local_tensor(leaf).detach())
-            return Sharded(local, self._ranks(leaf.device_mesh), tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride()))
+            local, mesh = self._local(local_tensor(leaf).detach()), self._ranks(leaf.device_mesh)
+            return Sharded(local, mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride()))
         return self._local(leaf.detach()) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
     def _ranks(self, mesh: DeviceMesh) -> Any:

@@ -66,6 +66,13 @@ class Staging:
                 if beside:
                     time.sleep(time.perf_counter() - began)
 
+    def reserve(self, size: int) -> None:
+        """Take the device's spare memory and leave it to torch's allocator, so that the first copy need not wait for
+        the device to map it (tens of ms). When steps have taken what they need."""
+        if self._on_cuda and self._spare:
+            with torch.cuda.stream(self._beside()):
+                self._spare(size)
+
     def copy(self, state: State) -> tuple[State, Callable[[], None]]:
         """A description of the copy, and a function that waits until it is there.
 
@@ -80,9 +87,9 @@ class Staging:
         if not self._on_cuda:
             self._bring(self._settle(values))
             return packed, lambda: None
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._beside()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             held = self._settle(values)
             self._settled = torch.cuda.Event()
             self._settled.record()
@@ -109,6 +116,10 @@ class Staging:
         if self._region is not None:
             self._region.close()
         self._region = None
+
+    def _beside(self) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream()
+        return self._stream
 
     def _settle(self, values: list[Value]) -> Tensor:
         """Copy all values so that they may change: as many as fit to the device's spare memory, which is returned and

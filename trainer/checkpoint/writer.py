@@ -90,6 +90,7 @@ class Writer:
         self._saver: SaverProcess | None = None
         self._ready: Future[str] | None = None
         self._hook: Any = None
+        self._to_reserve = 0
         self._failed = ""
         self._saving: Future[Written] | None = None
         self._blocked_s = 0.0
@@ -123,11 +124,21 @@ class Writer:
         self._launch(setup)
         self._hook = optimizer.register_step_pre_hook(self._staging.when_settled)
         self._ready = self._threads.submit(self._make_ready, needed)
+        self._to_reserve = needed
         return None
 
     def is_ready(self) -> bool:
         """Whether saver and memory are there, or none will be: `start` then waits for nothing but an earlier save."""
         return self._beside is None or (self._ready is not None and self._ready.done())
+
+    def can_reserve(self) -> bool:
+        """Whether `reserve` has something to do yet: once, when saves can be beside the training."""
+        return self._to_reserve > 0 and self._beside is not None and self.is_ready()
+
+    def reserve(self) -> None:
+        """Take beforehand what memory of the GPU a copy is made in, between two steps; no other rank is waited for."""
+        size, self._to_reserve = self._to_reserve, 0
+        self._staging.reserve(size)
 
     def start(
         self,
