@@ -1,6 +1,7 @@
 """What an asynchronous save costs the steps beside it: a run of ours that saves once, its steps before, during, after.
 
     python bench/save.py --model 1.5b --micro-batch 4 --save-every 250 --out save.json
+    python bench/save.py --model 1.5b --micro-batch 4 target.train_backend=fsdp
 
 The run is `train.py` as anybody starts it. A step lasts from the end of the one before to its own, so what a save takes
 of the training is in it. `--save-every`: steps until the save begins, which must end before as many more.
@@ -42,10 +43,16 @@ def main() -> int:
     made.add_argument("--limit-s", type=float, default=600, help="the run is ended after so many seconds")
     made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where a GPU is")
     made.add_argument("--out", type=Path, help="write what was measured (JSON) here")
+    made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the config, as train.py takes them")
     asked = made.parse_args()
+    settings = dict(setting.partition("=")[::2] for setting in asked.settings)
+    if bad := [setting for setting in asked.settings if "=" not in setting]:
+        made.error(f"{bad[0]}: not KEY=VALUE")
     if not 2 <= asked.save_every <= MORE_STEPS // 2:
         made.error(f"--save-every: 2 to {MORE_STEPS // 2}, not {asked.save_every}")
-    row = ours(asked.model, asked.seq_len, asked.micro_batch, gpus=asked.gpus, train__save_every=asked.save_every)
+    settings = {**settings, "train.save_every": asked.save_every}
+    label = " ".join(asked.settings)
+    row = ours(asked.model, asked.seq_len, asked.micro_batch, gpus=asked.gpus, label=label, **settings)
     device = resolve_device(asked.device)
     report = begin_report(device, None)
     with tempfile.TemporaryDirectory(prefix="tf-save-") as folder:

@@ -69,8 +69,9 @@ def test_save_without_steps_before_it_or_beyond_the_run_is_refused(save_every: s
 def test_tiny_run_of_ours_is_measured(tmp_path: Path):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--seq-len", "64"]
     options = ["--micro-batch", "2", "--save-every", "30", "--device", "cpu", "--out", str(tmp_path / "save.json")]
+    options += ["optim.learning_rate=0.001"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "ours tiny 1x2x64 fixed: blocked" in done.stdout
+    assert "ours tiny 1x2x64 fixed optim.learning_rate=0.001: blocked" in done.stdout
     (row,) = json.loads((tmp_path / "save.json").read_text())["rows"]
     assert len(row["before"]) == 29 and row["during"] and row["after"]

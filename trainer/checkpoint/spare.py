@@ -16,8 +16,8 @@ what asks the driver itself, NCCL and kernels that are loaded late."""
 class SpareMemory:
     """Memory of a CUDA device, asked for at each save and given back to torch's allocator right after.
 
-    How much is settled at the first save, when steps have taken what they need. Once the training has run short of
-    memory, so that the allocator gave this back to the device, there is none any more.
+    How much is settled when it is first asked for, after steps have taken what they need. Once the training has run
+    short of memory, so that the allocator gave this back to the device, there is none any more.
     """
 
     def __init__(self, device: torch.device) -> None:
