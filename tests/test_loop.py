@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -255,6 +256,22 @@ def test_retention_keeps_the_last_checkpoints(rows, tmp_path):
     train(1, rows, tmp_path / "run", save_every=2, keep_last=2)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step_000006", "step_000008"]
+
+
+def test_full_collections_leave_out_what_lives_for_the_whole_run(rows, tmp_path):
+    run = build(rows, tmp_path / "run", steps=3, micro_batch_size=6)
+    loss_fn, seen = run.loss_fn, []
+
+    def counted(module, batch) -> LossSum:
+        if module.training:
+            seen.append(len(gc.get_objects()))
+        return loss_fn(module, batch)
+
+    run.loss_fn = counted
+    loop.train(run)
+    first, *later = seen
+    assert len(later) == 2 and max(later) < first / 20
+    assert len(gc.get_objects()) > first / 2
 
 
 # --- non-finite steps -------------------------------------------------------------------------------------------------

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests.ranks import run_ranks
 from trainer.config.length import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
@@ -59,6 +64,49 @@ def test_found_inf_leaves_weights_and_moments_as_they_were():
     optimizer.step()
     after = [model.weight, optimizer.state[model.weight]["exp_avg"]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        (model(torch.ones(1, 3)).sum() - step).square().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+
+
+def described() -> int:
+    """What there is of torch's descriptions of sharded tensors."""
+    gc.collect()
+    return sum("DTensorSpec" in type(thing).__name__ for thing in gc.get_objects())
+
+
+def step_sharded(dist, whole: dict) -> tuple[dict, bool, int]:
+    """The weights after eight steps, whether the state is sharded, and how many descriptions the last five left."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model.load_state_dict(whole)
+    fully_shard(model)
+    optimizer = build_optimizer(model, OptimConfig())
+    take_steps(model, optimizer, range(3))
+    before = described()
+    take_steps(model, optimizer, range(3, 8))
+    left = described() - before
+    is_sharded = all(isinstance(optimizer.state[p]["exp_avg"], DTensor) for p in model.parameters())
+    return {name: p.full_tensor() for name, p in model.state_dict().items()}, is_sharded, left
+
+
+def test_step_over_shards_is_that_over_whole_tensors_and_leaves_nothing_behind():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == dim], "weight_decay": decay}
+        for dim, decay in ((2, OptimConfig().weight_decay), (1, 0.0))
+    ]
+    take_steps(model, torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False), range(8))
+    for weights, is_sharded, left in run_ranks(step_sharded, 2, whole):
+        torch.testing.assert_close(weights, dict(model.state_dict()), atol=1e-6, rtol=1e-5)
+        assert is_sharded
+        assert left == 0
 
 
 @pytest.mark.parametrize(("given", "steps", "warmup"), [(None, 200, 10), (None, 6, 1), (None, 3, 0), (7, 6, 7)])

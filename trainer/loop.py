@@ -6,6 +6,7 @@ from trainer.checkpoint.writer import Beside
 from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
+from trainer.garbage import long_lived
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
 from trainer.reading import NonFiniteError, Reader
 from trainer.run import Result, Run
@@ -27,7 +28,7 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
     peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
     evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside)
     must_judge_first = run.config.train.nonfinite == "abort"  # a save would have the next attempt start behind the step
-    with stop_requests(run.run_dir) as is_stop_requested:
+    with stop_requests(run.run_dir) as is_stop_requested, long_lived() as set_aside:
         saver.prepare()
         flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
@@ -50,6 +51,9 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)
+                if step == run.start_step + 1:  # nothing more is compiled, and all of that lives to the end
+                    set_aside()
+                    steps.restart_clock()
                 if is_watched(run, step):
                     steps.drain()
                     steps.restart_clock()

@@ -87,7 +87,7 @@ class _Packer:
 
     def _leaf(self, path: str, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
-            local, mesh = self._local(local_tensor(leaf).detach()), self._ranks(leaf.device_mesh)
+            local, mesh = self._local(local_tensor(leaf)), self._ranks(leaf.device_mesh)
             return Sharded(local, mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride()))
         return self._local(leaf.detach()) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 

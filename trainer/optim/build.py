@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.groups import parameter_groups
 from trainer.optim.low_bit import build_adamw8bit, is_quantised
+from trainer.optim.shards import ShardAdamW
 from trainer.schema import OptimConfig
 
 
@@ -26,7 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.optimizer == "adamw8bit":
         return build_adamw8bit(groups, lr=lr, betas=betas, eps=eps)
     # fused: one kernel for all parameters, and the only variant that can skip a step on the device (`found_inf`)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return ShardAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def state_bytes(parameters: Iterable[Tensor], config: OptimConfig) -> float:

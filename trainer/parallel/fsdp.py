@@ -9,13 +9,14 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainer.dist import ensure_group
 from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
 from trainer.parallel.fsdp_reset import forget_iteration
 from trainer.parallel.plan import ROOT, Group, WrapPlan
-from trainer.parallel.tensors import fsdp_modules, local_tensor
+from trainer.parallel.tensors import fsdp_modules
 from trainer.parallel.wrapping import ignored_names
 
 if TYPE_CHECKING:
@@ -117,9 +118,10 @@ class FSDPBackend(Backend):
 
     def _sum_of_squares(self) -> Tensor:
         """Sharded gradients are summed over one copy of the model, the others once: every rank holds them."""
-        sharded = self._squares(grad for grad in self._grads() if grad is not local_tensor(grad))
+        grads = self._grads()
+        sharded = self._squares(grad for grad in grads if isinstance(grad, DTensor))
         torch_dist.all_reduce(sharded, group=self._mesh.get_group("dp_shard"))
-        return sharded + self._squares(grad for grad in self._grads() if grad is local_tensor(grad))
+        return sharded + self._squares(grad for grad in grads if not isinstance(grad, DTensor))
 
 
 def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:

@@ -19,8 +19,11 @@ def fsdp_modules(module: nn.Module) -> Iterable[FSDPModule]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's share of a sharded tensor; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's share of a sharded tensor, the memory itself and no part of a graph; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else torch makes a node of a graph for it
+        return tensor.to_local()
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
