@@ -14,7 +14,7 @@ class ShardAdamW(torch.optim.AdamW):
     """Its state is sharded as the parameters are; its step sees this rank's shards as plain tensors.
 
     An update needs nothing of other ranks. With DTensors torch describes each one of a step anew, milliseconds of the
-    host, and torch 2.11 keeps all descriptions: 1,700 objects more at each step of a model of 28 blocks.
+    host, and torch 2.11 keeps all descriptions (https://github.com/pytorch/pytorch/issues/188174).
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
