@@ -15,6 +15,7 @@ from trainer.config.length import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig
+from trainer.step import apply_update
 
 STEPS = 100
 
@@ -64,6 +65,18 @@ def test_found_inf_leaves_weights_and_moments_as_they_were():
     optimizer.step()
     after = [model.weight, optimizer.state[model.weight]["exp_avg"]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_an_update_reads_is_on_the_cpu_where_any_parameter_is_there():
+    seen = []
+
+    class Told(torch.optim.SGD):
+        def step(self):
+            seen.extend([self.found_inf.device.type, self.grad_scale.device.type])
+
+    groups = [{"params": [nn.Parameter(torch.ones(2, device=device))]} for device in ("meta", "cpu")]
+    apply_update(Told(groups), 0.1, torch.tensor(True), divisor=torch.ones(()))
+    assert seen == ["cpu", "cpu"]
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

@@ -111,12 +111,13 @@ def apply_update(
     `divisor`: of the gradients, for an optimizer that divides by itself (`divides_by_itself`).
     """
     set_learning_rate(optimizer, lr)
-    # the CPU with offloaded parameters: the values must be there before it reads them
-    first = optimizer.param_groups[0]["params"][0].device
+    # the CPU where any parameter is offloaded: the values must be there before it reads them
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    device = min(devices, key=lambda device: device.type != "cpu")
     read = cast("_ReadOnDevice", optimizer)
-    read.found_inf = (~finite).float().to(first)  # nobody waits for the value
+    read.found_inf = (~finite).float().to(device)  # nobody waits for the value
     if divisor is not None:
-        read.grad_scale = divisor.to(first)
+        read.grad_scale = divisor.to(device)
     optimizer.step()
     read.found_inf = read.grad_scale = None
     optimizer.zero_grad(set_to_none=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError
 from trainer.models.patterns import matching
@@ -35,14 +34,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], config: OptimCon
             )
         groups += _by_decay(mine, group, config.weight_decay)
     groups += _by_decay(left, GroupConfig("*"), config.weight_decay)
-    return [group for group in _by_storage(groups) if group["params"]]
-
-
-def _by_storage(groups: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same groups, each of sharded or of whole tensors alone: a fused update does not take both at once."""
-    for group in groups:
-        for sharded in (True, False):
-            yield {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) is sharded]}
+    return [group for group in groups if group["params"]]
 
 
 def _by_decay(named: Named, group: GroupConfig, weight_decay: float) -> list[dict[str, Any]]:
