@@ -1,7 +1,7 @@
 """Python's collection of objects that hold each other in a cycle, kept out of the steps.
 
-A full collection goes through every object there is: beside torch and what its compiler made 300 to 600 ms, in which no
-kernel is launched, again every hundred steps or so, and on each rank at another one.
+A full collection goes through every object there is, beside torch and what its compiler made for some 250 ms, in which
+no kernel is launched (docs/performance.md); it comes now and then, and on each rank at another step.
 """
 
 from __future__ import annotations

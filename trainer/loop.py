@@ -51,7 +51,7 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)
-                if step == run.start_step + 1:  # nothing more is compiled, and all of that lives to the end
+                if step == run.start_step + 1:  # compiled code and the optimizer's state live to the end
                     set_aside()
                     steps.restart_clock()
                 if is_watched(run, step):

@@ -129,7 +129,7 @@ def on_its_way(step: int, lr: float, waited: float, values: torch.Tensor) -> Ste
         return StepValues(step, lr, waited, values, None, time.perf_counter())
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     # a kernel writes them: copies to the host are made one after another, and that of a save takes hundreds of ms
-    torch.mul(values, 1.0, out=mapped(pinned, values.device))
+    torch.mul(values, 1.0, out=_mapped(pinned, values.device))
     ready = torch.cuda.Event(enable_timing=True)
     ready.record()
     return StepValues(step, lr, waited, pinned, ready, time.perf_counter())
@@ -148,6 +148,6 @@ class _Array:
         }
 
 
-def mapped(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _mapped(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Pinned float64 memory of the host as a tensor that kernels of a device write: the two share their addresses."""
     return torch.as_tensor(_Array(pinned), device=device)

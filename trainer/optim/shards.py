@@ -13,8 +13,8 @@ from trainer.parallel.tensors import local_tensor
 class ShardAdamW(torch.optim.AdamW):
     """Its state is sharded as the parameters are; its step sees this rank's shards as plain tensors.
 
-    An update needs nothing of other ranks. With DTensors torch describes each one of a step anew, milliseconds of the
-    host, and torch 2.11 keeps all descriptions (https://github.com/pytorch/pytorch/issues/188174).
+    An update needs nothing of other ranks. Among DTensors torch makes a DTensorSpec for each parameter's step count
+    anew, milliseconds of the host, and torch 2.11 keeps them all (https://github.com/pytorch/pytorch/issues/188174).
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
