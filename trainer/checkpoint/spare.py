@@ -26,7 +26,7 @@ class SpareMemory:
         self._shortages = 0
 
     def take(self, needed: int) -> Tensor:
-        """[bytes] uint8: `needed` bytes, or fewer, or none; in the pool of the current stream."""
+        """[bytes] uint8 in the pool of the current stream: as many as were needed the first time, or fewer, or none."""
         if self._size is None:
             self._size = spare_bytes(needed, *torch.cuda.mem_get_info(self._device))
             self._shortages = shortages(self._device)

@@ -25,7 +25,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Value = tuple[int, Tensor]
 """Where a plain tensor belongs in the region, in bytes from its beginning, and the tensor."""
 Spare = Callable[[int], Tensor]
-"""Gives [bytes] uint8 of the device: as many as asked for, or fewer."""
+"""Gives [bytes] uint8 of the device: as many as asked for the first time, or fewer."""
 
 
 class Staging:
