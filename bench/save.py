@@ -48,6 +48,8 @@ def main() -> int:
     settings = dict(setting.partition("=")[::2] for setting in asked.settings)
     if bad := [setting for setting in asked.settings if "=" not in setting]:
         made.error(f"{bad[0]}: not KEY=VALUE")
+    if "train.save_every" in settings:
+        made.error("train.save_every: said by --save-every")
     if not 2 <= asked.save_every <= MORE_STEPS // 2:
         made.error(f"--save-every: 2 to {MORE_STEPS // 2}, not {asked.save_every}")
     settings = {**settings, "train.save_every": asked.save_every}

@@ -66,6 +66,17 @@ def test_save_without_steps_before_it_or_beyond_the_run_is_refused(save_every: s
     assert f"--save-every: 2 to 500, not {save_every}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("fsdp", "fsdp: not KEY=VALUE"), ("train.save_every=9", "train.save_every: said by --save-every")],
+)
+def test_setting_that_is_none_or_that_an_option_says_is_refused(setting: str, expected: str):
+    command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert expected in done.stderr
+
+
 def test_tiny_run_of_ours_is_measured(tmp_path: Path):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--seq-len", "64"]
     options = ["--micro-batch", "2", "--save-every", "30", "--device", "cpu", "--out", str(tmp_path / "save.json")]
