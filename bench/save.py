@@ -31,6 +31,8 @@ BEFORE, AFTER = 100, 10
 SAVED = re.compile(r"saved \S+ \(the training waited ([\d.]+) s, written in ([\d.]+) s\)")
 SYNCHRONOUS = "saves stop the training"
 """Says a run whose saves are not, or no longer, beside the training."""
+FIXED = ("train.steps", "train.log_every", "train.async_save")
+"""Settings that the figures rest on."""
 
 
 def main() -> int:
@@ -50,6 +52,8 @@ def main() -> int:
         made.error(f"{bad[0]}: not KEY=VALUE")
     if "train.save_every" in settings:
         made.error("train.save_every: said by --save-every")
+    if fixed := [key for key in FIXED if key in settings]:
+        made.error(f"{fixed[0]}: one save is measured, beside the training, step by step")
     if not 2 <= asked.save_every <= MORE_STEPS // 2:
         made.error(f"--save-every: 2 to {MORE_STEPS // 2}, not {asked.save_every}")
     settings = {**settings, "train.save_every": asked.save_every}

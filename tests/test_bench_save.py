@@ -77,6 +77,15 @@ def test_setting_that_is_none_or_that_an_option_says_is_refused(setting: str, ex
     assert expected in done.stderr
 
 
+@pytest.mark.parametrize("key", ["train.async_save", "train.log_every", "train.steps"])
+def test_setting_that_the_figures_rest_on_is_refused(key: str):
+    command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--save-every", "30"]
+    command += ["--device", "cpu", "--limit-s", "1", f"{key}=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert f"{key}: one save is measured" in done.stderr
+
+
 def test_tiny_run_of_ours_is_measured(tmp_path: Path):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--seq-len", "64"]
     options = ["--micro-batch", "2", "--save-every", "30", "--device", "cpu", "--out", str(tmp_path / "save.json")]
