@@ -270,6 +270,20 @@ def test_memory_of_the_device_is_reserved_once_when_saves_can_be_beside_the_trai
     writer.close()
 
 
+def no_process() -> Launched:
+    raise OSError("no more processes")
+
+
+def test_no_memory_of_the_device_is_reserved_where_no_saver_has_come_up():
+    model, optimizer = start_with_momentum()
+    writer = Writer(ALONE, beside=replace(FORKED, launch=no_process))
+    writer.prepare(model, optimizer)
+    while not writer.is_ready():
+        time.sleep(0.05)
+    assert not writer.can_reserve()
+    writer.close()
+
+
 def copy_of(state: dict, *, piece_bytes: int = 2**20, spare: int | None = None) -> dict:
     """What a saver would find of a state that was copied by way of so many bytes of spare memory."""
     taken = None if spare is None else lambda needed: torch.empty(min(needed, spare), dtype=torch.uint8)

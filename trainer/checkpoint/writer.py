@@ -132,8 +132,11 @@ class Writer:
         return self._beside is None or (self._ready is not None and self._ready.done())
 
     def can_reserve(self) -> bool:
-        """Whether `reserve` has something to do yet: once, when saves can be beside the training."""
-        return self._to_reserve > 0 and self._beside is not None and self.is_ready()
+        """Whether `reserve` has something to do yet: once, when saves can be beside the training; never where this
+        rank's saver was lost before it was up."""
+        if self._to_reserve == 0 or self._beside is None or self._ready is None:
+            return False
+        return self._ready.done() and not self._ready.result()
 
     def reserve(self) -> None:
         """Take beforehand what memory of the GPU a copy is made in, between two steps; no other rank is waited for."""
