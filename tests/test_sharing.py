@@ -318,8 +318,10 @@ def test_torchrun_jobs_at_the_same_moment_all_start_though_its_usual_port_is_tak
     assert [process.returncode for process in together] == [0] * 4, outputs
 
 
-def test_gpus_of_a_host_without_any_says_so(ferry: Ferry) -> None:
+def test_gpus_of_a_host_without_any_says_so_and_names_the_way_out(ferry: Ferry) -> None:
     ferry.env["PATH"] = os.path.dirname(sys.executable)  # noqa: PTH120
     done = ferry.run("gpus", *ferry.where())
     assert done.returncode == 125
-    assert done.stderr.endswith(b" has no nvidia-smi, so no GPU is seen\n")
+    message, hint = done.stderr.decode().splitlines()
+    assert message.endswith(" has no nvidia-smi, so no GPU is seen")
+    assert hint.endswith("run on its CPUs with target.device=cpu, or choose another machine")

@@ -90,7 +90,7 @@ def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.
     """
     # both at once: without persistence mode each takes about a second
     of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
-    hint = "run on its CPUs with %s, or choose another machine" % on_cpu if requested else ""
+    hint = "run on its CPUs with %s, or choose another machine" % on_cpu
     lacks = ", so no GPU %s" % ", ".join(requested) if requested else ""
     if of_gpus is None or of_apps is None:
         raise AgentError("host", "%s has no nvidia-smi%s" % (_machine(), lacks or ", so no GPU is seen"), hint)
