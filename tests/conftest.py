@@ -1,6 +1,7 @@
 """What every test has: state, results and homes of its own, never the user's."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -14,6 +15,9 @@ from tests.sshd import SshServer, make_key, start_sshd
 
 # a shell starts what it runs in the background deaf to Ctrl-C, and a child inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# the developer's own hosts are no test's; here, for fixtures of a whole file start clients too
+os.environ.pop("TORCHFERRY_SSH_CONFIG", None)
 
 
 @pytest.fixture(autouse=True)
