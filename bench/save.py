@@ -12,22 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from train_cases import SHAPES, ours  # noqa: E402
 from train_ours import MORE_STEPS, last_word, run_until, step_records  # noqa: E402
+from train_processes import leave  # noqa: E402
 
-from train import begin_report, resolve_device  # noqa: E402
+from train import begin_report  # noqa: E402
 
 BEFORE, AFTER = 100, 10
 """Steps before and after the save that are looked at."""
+FEW = 10
+"""Fewer steps beside a save are no measurement."""
 SAVED = re.compile(r"saved \S+ \(the training waited ([\d.]+) s, written in ([\d.]+) s\)")
 SYNCHRONOUS = "saves stop the training"
 """Says a run whose saves are not, or no longer, beside the training."""
@@ -35,7 +40,8 @@ FIXED = ("train.steps", "train.log_every", "train.async_save")
 """Settings that the figures rest on."""
 
 
-def main() -> int:
+def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and the settings of the config; ends with 2 where they make no sense."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--model", default="1.5b", choices=list(SHAPES), help="a shape of bench/train.py")
     made.add_argument("--gpus", type=int, default=1, help="GPUs, or processes on the CPU")
@@ -43,7 +49,7 @@ def main() -> int:
     made.add_argument("--micro-batch", type=int, default=4, help="rows of a GPU and step")
     made.add_argument("--save-every", type=int, default=250, help="steps until the save, which has as many to end")
     made.add_argument("--limit-s", type=float, default=600, help="the run is ended after so many seconds")
-    made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where a GPU is")
+    made.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: for a try with the tiny model")
     made.add_argument("--out", type=Path, help="write what was measured (JSON) here")
     made.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the config, as train.py takes them")
     asked = made.parse_args()
@@ -56,16 +62,24 @@ def main() -> int:
         made.error(f"{fixed[0]}: one save is measured, beside the training, step by step")
     if not 2 <= asked.save_every <= MORE_STEPS // 2:
         made.error(f"--save-every: 2 to {MORE_STEPS // 2}, not {asked.save_every}")
-    settings = {**settings, "train.save_every": asked.save_every}
+    if asked.out and not asked.out.parent.is_dir():
+        made.error(f"--out: there is no folder {asked.out.parent}")
+    return asked, {**settings, "train.save_every": asked.save_every}
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, leave)
+    asked, settings = parse()
     label = " ".join(asked.settings)
     row = ours(asked.model, asked.seq_len, asked.micro_batch, gpus=asked.gpus, label=label, **settings)
-    device = resolve_device(asked.device)
-    report = begin_report(device, None)
+    report = begin_report(asked.device, None)
+    say = f"{row.key}: {asked.save_every} steps, a save and the steps beside it, {asked.limit_s:g} s at most"
+    print(say, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="tf-save-") as folder:
         metrics, log = run_until(
             row,
             Path(folder),
-            device=device,
+            device=asked.device,
             limit_s=asked.limit_s,
             is_enough=lambda metrics, log: has_ended(metrics, log, asked.save_every),
         )
@@ -123,7 +137,10 @@ def table(parts: dict[str, list[float]]) -> list[str]:
             figures = f"{1e3 * mean:.1f} | {1e3 * slowest:.1f} | {mean / usual:.3f} x | {slowest / usual:.2f} x"
             lines.append(f"| {name} | {len(steps)} | {figures} |")
     first = " ".join(f"{1e3 * step:.0f}" for step in parts["during"][:12])
-    return [*lines, f"ms of the first steps from the save on: {first}"]
+    lines.append(f"ms of the first steps from the save on: {first}")
+    if len(parts["during"]) < FEW:
+        lines.append("The save ended so soon that this says little: a larger model says more.")
+    return lines
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
@@ -36,6 +36,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from train_cases import CASES, Contender  # noqa: E402
 from train_ours import run_ours  # noqa: E402
 from train_peers import lacking, run_peers  # noqa: E402
+from train_processes import leave  # noqa: E402
 from train_report import (  # noqa: E402
     NO_TIME,
     Report,
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, _leave)  # what is being measured is ended on the way out, as after Ctrl-C
+    signal.signal(signal.SIGTERM, leave)
     chosen = parser().parse_args()
     if chosen.table or chosen.readme:
         return show(chosen.table or committed_reports(), readme=chosen.readme, write=chosen.write)
@@ -106,10 +107,6 @@ def main() -> int:
     lines, code = judge(report, baseline)
     print("\n".join(["", *lines]))
     return code
-
-
-def _leave(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
 
 
 # --- what runs --------------------------------------------------------------------------------------------------------
@@ -245,7 +242,7 @@ def card_name() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"no GPU is seen here ({error}); `--case tiny --device cpu` runs without one")
+        sys.exit(f"no GPU is seen here ({error}); what is tiny runs without one, with --device cpu")
     return done.stdout.splitlines()[0].strip()
 
 

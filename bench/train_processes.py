@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
+from typing import NoReturn
 
 MARK_ENV = "TORCHFERRY_BENCH_MARK"
+
+
+def leave(number: int, _: object) -> NoReturn:
+    """A handler of SIGTERM: what is being measured is ended on the way out, as after Ctrl-C."""
+    sys.exit(128 + number)
 
 
 def new_mark() -> str:

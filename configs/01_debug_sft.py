@@ -20,6 +20,6 @@ config = Config(
         family="qwen3", hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4, num_kv_heads=2
     ),
     data=DataConfig(train=["builtin:stdlib-docs"], seq_len=512, max_eval_rows=64),
-    optim=OptimConfig(learning_rate=3e-3),
+    optim=OptimConfig(learning_rate=2e-3),
     train=TrainConfig(steps=60, micro_batch_size=4, eval_every=20, save_every=30),
 )

@@ -1,6 +1,8 @@
 """bench/save.py: what it makes of the steps beside a save, and a short run."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import REPO
+from tests.jobs import wait_for
 
 sys.path.insert(0, str(REPO / "bench"))
 
@@ -33,7 +36,9 @@ def test_table_gives_mean_and_slowest_by_those_before():
         "| before | 2 | 100.0 | 100.0 | 1.000 x | 1.00 x |",
         "| during | 2 | 130.0 | 150.0 | 1.300 x | 1.50 x |",
         "ms of the first steps from the save on: 150 110",
+        "The save ended so soon that this says little: a larger model says more.",
     ]
+    assert "little" not in table({"before": [0.1], "during": [0.1] * 10, "after": []})[-1]
 
 
 @pytest.mark.parametrize(
@@ -95,3 +100,30 @@ def test_tiny_run_of_ours_is_measured(tmp_path: Path):
     assert "ours tiny 1x2x64 fixed optim.learning_rate=0.001: blocked" in done.stdout
     (row,) = json.loads((tmp_path / "save.json").read_text())["rows"]
     assert len(row["before"]) == 29 and row["during"] and row["after"]
+
+
+def test_without_a_gpu_nothing_is_measured_unasked():
+    command = [sys.executable, str(REPO / "bench" / "save.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PATH": ""})
+    assert done.returncode == 1
+    assert "no GPU is seen here" in done.stderr and "--device cpu" in done.stderr
+
+
+def test_terminated_measurement_leaves_neither_processes_nor_files(tmp_path: Path):
+    command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--device", "cpu"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as measuring:
+        wait_for(lambda: processes_with(str(tmp_path)), timeout_s=60)
+        measuring.terminate()
+        assert measuring.wait(timeout=60) == 143
+    assert processes_with(str(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def processes_with(word: str) -> list[str]:
+    """The command lines that hold a word."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in lines if word in line]
