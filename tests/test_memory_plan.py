@@ -18,7 +18,7 @@ from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read
 from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.models.decoder import DecoderShape
 from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
-from trainer.words import GIB
+from trainer.words import GIB, MIB
 
 KEPT = "none, reshard_after_forward=false"
 FAST = MemoryPlan("none", None, False, False)
@@ -114,7 +114,16 @@ def test_choice_is_told_with_what_it_needs_and_what_more_would():
     )
     table = render_table(choice)
     assert [line[2] for line in table[:3]] == [" ", "*", " "]
-    assert table[0].endswith("does not fit")
+    assert table[0].endswith("    80.00 GiB  does not fit")
+
+
+def test_table_of_a_small_model_is_in_mib():
+    choice = choose_plan(PLANS, lambda plan: NEEDS[plan.activation_checkpointing] * MIB, free=int(79.1 * GIB))
+    assert [line.split()[-2:] for line in render_table(choice)[:3]] == [
+        ["80.00", "MiB"],
+        ["60.00", "MiB"],
+        ["40.00", "MiB"],
+    ]
 
 
 def fit(shape: DecoderShape, gib: float, *, ranks: int = 1, failed: tuple[str, ...] = (), **sections: Any) -> Fit:

@@ -13,7 +13,7 @@ from rich.text import Text
 from trainer.inspection.inspecting import Inspection, Schedule
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.memory.plans import Choice, render_table, usable
-from trainer.words import GIB
+from trainer.words import GIB, render_bytes
 
 SHOWN_SAVINGS = 4
 SHOWN_TOKENS = 1500
@@ -45,7 +45,7 @@ def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
     yield "data", inspection.data.render()
     float8 = [] if inspection.float8 is None else [inspection.float8]
     yield "model and plan", [*inspection.parameters.render(), *inspection.plan.render(), *float8]
-    yield f"memory of each rank, estimated: {memory.total / GIB:.2f} GiB at the peak", memory.render()
+    yield f"memory of each rank, estimated: {render_bytes(memory.total)} at the peak", memory.render()
     if inspection.plans is not None:
         card = f"{inspection.plans.free / GIB:.1f} GiB"
         title = f"plans for memory on a card of {card}; parallel.memory=auto takes the first that fits (*)"

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.parallel import recompute_mode
 from trainer.schema import ParallelConfig
-from trainer.words import GIB
+from trainer.words import GIB, render_bytes
 
 MARGIN = 0.08
 """Of a GPU's free memory: for CUDA's and NCCL's own, and what the allocator cannot use between its blocks."""
@@ -158,7 +158,7 @@ def render_table(choice: Choice) -> list[str]:
     room = f"  of {_gib(choice.free)} GiB, {MARGIN:.0%} left for CUDA and between blocks"
     width = max(len(one.plan.render()) for one in choice.priced)
     rows = [
-        f"  {'*' if i == choice.index else ' '} {one.plan.render():<{width}}{_gib(one.needs):>8} GiB"
+        f"  {'*' if i == choice.index else ' '} {one.plan.render():<{width}}{render_bytes(one.needs):>13}"
         f"{'' if one.needs <= usable(choice.free) else '  does not fit'}"
         for i, one in enumerate(choice.priced)
     ]
