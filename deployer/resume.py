@@ -60,6 +60,8 @@ def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tupl
         config = _target_of(old, options)
     config = with_options(config, options)
     check_config(config)
+    if is_trainer:
+        _check_length(job, config)
     if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.secrets})
     python = old["python"]
@@ -88,6 +90,17 @@ def beginning(job: Resumable, plan: LaunchPlan) -> str:
     if resume != "auto":
         return "from the beginning" if resume == "never" else f"from {resume}"
     return "from the beginning: no complete checkpoint" if job.from_step is None else f"from step {job.from_step}"
+
+
+def _check_length(job: Resumable, config: Config) -> None:
+    """UsageError for a run that would end before the checkpoint it goes on from; the trainer refuses that too, but an
+    attempt later. How many steps `train.epochs` makes, only the trainer knows."""
+    saved, steps = job.from_step, config.train.steps
+    if config.train.resume == "auto" and saved is not None and steps is not None and saved > steps:
+        raise UsageError(
+            f"{job.job_id} has saved step {saved}, and train.steps is {steps}",
+            hint=f"train.steps above {saved} goes on from there; {RESUME}=… names an earlier checkpoint on the host",
+        )
 
 
 def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str]) -> None:

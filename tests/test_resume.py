@@ -137,6 +137,26 @@ def test_wrong_override_is_refused(changes: Any, overrides: tuple[str, ...], mes
     assert message in error.value.message and hint in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (("train.steps=60",), True),
+        (("train.steps=61",), False),
+        (("train.steps=60", "train.resume=never"), False),
+        (("train.steps=60", "train.resume=/elsewhere/step_000030"), False),
+        (("train.epochs=1",), False),
+    ],
+)
+def test_run_that_would_end_before_its_checkpoint_is_refused(overrides: tuple[str, ...], refused: bool) -> None:
+    job = Resumable("old-1", {**OLD, **TRAINER}, 1, 61)
+    if not refused:
+        plan_next(job, Options(overrides=overrides), known=())
+        return
+    with pytest.raises(UsageError, match=r"old-1 has saved step 61, and train\.steps is 60") as caught:
+        plan_next(job, Options(overrides=overrides), known=())
+    assert caught.value.exit_code == 2
+
+
 def test_every_missing_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "x")
     with pytest.raises(UsageError, match="the secrets GONE, LOST are not set in this shell"):
@@ -312,3 +332,7 @@ def test_trainer_killed_and_restarted_ends_as_if_undisturbed_and_resumes_further
     assert [row["step"] for row in rows_of(ferry.job() / "metrics.jsonl") if "loss" in row] == list(range(1, 18))
     configs = {p.name: yaml.safe_load(p.read_text())["train"]["steps"] for p in ferry.job().glob("config*.yaml")}
     assert configs == {"config.attempt_2.yaml": 14, "config.yaml": 17}
+
+    done = ferry.run("resume", ferry.job_ids()[0], "train.steps=10", "--no-pull")
+    assert done.returncode == 2 and b"has saved step 17, and train.steps is 10" in done.stderr
+    assert not (ferry.job() / "logs" / "attempt_4").exists()
