@@ -98,6 +98,11 @@ def size(number: float) -> str:
     raise AssertionError("unreachable")
 
 
+def counted(count: int, what: str) -> str:
+    """`1 file`, `1,200 files`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def number(value: object) -> str:
     """A figure for the eye: four significant digits of a float, none behind the point of a large one."""
     if not isinstance(value, float):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deployer import render
 from deployer.agent.tree import dump_entries
 from deployer.errors import UsageError
 from deployer.follow import Watcher
@@ -512,3 +513,11 @@ def test_launch_line_names_three_rules_that_left_out_most_and_counts_the_others(
     write(ferry, ".gitignore", "a/\nb/\nc/\nd/\ne/\n")
     shown = ferry.run("run", "--dry-run", "--", "true").stdout
     assert b"; left out a/, b/, c/ and 2 more rules (35 files)\n" in shown
+
+
+def test_single_file_is_counted_as_one(ferry):
+    write(ferry, "only.py", "print('done')")
+    words = ("--no-pull", "--", "python", "only.py")
+    assert "# files    1 file, " in ferry.run("run", "--dry-run", *words).stdout.decode()
+    assert ": 1 file, " in ferry.run("run", *ferry.where(), *words).stderr.decode()
+    assert render.counted(1200, "file") == "1,200 files"

@@ -68,7 +68,7 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
 
 
 def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
-    render.notice(f"results: {target} ({pulled.files} files, {render.size(pulled.size_bytes)})")
+    render.notice(f"results: {target} ({render.counted(pulled.files, 'file')}, {render.size(pulled.size_bytes)})")
     beyond = [left for left in pulled.left_out if left.reason == BEYOND_LIMIT]
     for left in pulled.left_out:
         if left not in beyond:
@@ -80,7 +80,8 @@ def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
 def _tell_beyond(beyond: Sequence[LeftOut], pulled: Pulled, job_id: str) -> None:
     total = sum(left.size_bytes for left in beyond)
     names = ", ".join(left.name for left in beyond[:4]) + (" …" if len(beyond) > 4 else "")
+    files = render.counted(sum(left.files for left in beyond), "file")
     render.notice(
-        f"left on the host: {names}, {sum(left.files for left in beyond)} files, {render.size(total)}; bring them home "
+        f"left on the host: {names}, {files}, {render.size(total)}; bring them home "
         f"with: {render.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
     )

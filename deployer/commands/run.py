@@ -108,14 +108,15 @@ def _warn(prepared: Prepared) -> None:
 
 def _files_line(prepared: Prepared) -> str:
     code = prepared.code
-    line = f"{len(code.entries):,} files, {render.size(code.total_bytes)}"
+    line = f"{render.counted(len(code.entries), 'file')}, {render.size(code.total_bytes)}"
     ignored = code.ignored
     if ignored.count:
         patterns = ", ".join(reason.pattern for reason, _ in ignored.reasons[:3])
         more = len(ignored.reasons) - 3
-        patterns += f" and {more} more rule{'' if more == 1 else 's'}" if more > 0 else ""
-        count = f"{ignored.count // 1000 * 1000:,}+" if ignored.at_least else f"{ignored.count:,}"
-        line += f"; left out {render.clean(patterns)} ({count} file{'' if count == '1' else 's'})"
+        patterns += f" and {render.counted(more, 'more rule')}" if more > 0 else ""
+        at_least = f"{ignored.count // 1000 * 1000:,}+ files"
+        count = at_least if ignored.at_least else render.counted(ignored.count, "file")
+        line += f"; left out {render.clean(patterns)} ({count})"
     return line
 
 
