@@ -156,7 +156,8 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
     if has_auto(plan.gpus) and not remote:
         click.echo(f"# $GPUS    {GPUS_RULE}")
     if not remote:
-        click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
+        stands = "python3  # stands for it here; --dry-run=remote asks the host"
+        click.echo(f"PYTHON={shlex.quote(plan.python.explicit) if plan.python.explicit else stands}")
         if has_auto(plan.gpus):
             click.echo(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}")
     click.echo(cwd)
