@@ -242,7 +242,7 @@ def card_name() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"no GPU is seen here ({error}); what is tiny runs without one, with --device cpu")
+        sys.exit(f"no GPU is seen here ({error}); `--device cpu` with `--case tiny` or `--model tiny` runs without one")
     return done.stdout.splitlines()[0].strip()
 
 
