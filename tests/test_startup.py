@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_process_start_equals_what_ps_says():
     """`ps -o etimes` counts whole seconds since the process began."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
+        time.sleep(1.2)  # of a process that is younger than its rounding, ps says some 130 years
         started = process_start_s(now_s(), stat=Path(f"/proc/{child.pid}/stat"))
         told = subprocess.run(["ps", "-o", "etimes=", "-p", str(child.pid)], capture_output=True, text=True)
         assert now_s() - started == pytest.approx(float(told.stdout), abs=1.1)
