@@ -43,6 +43,7 @@ Text = str | tuple[str | Slot, ...]
 """A string, or parts with slots that are joined on the host."""
 
 PYTHON_RULE = "the host's interpreter that has what the job needs: --python, else found, else built from requirements"
+PYTHON_HERE = "Here python3 stands for it, --dry-run=remote asks the host"
 GPUS_RULE = "the host's freest GPUs: not leased, nobody computes on them, least memory in use, then lowest index"
 
 

@@ -1,6 +1,5 @@
 """bench/save.py: what it makes of the steps beside a save, and a short run."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 
 from tests.ferry import REPO
 from tests.jobs import wait_for
+from tests.stubborn import running
 
 sys.path.insert(0, str(REPO / "bench"))
 
@@ -113,17 +113,8 @@ def test_terminated_measurement_leaves_neither_processes_nor_files(tmp_path: Pat
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--device", "cpu"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as measuring:
-        wait_for(lambda: processes_with(str(tmp_path)), timeout_s=60)
+        wait_for(lambda: running(str(tmp_path)), timeout_s=60)
         measuring.terminate()
         assert measuring.wait(timeout=60) == 143
-    assert processes_with(str(tmp_path)) == []
+    assert running(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def processes_with(word: str) -> list[str]:
-    """The command lines that hold a word."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [line for line in lines if word in line]

@@ -517,10 +517,10 @@ def test_launch_line_names_three_rules_that_left_out_most_and_counts_the_others(
 
 def test_dry_run_without_the_host_says_that_its_interpreter_is_not_known(ferry):
     write(ferry, "a.py", "")
-    lines = ferry.run("run", "--dry-run", "--", "python", "a.py").stdout.decode().splitlines()
-    assert "PYTHON=python3  # stands for it here; --dry-run=remote asks the host" in lines
+    shown = ferry.run("run", "--dry-run", "--", "python", "a.py").stdout.decode()
+    assert "Here python3 stands for it, --dry-run=remote asks the host\nPYTHON=python3\n" in shown
     named = ferry.run("run", "--dry-run", "--python", "/opt/my env/python", "--", "python", "a.py").stdout.decode()
-    assert "PYTHON='/opt/my env/python'\n" in named
+    assert "PYTHON='/opt/my env/python'\n" in named and "stands for it" not in named
 
 
 def test_single_file_is_counted_as_one(ferry):

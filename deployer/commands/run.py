@@ -21,7 +21,16 @@ from deployer.host import Host
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
-from deployer.plan import GPUS_RULE, PYTHON_RULE, has_auto, plan_to_json, render_command, render_cwd, shell_slots
+from deployer.plan import (
+    GPUS_RULE,
+    PYTHON_HERE,
+    PYTHON_RULE,
+    has_auto,
+    plan_to_json,
+    render_command,
+    render_cwd,
+    shell_slots,
+)
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
 from trainer.config.accelerate import read_fsdp_config
@@ -135,7 +144,7 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
 
     plan = prepared.plan
     slots = shell_slots(plan, root=host.root, agent=agent_hash())
-    why = PYTHON_RULE
+    why = PYTHON_RULE if plan.python.explicit else f"{PYTHON_RULE}. {PYTHON_HERE}"
     if remote:
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
             answer = link.first.result()
@@ -156,8 +165,7 @@ def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> 
     if has_auto(plan.gpus) and not remote:
         click.echo(f"# $GPUS    {GPUS_RULE}")
     if not remote:
-        stands = "python3  # stands for it here; --dry-run=remote asks the host"
-        click.echo(f"PYTHON={shlex.quote(plan.python.explicit) if plan.python.explicit else stands}")
+        click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
         if has_auto(plan.gpus):
             click.echo(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}")
     click.echo(cwd)
