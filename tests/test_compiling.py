@@ -14,7 +14,7 @@ from trainer.losses import sft_loss
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
 from trainer.parallel import compiling
-from trainer.schema import Config, LoraConfig
+from trainer.schema import Config, LoraConfig, TrainConfig
 
 BATCH = packed_batch([[4, 5], [9]], length=16)
 SHAPE = replace(tiny_shape(), family="qwen2", num_layers=2)
@@ -23,7 +23,7 @@ WHOLE, ADAPTERS = LoraConfig(), LoraConfig(rank=2, targets=["q_proj", "up_proj"]
 
 def model_of(lora: LoraConfig) -> Decoder:
     """Products in float64: weights are cast, as for bf16, and what fusing them changes is not lost in rounding."""
-    config = Config(lora=lora)
+    config = Config(lora=lora, train=TrainConfig(precision="bf16"))
     decoder = build_decoder(config, SHAPE).to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
     decoder.compute_dtype = torch.float64

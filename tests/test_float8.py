@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -29,6 +30,8 @@ from trainer.parallel.float8_choice import decide_float8, float8_gain
 from trainer.parallel.timing import seconds_of
 from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
 
+BF16 = TrainConfig(precision="bf16")
+ON_CPU = TargetConfig(train_backend="pytorch", device="cpu")
 SHAPE = tiny_shape(hidden_size=64, intermediate_size=96, head_dim=16, family="qwen2")
 BATCH = packed_batch([[20, 12], [30]], length=32)
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,7 +40,7 @@ GRADIENT_ERROR = 0.2
 
 
 def model_of(config: Config | None = None, *, float8: bool = True) -> Decoder:
-    config = config or Config()
+    config = config or Config(train=BF16)
     decoder = build_decoder(config, SHAPE).to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
     fill_weights(config, decoder, None)
@@ -80,7 +83,7 @@ def test_loss_and_gradients_are_within_the_error_of_float8():
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["whole", "lora"])
 def test_float8_is_in_the_seven_projections_alone_and_changes_no_name(lora):
-    decoder = build_decoder(Config(lora=lora), tiny_shape(tie_embeddings=False))
+    decoder = build_decoder(Config(lora=lora, train=BF16), tiny_shape(tie_embeddings=False))
     names = [name for name, _ in decoder.named_parameters()]
     use_float8(decoder, emulate=True)
     linears = {name: child for name, child in decoder.named_modules() if isinstance(child, Linear)}
@@ -90,7 +93,7 @@ def test_float8_is_in_the_seven_projections_alone_and_changes_no_name(lora):
 
 
 def test_adapters_learn_beside_frozen_products_in_float8():
-    config = Config(lora=LoraConfig(rank=4))
+    config = Config(lora=LoraConfig(rank=4), train=BF16)
     grads = []
     for float8 in (False, True):
         model = model_of(config, float8=float8)
@@ -111,7 +114,7 @@ def test_block_in_float8_is_one_graph():
 
 
 def spread_grads(dist: Dist, backend: str) -> dict[str, torch.Tensor]:
-    config = Config(target=TargetConfig(train_backend=backend), train=TrainConfig(precision="bf16"))
+    config = Config(target=TargetConfig(train_backend=backend), train=BF16)
     spread, decoder = make_backend(config, dist), build_decoder(config, SHAPE)
     use_float8(decoder, emulate=True)
     module = spread.prepare(decoder)
@@ -151,7 +154,7 @@ def gain_with(dist: Dist, failure: Exception | None) -> float:
             if failure:
                 raise failure
 
-    config = Config(train=TrainConfig(micro_batch_size=1), data=DataConfig(seq_len=16))
+    config = Config(train=replace(BF16, micro_batch_size=1), data=DataConfig(seq_len=16))
     return float8_gain(build_decoder(config, SHAPE), config, dist, arrange=arrange, gathered=True)
 
 
@@ -176,7 +179,7 @@ def test_float8_that_cannot_be_is_an_error_when_asked_for_and_a_line_otherwise()
 
 
 def test_backend_says_why_it_stays_with_bf16():
-    config = Config(train=TrainConfig(float8="auto"), target=TargetConfig(train_backend="pytorch", device="cpu"))
+    config = Config(train=replace(BF16, float8="auto"), target=ON_CPU)
     backend = make_backend(config, ALONE)
     module = backend.prepare(build_decoder(config, SHAPE))
     assert "float8: off (target.device is cpu)" in backend.describe()
@@ -184,7 +187,7 @@ def test_backend_says_why_it_stays_with_bf16():
 
 
 def test_a_model_that_is_no_longer_compiled_goes_back_to_bf16():
-    config = Config(train=TrainConfig(float8="auto"), target=TargetConfig(train_backend="pytorch", device="cpu"))
+    config = Config(train=replace(BF16, float8="auto"), target=ON_CPU)
     backend = make_backend(config, ALONE)
     module = backend.prepare(build_decoder(config, SHAPE))
     use_float8(module, emulate=True)
@@ -194,7 +197,7 @@ def test_a_model_that_is_no_longer_compiled_goes_back_to_bf16():
 
 
 def test_backend_refuses_float8_on_a_device_without():
-    config = Config(train=TrainConfig(float8="on"), parallel=ParallelConfig(compile=True))
+    config = Config(train=replace(BF16, float8="on"), parallel=ParallelConfig(compile=True))
     with pytest.raises(ConfigError, match=r"train\.float8 is on, and there is none: not on a GPU"):
         make_backend(config, ALONE).prepare(build_decoder(config, SHAPE))
 
@@ -237,7 +240,7 @@ def test_float8_needs_torchao_in_the_jobs_environment(tmp_path):
 
 def test_few_blocks_like_the_models_are_timed_without_drawing_from_the_generator_of_training():
     seen: list[Decoder] = []
-    decoder = build_decoder(Config(lora=LoraConfig(rank=4)), SHAPE)
+    decoder = build_decoder(Config(lora=LoraConfig(rank=4), train=BF16), SHAPE)
     state = torch.get_rng_state()
     timed = partial(seconds_of, decoder, rows=2, seq_len=16, device=torch.device("cpu"), stored=torch.bfloat16)
     assert timed(seen.append) > 0

@@ -220,7 +220,7 @@ def test_estimate_is_within_8_percent_of_the_peak_of_a_plain_program(case):
         {
             "target": {"gpu_ranks": list(range(ranks)), "train_backend": "fsdp"},
             "data": {"seq_len": 4096, "packing": False},
-            "train": {"micro_batch_size": rows},
+            "train": {"micro_batch_size": rows, "precision": "bf16"},
             "parallel": parallel,
         }
     )

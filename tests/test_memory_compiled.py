@@ -38,7 +38,9 @@ WIDTHS = {
 
 def decoder_of(shape: DecoderShape, *, gathered: bool = True, **sections: Any) -> Decoder:
     """The model on meta; under FSDP (`gathered`) a block sees its weights cast."""
-    decoder = build_decoder(config_from_dict({"target": {"device": "cpu"}, **sections}), shape)
+    decoder = build_decoder(
+        config_from_dict({"target": {"device": "cpu"}, "train": {"precision": "bf16"}, **sections}), shape
+    )
     for parameter in decoder.parameters() if gathered else ():
         parameter.data = parameter.data.bfloat16()
     return decoder
@@ -114,7 +116,7 @@ def test_compiled_block_is_said_to_keep_what_the_partitioner_chooses(case, monke
 
 
 def test_selective_checkpointing_keeps_the_attention_of_packed_rows_too(monkeypatch):
-    values = {"data": {"seq_len": LENGTH}, "train": {"micro_batch_size": ROWS}}
+    values = {"data": {"seq_len": LENGTH}, "train": {"micro_batch_size": ROWS, "precision": "bf16"}}
     decoder = decoder_of(WIDTHS["qwen2.5-1.5b"], **values)
     recompute_blocks(decoder, "selective", 1)
     chosen = kept_by_partitioner(monkeypatch, decoder, budget=1.0, packed=True)

@@ -17,13 +17,13 @@ from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
 from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.models.decoder import DecoderShape
-from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
+from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig, TrainConfig
 from trainer.words import GIB, MIB
 
 KEPT = "none, reshard_after_forward=false"
 FAST = MemoryPlan("none", None, False, False)
 SMALL = DecoderShape("qwen2", 151936, 896, 4864, 24, 14, 2, 64)
-CONFIG = Config()
+CONFIG = Config(train=TrainConfig(precision="bf16"))
 WIDE = DecoderShape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False)
 
 
@@ -130,7 +130,7 @@ def fit(shape: DecoderShape, gib: float, *, ranks: int = 1, failed: tuple[str, .
     values = {
         "target": {"gpu_ranks": list(range(ranks))},
         "data": {"seq_len": 4096, "packing": False},
-        "train": {"micro_batch_size": 4},
+        "train": {"micro_batch_size": 4, "precision": "bf16"},
         **sections,
     }
     return fit_into(config_from_dict(values), shape, free=int(gib * GIB), world_size=ranks, failed=failed)
@@ -186,7 +186,7 @@ def test_parameters_stay_gathered_where_nothing_is_recomputed_and_they_fit():
     ],
 )
 def test_freeing_gathered_copies_is_named_among_what_saves_memory(options, change):
-    config = config_from_dict({"target": {"gpu_ranks": [0, 1]}, "parallel": options})
+    config = config_from_dict({"target": {"gpu_ranks": [0, 1]}, "train": {"precision": "bf16"}, "parallel": options})
     named = [saving for saving in savings(SMALL, config, world_size=2) if saving.change == change]
     assert len(named) == 1 and named[0].size > 100 << 20
 

@@ -266,8 +266,10 @@ class TrainConfig:
     """Forwards per optimizer step; None: from global_batch_size, else 1."""
     global_batch_size: int | None = None
     """Rows per optimizer step over all ranks; need not divide by the ranks."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always. `auto`: that of the
+    checkpoint that the run resumes; else bf16 where every device has it in hardware (NVIDIA from Ampere on, CPUs with
+    AVX512-BF16, AMX or ARM's bf16), and fp32 elsewhere, where a product in bf16 takes 50 times as long."""
     float8: Literal["off", "auto", "on"] = "off"
     """The products of the blocks in float8, each tensor scaled by its largest value (torchao; extra `lowbit`); those of
     head and adapters stay bf16. Needs compute capability 8.9, compiled blocks, packed rows, sizes that 16 divides.

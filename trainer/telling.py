@@ -15,8 +15,8 @@ from trainer.schema import JOB_ID_ENV
 from trainer.watch.summary import summarize
 
 
-def tell_plan(train: Run, memory: Sequence[str] = ()) -> None:
-    """Say what is about to happen, before the first step. `memory`: what was chosen to fit."""
+def tell_plan(train: Run, chosen: Sequence[str] = ()) -> None:
+    """Say what is about to happen, before the first step. `chosen`: what `auto` became, for precision and memory."""
     config, loader = train.config, train.data.train
     notes = [
         f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
@@ -32,7 +32,7 @@ def tell_plan(train: Run, memory: Sequence[str] = ()) -> None:
     backend = train.backend.describe().splitlines()
     if train.graphed is not None:
         backend.append("forward and backward of a micro-batch are one CUDA graph")
-    for line in [*notes, *train.data.report.render(), *backend, *memory, *summary, *rates, plan, *resumed]:
+    for line in [*notes, *train.data.report.render(), *backend, *chosen, *summary, *rates, plan, *resumed]:
         train.log.note(line)
 
 

@@ -31,7 +31,7 @@ from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
-from trainer.schema import Config, ParallelConfig, TargetConfig
+from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
 from trainer.step import apply_update
 
 NORM = "model.norm.weight"
@@ -69,6 +69,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     """
     config = Config(
         target=TargetConfig(gpu_ranks=list(range(dist.world_size))),
+        train=TrainConfig(precision="bf16"),
         parallel=ParallelConfig(activation_checkpointing="full"),
     )
     backend = make_backend(config, dist)

@@ -104,7 +104,7 @@ def make_run(*, graphs: bool, micro_batches: int = 2, backend: str = "pytorch") 
     config = Config(
         target=TargetConfig(train_backend=backend),
         data=DataConfig(seq_len=512),
-        train=TrainConfig(micro_batch_size=2),
+        train=TrainConfig(micro_batch_size=2, precision="bf16"),
         parallel=ParallelConfig(compile=True),
     )
     dist = Dist(0, 0, 1, DEVICE)

@@ -38,7 +38,7 @@ CASES = {
 
 def prepared(config: Config, float8: str) -> torch.nn.Module:
     torch._dynamo.reset()
-    train, data = TrainConfig(micro_batch_size=2, float8=float8), DataConfig(seq_len=512)
+    train, data = TrainConfig(micro_batch_size=2, precision="bf16", float8=float8), DataConfig(seq_len=512)
     config = replace(config, train=train, data=data)
     backend = make_backend(config, DIST)
     module = backend.prepare(build_decoder(config, SHAPE))
@@ -106,7 +106,9 @@ def test_time_of_blocks(stored, hidden):
 
 
 def test_auto_says_what_it_has_measured():
-    config = Config(train=TrainConfig(micro_batch_size=4, float8="auto"), data=DataConfig(seq_len=2048))
+    config = Config(
+        train=TrainConfig(micro_batch_size=4, precision="bf16", float8="auto"), data=DataConfig(seq_len=2048)
+    )
     backend = make_backend(config, DIST)
     with fastest_kernels():
         backend.prepare(build_decoder(config, WIDE))

@@ -46,7 +46,7 @@ class Setting:
             {
                 "target": {"train_backend": self.backend},
                 "data": {"seq_len": LENGTH, "packing": self.packed},
-                "train": {"micro_batch_size": self.rows},
+                "train": {"micro_batch_size": self.rows, "precision": "bf16"},
                 "parallel": self.parallel,
                 "lora": self.lora,
             }

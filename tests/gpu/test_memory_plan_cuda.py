@@ -44,7 +44,7 @@ def config_of(backend: str) -> Config:
         {
             "target": {"train_backend": backend},
             "data": {"seq_len": LENGTH},
-            "train": {"micro_batch_size": ROWS},
+            "train": {"micro_batch_size": ROWS, "precision": "bf16"},
             "parallel": {"cpu_offload": False},
         }
     )

@@ -17,6 +17,7 @@ from trainer.dist import Dist, on_rank0
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length
 from trainer.models.shapes import model_folder, shape_from_config
+from trainer.precision import settle_anew
 from trainer.schema import Config
 
 
@@ -27,6 +28,8 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     left, for the others wait for it then.
     """
     quiet_transformers()
+    precision = settle_anew(config, dist)
+    config = precision.config
     tokenizer = load_tokenizer(config)
     folder = None if config.model.name is None else model_folder(config.model.name, dist, weights=False)
     shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
@@ -34,7 +37,8 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     seed_everything(config, dist)
     bench = Bench(config, shape, dist)
     began = time.monotonic()
-    tell(HEADER)
+    for line in [*precision.lines, HEADER]:
+        tell(line)
     with fastest_kernels():
         timed, ended = search(
             sizes(config, dist.world_size, first=bench.first),

@@ -14,6 +14,8 @@ MULTIPLE = 16
 
 def why_no_float8(config: Config) -> str | None:
     """What in a config float8 products cannot be had with; None when nothing is."""
+    if config.train.precision == "fp32":
+        return "products are in fp32 (train.precision)"
     if config.target.device == "cpu":
         return "target.device is cpu"
     if not is_compiled(config):

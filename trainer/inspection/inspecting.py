@@ -35,6 +35,7 @@ from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr
 from trainer.parallel.float8_choice import foresee_float8
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
+from trainer.precision import foresee_precision
 from trainer.schema import JOB_ID_ENV, Config
 from trainer.watch.summary import ParameterSummary, summarize
 from trainer.words import GIB
@@ -90,6 +91,8 @@ def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) 
     `card_gib`: memory of a GPU that it is to fit into; None: of the first one here, else 80.
     """
     quiet_transformers()
+    precision = foresee_precision(config)
+    config = precision.config
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
     tokenizer = load_tokenizer(config)
@@ -124,6 +127,7 @@ def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) 
         notes=[
             *config_notes(given, backend=plan.backend, deployed=JOB_ID_ENV in os.environ),
             *length_notes(config, data.train.total_steps),
+            *precision.lines,
         ],
     )
 

@@ -20,6 +20,7 @@ from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.shapes import shape_from_config
+from trainer.precision import settle_precision
 from trainer.probing import probe
 from trainer.schema import Config
 from trainer.telling import tell_plan
@@ -42,6 +43,8 @@ class CausalLM:
 def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     dist.startup.enter("data")
+    precision = settle_precision(config, run_dir, dist)
+    config = precision.config
     tokenizer = load_tokenizer(config)
     quiet_transformers()
     folder = pretrained_folder(config, dist)
@@ -57,7 +60,7 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
         train = build_run(
             memory.config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes
         )
-        tell_plan(train, memory.fit.lines)
+        tell_plan(train, [*precision.lines, *memory.fit.lines])
         probe(train, memory)
         result = loop.train(train)
         return finish(train, result, shape=shape, tokenizer=tokenizer)

@@ -1,0 +1,158 @@
+"""What `train.precision=auto` means for a run: bf16 where all its devices multiply it in hardware, else fp32.
+
+On a CPU without such instructions a bf16 product takes about fifty times as long as one in fp32.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.loading import read_info
+from trainer.dist import Dist, gather, on_rank0
+from trainer.resuming import choose
+from trainer.schema import Config
+
+Precision = Literal["bf16", "fp32"]
+
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Linux's names of the instructions that multiply bf16: of x86-64 the first two, of ARM the last."""
+SLOW = 3.0
+"""Times as long as in fp32, from which a bf16 product counts as made without them. On an AVX2 CPU it is over 50."""
+TIMED_SIZE, TIMED_ROUNDS = 256, 3
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A config whose `train.precision` is not `auto`."""
+
+    config: Config
+    lines: list[str]
+    """What to tell before the first step; empty where the config itself names the precision."""
+
+
+def settle_precision(config: Config, run_dir: Path, dist: Dist) -> Settled:
+    """Settle `auto`: as the checkpoint has it that the run goes on from, else as all devices can.
+
+    Every rank calls this.
+    """
+    if config.train.precision != "auto":
+        return Settled(config, [])
+    lack = lack_of_any(lack_of_bf16(dist.device), dist)
+    saved = saved_precision(config, run_dir, dist)
+    if saved is None:
+        return _settled(config, lack)
+    line = f"precision: {saved}, as the checkpoint has it (train.precision=auto)"
+    if saved == "bf16" and lack:
+        line = f"warning: {line}; {lack}, so it is slow: train.precision=fp32 changes it"
+    return Settled(with_precision(config, saved), [line])
+
+
+def settle_anew(config: Config, dist: Dist) -> Settled:
+    """Settle `auto` where there is no run folder: as all devices can. Every rank calls this."""
+    if config.train.precision != "auto":
+        return Settled(config, [])
+    return _settled(config, lack_of_any(lack_of_bf16(dist.device), dist))
+
+
+def foresee_precision(config: Config) -> Settled:
+    """The same for a run that is only looked at: on GPUs that are not here bf16 is assumed."""
+    if config.train.precision != "auto":
+        return Settled(config, [])
+    if config.target.device == "cpu":
+        return _settled(config, lack_of_bf16(torch.device("cpu")))
+    if torch.cuda.is_available():
+        return _settled(config, lack_of_bf16(torch.device("cuda", 0)))
+    return Settled(with_precision(config, "bf16"), ["precision: bf16, if the GPUs have it (train.precision=auto)"])
+
+
+def with_precision(config: Config, precision: Precision) -> Config:
+    """The config with that precision named in it."""
+    return replace(config, train=replace(config.train, precision=precision))
+
+
+def _settled(config: Config, lack: str | None) -> Settled:
+    chosen: Precision = "fp32" if lack else "bf16"
+    line = f"precision: {chosen}{f', {lack}' if lack else ''} (train.precision=auto)"
+    return Settled(with_precision(config, chosen), [line])
+
+
+def saved_precision(config: Config, run_dir: Path, dist: Dist) -> Precision | None:
+    """That of the checkpoint which the run goes on from; None where it begins anew, or none of them can be read."""
+    paths = choose(config, run_dir, dist).paths
+
+    def read() -> Precision | None:
+        for path in paths:
+            try:
+                train = read_info(path).extra["config"]["train"]
+                return "fp32" if train["precision"] == "fp32" else "bf16"
+            except (CheckpointError, KeyError, TypeError):  # told when it is loaded, and the one before is taken
+                continue
+        return None
+
+    return on_rank0(dist, read)
+
+
+# --- what a device can ------------------------------------------------------------------------------------------------
+
+
+def lack_of_any(own: str | None, dist: Dist) -> str | None:
+    """The lack of the first rank that has one, on every rank."""
+    return next(filter(None, gather(own, dist.control_group)), None)
+
+
+def lack_of_bf16(device: torch.device) -> str | None:
+    """Why bf16 products are slow on this device; None where it has them in hardware."""
+    if device.type == "cuda":
+        able = torch.cuda.is_bf16_supported(including_emulation=False)
+        return None if able else f"{torch.cuda.get_device_name(device)} has no bf16 in hardware"
+    return lack_of_cpu(cpu_flags(), bf16_ratio)
+
+
+def lack_of_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str | None:
+    """By the CPU's flags, and where they promise bf16 by a product too: libraries may be told not to use it.
+
+    `ratio`: measures how many times as long as in fp32 a product takes.
+    """
+    if not flags & CPU_FLAGS:
+        return "this CPU has no bf16 in hardware"
+    measured = ratio()
+    if measured < SLOW:
+        return None
+    return f"bf16 products take {measured:.0f} x as long as fp32 here, though this CPU has bf16 in hardware"
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of the first processor by Linux's names; empty on other systems."""
+    try:
+        return parse_flags(CPU_INFO.read_text())
+    except OSError:
+        return frozenset()
+
+
+def parse_flags(cpuinfo: str) -> frozenset[str]:
+    """The words of the first `flags` (x86) or `Features` (ARM) line of /proc/cpuinfo."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    return next((frozenset(v.split()) for k, _, v in lines if k.strip() in ("flags", "Features")), frozenset())
+
+
+def bf16_ratio() -> float:
+    """How many times as long as in fp32 a product takes on this CPU, each at its best of a few; some milliseconds."""
+    return _seconds(torch.bfloat16) / _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    matrix = torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype)
+    took = []
+    for _ in range(1 + TIMED_ROUNDS):  # the first one sets things up
+        began = time.perf_counter()
+        torch.mm(matrix, matrix)
+        took.append(time.perf_counter() - began)
+    return min(took)
