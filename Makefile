@@ -46,7 +46,7 @@ test-oldest: system  ## the CPU tests on the oldest supported torch
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not soak and not real" tests
 
 soak: install system  ## the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 1800 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 7200 tests
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.ferry import Ferry
@@ -15,6 +16,10 @@ from tests.sshd import SshServer, make_key, start_sshd
 
 # a shell starts what it runs in the background deaf to Ctrl-C, and a child inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# how long an example takes says something of the machine, and nothing of the code
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # the developer's own hosts are no test's; here, for fixtures of a whole file start clients too
 os.environ.pop("TORCHFERRY_SSH_CONFIG", None)

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.limits import HANG_S
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -33,7 +35,7 @@ class Ferry:
         return ["--remote-root", str(self.root), *(["--ssh", self.ssh] if self.ssh else []), *way]
 
     def run(
-        self, *words: str, timeout_s: float = 120, stdin: bytes | None = None
+        self, *words: str, timeout_s: float = HANG_S, stdin: bytes | None = None
     ) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(
             self.argv(*words),

@@ -14,11 +14,12 @@ import pytest
 
 from deployer.agent import state, supervise
 from deployer.agent.layout import Job, Root
+from tests.limits import HANG_S
 
 AGENT_DIR = str(Path(supervise.__file__).parent)
 
 
-def wait_for(condition: Callable[[], Any], *, timeout_s: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], *, timeout_s: float = HANG_S) -> Any:
     """The first true value of `condition`; fails the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -88,7 +89,7 @@ def run_job(root: Path, job_id: str, plan: dict[str, Any], **more: Any) -> dict[
     return end_of(start(make_job(root, job_id, plan), plan, **more))
 
 
-def end_of(job: Job, *, timeout_s: float = 90.0) -> dict[str, Any]:
+def end_of(job: Job, *, timeout_s: float = HANG_S) -> dict[str, Any]:
     def final() -> dict[str, Any] | None:
         status = state.judge(job)
         return status if status["state"] in state.FINAL else None

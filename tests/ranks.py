@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from tests.limits import HANG_S
 from trainer.checkpoint.saver import serve
 from trainer.checkpoint.saver_process import Launched
 from trainer.checkpoint.writer import Beside
@@ -48,7 +49,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = HANG_S,
     grace_s: float = 5,
     savers: bool = False,
 ) -> list[Any]:

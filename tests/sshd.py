@@ -24,6 +24,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
+
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin:/usr/libexec")
 ALIAS = "box"
 
@@ -63,7 +65,7 @@ class SshServer:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             _kill(int(child))
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(HANG_S)
         if self.home.parent.name.startswith("tf-sshd-"):
             shutil.rmtree(self.home.parent, ignore_errors=True)
 
@@ -204,7 +206,7 @@ def login_user(shell: str) -> Iterator[str]:
 
 
 def _wait_listening(server: SshServer) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     said = ""
     while time.monotonic() < deadline and server.process.poll() is None:
         said = server.log_path.read_text() if server.log_path.exists() else ""

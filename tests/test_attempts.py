@@ -82,7 +82,7 @@ def test_daemon_of_a_failed_attempt_is_gone_before_the_next_begins(tmp_path: Pat
     code = """
 import os, subprocess, sys
 if os.environ['TORCHFERRY_ATTEMPT'] == '1':
-    print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)
+    print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)
     sys.exit(1)
 pid = open(os.environ['TORCHFERRY_RUN_DIR'] + '/logs/attempt_1/rank_0.log').read().strip()
 print(os.path.exists('/proc/' + pid))
@@ -96,7 +96,7 @@ def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     job = begin(tmp_path, plan)
     wait_for(lambda: state.judge(job).get("attempt") == 3 and state.judge(job)["state"] == "preparing")  # waits 5 s
     state.request_stop(job, 5)
-    status = end_of(job, timeout_s=4)
+    status = end_of(job, timeout_s=4)  # not the whole wait
     assert (status["state"], status["attempt"], Path(job.logs(3)).exists()) == ("stopped", 3, False)
     assert status["reason"] == "stopped on request, before the next attempt; rank 0 exited with code 1"
 
@@ -125,7 +125,7 @@ open('up' + rank + attempt, 'w')
 while not all(os.path.exists('up' + r + attempt) for r in '01'):
     time.sleep(0.01)
 if attempt == '1':
-    os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(60)
+    os.kill(os.getpid(), signal.SIGKILL) if rank == '1' else time.sleep(1000)
 """
     job = begin(tmp_path, make_plan(**torchrun(code), **policy(max_restarts=1)))
     status = end_of(job)
@@ -190,27 +190,27 @@ def test_runtime_limit_stops_the_job_in_order_and_over_all_attempts(tmp_path: Pa
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)))
 print('up')
-time.sleep(0.8)
-sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(60)
+time.sleep(0.2)
+sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(1000)
 """
-    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=4)))
+    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=6)))
     status = end_of(job)
     assert (status["state"], status["code"], status["attempt"]) == ("stopped", 0, 2)
-    assert status["reason"] == "stopped after --max-runtime 4s"
+    assert status["reason"] == "stopped after --max-runtime 6s"
     assert rank_log(job, 2) == "up\nsaved\n"
 
 
 def test_runtime_limit_outlives_the_supervisor_that_was_killed(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('up'); time.sleep(60)"), **policy(max_runtime_s=3))
+    plan = make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(max_runtime_s=3))
     job = begin(tmp_path, plan)
     said(job, "up")
     wait_for(lambda: state.judge(job)["state"] == "running")
     kill_supervisor_and_adopt(job)
-    assert end_of(job, timeout_s=20)["reason"] == "stopped after --max-runtime 3s"
+    assert end_of(job)["reason"] == "stopped after --max-runtime 3s"
 
 
 def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> None:
-    started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "echo up; exec sleep 60")
+    started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "echo up; exec sleep 1000")
     job_id, log = json.loads(started.stdout)["id"], ferry.job() / "logs" / "attempt_1" / "rank_0.log"
     wait_for(lambda: log.exists() and log.read_text() == "up\n")
     then = log.stat().st_mtime - 600
@@ -220,8 +220,8 @@ def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> No
 
 
 def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_last(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(60)"), **policy(stall_timeout_s=3))
-    status = end_of(begin(tmp_path, plan), timeout_s=20)
+    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(1000)"), **policy(stall_timeout_s=3))
+    status = end_of(begin(tmp_path, plan))
     assert (status["state"], status["code"], status["reason"]) == ("failed", 124, "no output for 3s")
     assert [(r["rank"], r["running"], r["last_line"]) for r in status["stalled"]] == [(0, True, "two")]
 
@@ -249,14 +249,14 @@ while attempt == '1':
 def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
     plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=2, max_restarts=1))
     job = begin(tmp_path, plan)
-    status = end_of(job, timeout_s=40)
+    status = end_of(job)
     assert (status["state"], status["attempt"]) == ("succeeded", 2)
     first = status["attempts"][0]
     assert (first["code"], first["reason"], first["step"]) == (124, "no step for 2s (last step 3)", 3)
 
 
 def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Path) -> None:
-    code = "import os, time\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': time.sleep(60)"
+    code = "import os, time\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': time.sleep(1000)"
     status = end_of(begin(tmp_path, make_plan(**torchrun(code), **policy(stall_timeout_s=2))))
     assert (status["state"], status["code"]) == ("failed", 124)
     assert [(r["running"], r["last_line"]) for r in status["stalled"]] == [(False, "rank 0"), (True, "rank 1")]
@@ -322,7 +322,7 @@ def test_job_whose_disk_fills_at_some_moment_ends_with_its_own_code(small_root: 
     job = begin(small_root, make_plan(python(code), **policy()))
     threading.Event().wait(random.Random(seed).uniform(0, 0.5))
     fill(small_root)
-    status = end_of(job, timeout_s=30)
+    status = end_of(job)
     assert status["state"] == "failed"
     assert status["code"] == 7 or rank_log(job, 1) == ""  # a program that had not begun cannot: its log has no place
 
@@ -339,13 +339,13 @@ def test_restart_without_room_says_so_and_keeps_what_is_known_of_the_first_attem
 
 @pytest.mark.parametrize("limits", [{}, {"max_runtime_s": 1}], ids=["by request", "by the limit"])
 def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, Any]) -> None:
-    job = begin(small_root, make_plan(python("import time; print('up'); time.sleep(60)"), **policy(**limits)))
+    job = begin(small_root, make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(**limits)))
     said(job, "up")
     wait_for(lambda: state.judge(job)["state"] == "running")
     fill(small_root)
     if not limits:
         state.request_stop(job, 5)
-    status = end_of(job, timeout_s=30)
+    status = end_of(job)
     assert (status["state"], status["code"]) == ("stopped", 143)
     assert state.read_status(job) == status  # it was written, not only found out
 
@@ -366,7 +366,7 @@ def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, A
     ],
 )
 def test_config_key_has_its_effect_on_the_host(ferry: Ferry, key: str, code: int, words: str) -> None:
-    ends = "sys.exit(7)" if code == 7 else "time.sleep(60)"
+    ends = "sys.exit(7)" if code == 7 else "time.sleep(1000)"
     (ferry.project / "own.py").write_text(f"import os, sys, time; print('pid', os.getpid()); {ends}")
     (ferry.project / "own.yaml").write_text(f"script: own.py\ntorchrun: false\ntarget:\n  device: cpu\n  {key}\n")
     done = ferry.run("own.yaml", *ferry.where(), "--no-pull")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.ferry import REPO
 from tests.jobs import wait_for
+from tests.limits import HANG_S
 from tests.stubborn import running
 
 sys.path.insert(0, str(REPO / "bench"))
@@ -66,7 +67,7 @@ def test_run_without_a_save_beside_the_training_says_why(steps, log, expected):
 @pytest.mark.parametrize("save_every", ["0", "1", "501"])
 def test_save_without_steps_before_it_or_beyond_the_run_is_refused(save_every: str):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--save-every", save_every]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert f"--save-every: 2 to 500, not {save_every}" in done.stderr
 
@@ -77,7 +78,7 @@ def test_save_without_steps_before_it_or_beyond_the_run_is_refused(save_every: s
 )
 def test_setting_that_is_none_or_that_an_option_says_is_refused(setting: str, expected: str):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", setting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert expected in done.stderr
 
@@ -86,7 +87,7 @@ def test_setting_that_is_none_or_that_an_option_says_is_refused(setting: str, ex
 def test_setting_that_the_figures_rest_on_is_refused(key: str):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--save-every", "30"]
     command += ["--device", "cpu", "--limit-s", "1", f"{key}=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert f"{key}: one save is measured" in done.stderr
 
@@ -95,7 +96,7 @@ def test_tiny_run_of_ours_is_measured(tmp_path: Path):
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--seq-len", "64"]
     options = ["--micro-batch", "2", "--save-every", "30", "--device", "cpu", "--out", str(tmp_path / "save.json")]
     options += ["optim.learning_rate=0.001"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert "ours tiny 1x2x64 fixed optim.learning_rate=0.001: blocked" in done.stdout
     (row,) = json.loads((tmp_path / "save.json").read_text())["rows"]
@@ -104,7 +105,7 @@ def test_tiny_run_of_ours_is_measured(tmp_path: Path):
 
 def test_without_a_gpu_nothing_is_measured_unasked():
     command = [sys.executable, str(REPO / "bench" / "save.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PATH": ""})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env={**os.environ, "PATH": ""})
     assert done.returncode == 1
     assert "no GPU is seen here" in done.stderr and "--device cpu" in done.stderr
 
@@ -113,8 +114,8 @@ def test_terminated_measurement_leaves_neither_processes_nor_files(tmp_path: Pat
     command = [sys.executable, str(REPO / "bench" / "save.py"), "--model", "tiny", "--device", "cpu"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as measuring:
-        wait_for(lambda: running(str(tmp_path)), timeout_s=60)
+        wait_for(lambda: running(str(tmp_path)))
         measuring.terminate()
-        assert measuring.wait(timeout=60) == 143
+        assert measuring.wait(timeout=HANG_S) == 143
     assert running(str(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 sys.path.insert(0, str(REPO / "bench"))
 
@@ -136,7 +137,7 @@ def test_killing_a_run_ends_what_went_into_a_session_of_its_own():
     assert marked(mark) == []
 
 
-WAIT = "import time; time.sleep(60)"
+WAIT = "import time; time.sleep(1000)"
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def test_a_peer_that_dies_costs_its_own_row_only(tmp_path, monkeypatch):
     script.write_text(DIES_AT_TWO)
     monkeypatch.setitem(train_peers.SCRIPTS, "raw", str(script))
     rows = [contender_of("raw", "tiny", 64, size) for size in (1, 2, 3, 4)]
-    found = list(train_peers.run_peers(rows, warm=1, steps=1, limit_s=60, log=tmp_path / "raw.log"))
+    found = list(train_peers.run_peers(rows, warm=1, steps=1, limit_s=HANG_S, log=tmp_path / "raw.log"))
     assert [row.get("mb", row.get("failed")) for row in found] == [1, "hung, died or out of time", "it told", 4]
 
 
@@ -254,7 +255,7 @@ def test_a_slower_peer_is_nobodys_failure():
 
 
 def run_bench(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, BENCH, *words], cwd=REPO, capture_output=True, text=True, timeout=240)
+    return subprocess.run([sys.executable, BENCH, *words], cwd=REPO, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_unknown_case_is_refused_with_those_there_are():

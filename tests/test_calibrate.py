@@ -16,6 +16,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from tests.limits import HANG_S
 from trainer import cli
 from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
 from trainer.calibration.verdict import Calibration, Timed
@@ -197,7 +198,7 @@ def test_ctrl_c_ends_with_130_and_one_line_of_what_was_not_done(tmp_path, ranks,
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         assert process.stdout.readline().split()[:2] == ["rows", "plan"]
         send(process.pid, signal.SIGINT)
-        told = process.communicate(timeout=60)[1]  # to its end, which comes when the last rank is gone
+        told = process.communicate(timeout=HANG_S)[1]  # to its end, which comes when the last rank is gone
     assert (process.returncode, told) == (130, "interrupted before the verdict; nothing was trained\n")
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import HANG_S
 from tests.ranks import FORKED, forked_saver, run_ranks
 from tests.test_checkpoint import ALONE, start, step
 from tests.test_loop import build
@@ -58,7 +59,7 @@ class Gate:
 
     def __call__(self, point: str) -> None:
         if point == self._point:
-            assert self._open.wait(30)
+            assert self._open.wait(HANG_S)
         self.passed.append(point)
 
     def open(self) -> None:
@@ -612,7 +613,7 @@ def test_saver_ends_with_a_trainer_that_is_killed():
     assert wait_for(ended)
 
 
-def wait_for(process: int, *, seconds: float = 20) -> bool:
+def wait_for(process: int, *, seconds: float = HANG_S) -> bool:
     readable, _, _ = select.select([process], [], [], seconds)
     os.close(process)
     return bool(readable)

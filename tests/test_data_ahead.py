@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.limits import HANG_S
 from trainer.data.ahead import Ahead
 
 
@@ -33,7 +34,7 @@ class Builder:
 
     def wait_for(self, count: int) -> list[int]:
         with self.done:
-            assert self.done.wait_for(lambda: len(self.built) >= count, timeout=10)
+            assert self.done.wait_for(lambda: len(self.built) >= count, timeout=HANG_S)
             return list(self.built)
 
 

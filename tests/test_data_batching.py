@@ -45,7 +45,7 @@ def test_packed_rows_are_seq_len_long():
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some_lengths, ranks, st.sampled_from([budgeted, by_rows]))
 def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(lengths, world_size, rules):
     plan = plan_micro_batches(lengths, world_size=world_size, rules=rules)
@@ -54,7 +54,7 @@ def test_every_row_is_in_one_micro_batch_and_all_ranks_have_as_many(lengths, wor
     assert all(lengths[row] <= micro.length for rank in plan for micro in rank for row in micro.rows)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(some_lengths, ranks)
 def test_budget_is_kept_and_ranks_are_balanced(lengths, world_size):
     plan = plan_micro_batches(lengths, world_size=world_size, rules=budgeted)
@@ -63,7 +63,7 @@ def test_budget_is_kept_and_ranks_are_balanced(lengths, world_size):
     assert max(loads) - min(loads) <= BUDGET
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(some_lengths, ranks)
 def test_a_rank_is_idle_only_when_there_are_no_more_rows_to_share(lengths, world_size):
     plan = plan_micro_batches(lengths, world_size=world_size, rules=budgeted)
@@ -84,7 +84,7 @@ def test_packed_rows_have_the_padding_of_seq_len():
     assert padding_share([64, 48, 16], step_rows=2, world_size=4, rules=rules) == 1 - 128 / 192
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(some_lengths, ranks, st.integers(1, 4), st.sampled_from([budgeted, by_rows]))
 def test_first_rows_within_a_number_of_micro_batches(lengths, world_size, count, rules):
     rows = rows_within(lengths, micro_batches=count, world_size=world_size, rules=rules)

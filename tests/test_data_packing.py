@@ -41,7 +41,7 @@ def test_best_fit_takes_the_fullest_row_that_has_room():
     assert plan_rows([3, 6, 5, 4], range(4), seq_len=10, packing=True) == [[1, 3], [2, 0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 16), max_size=60))
 def test_packing_loses_no_token_and_no_target(lengths):
     documents = [document(1000 * i, length) for i, length in enumerate(lengths)]
@@ -51,7 +51,7 @@ def test_packing_loses_no_token_and_no_target(lengths):
     assert sum(int((row.labels >= 0).sum()) for row in rows) == sum(length - 1 for length in lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=60))
 def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths):
     rows = plan_rows(lengths, range(len(lengths)), seq_len=16, packing=True)

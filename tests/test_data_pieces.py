@@ -30,7 +30,7 @@ def test_lengths_of_pieces_of_four(length, pieces):
     assert cut_documents(np.array([length]), seq_len=4).length.tolist() == pieces
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(2, 9))
 def test_every_token_but_the_first_of_a_document_is_a_target_once(tmp_path_factory, lengths, seq_len):
     folder = tmp_path_factory.mktemp("t")

@@ -42,7 +42,7 @@ def test_largest_ids_round_trip_in_the_smallest_dtype(tmp_path, vocab_size, dtyp
     assert (file[0].ids.dtype, file.header.max_id) == (np.int32, max(ids))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 299), st.booleans()), max_size=20), max_size=12), st.booleans())
 def test_every_document_comes_back(tmp_path_factory, rows, has_targets):
     docs = [document([i for i, _ in row], name=f"ä{n}", targets=[t for _, t in row]) for n, row in enumerate(rows)]

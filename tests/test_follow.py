@@ -25,6 +25,7 @@ from deployer.logview import LogView
 from tests.cutproxy import CutProxy
 from tests.ferry import Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, start, wait_for
+from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer, start_sshd
 
 SEED = 1729
@@ -121,7 +122,7 @@ def test_lost_network_three_lines_and_the_job_runs_on(ferry, tmp_path, how):
             start_job(ferry, TICKING)
             client = ferry.start("logs", ID, *ferry.where(), "--give-up", "1s")
         assert [client.stdout.readline() for _ in range(20)][-1] == b"tick 19\n"
-    _, err = client.communicate(timeout=60)
+    _, err = client.communicate(timeout=HANG_S)
     assert client.returncode == 75
     job = Job(str(ferry.job()))
     said = err.decode().splitlines()
@@ -162,7 +163,7 @@ def test_ctrl_c_at_random_times_leaves_the_job_alone(ferry, tries):
         with pytest.raises(subprocess.TimeoutExpired):  # a moment of any kind, not one that is waited for
             client.wait(rng.uniform(0.05, 0.9))
         client.send_signal(signal.SIGINT)
-        out, err = client.communicate(timeout=30)
+        out, err = client.communicate(timeout=HANG_S)
         in_python_itself = client.returncode == 1 and b"init_import_site" in err  # before any line of ours
         assert client.returncode in (75, 130, -signal.SIGINT) or in_python_itself, err.decode()
         assert client.returncode != 75 or f"{ID} is running; it goes on without this client" in err.decode()
@@ -217,8 +218,8 @@ def test_client_that_is_frozen_holds_no_agent_for_longer_than_a_minute(remote, s
 
 
 def test_detached_job_holds_no_session_open_also_not_by_its_children(remote, server):
-    program = ("sh", "-c", "sleep 300 & sleep 300")
-    done = remote.run("run", *remote.where(), "--detach", "--json", "--", *program, timeout_s=30)
+    program = ("sh", "-c", "sleep 1000 & sleep 1000")
+    done = remote.run("run", *remote.where(), "--detach", "--json", "--", *program)
     assert done.returncode == 0, done.stderr.decode()
     wait_for(lambda: not descendants(server.process.pid))
     job = Job(str(remote.job()))
@@ -244,11 +245,17 @@ def test_what_waits_on_stdin_is_left_for_who_comes_next(remote):
 
 
 def test_printed_line_is_on_the_screen_within_two_seconds_without_flush(remote):
-    (remote.project / "now.py").write_text("import time\nfor _ in range(3): print(time.time()); time.sleep(1)")
+    (remote.project / "now.py").write_text(
+        "import os, time\nfor n in range(3):\n    print(time.time())\n"
+        "    while not os.path.exists(f'seen{n}'): time.sleep(0.02)"
+    )
     client = remote.start("run", *remote.where(), "--no-pull", "--", "python", "now.py")
-    for _ in range(3):
-        assert time.time() - float(client.stdout.readline()) < 2
-    client.communicate(timeout=30)
+    after_s = []
+    for n in range(3):
+        after_s.append(time.time() - float(client.stdout.readline()))
+        (remote.job() / "code" / f"seen{n}").touch()
+    assert min(after_s) < 2, after_s  # the least of three: a busy machine may take longer once
+    client.communicate(timeout=HANG_S)
 
 
 def test_many_lines_at_once_come_from_the_first_to_the_last(remote):
@@ -266,7 +273,7 @@ def test_tail_then_follow_shows_each_line_once(ferry):
     client = ferry.start("logs", ID, *ferry.where(), "--tail", "5", "-f")
     first = client.stdout.readline()
     (ferry.project / "go").touch()
-    out, _ = client.communicate(timeout=30)
+    out, _ = client.communicate(timeout=HANG_S)
     assert (first + out).split() == [b"%d" % i for i in range(15, 40)] and client.returncode == 0
 
 

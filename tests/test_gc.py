@@ -52,6 +52,7 @@ from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.limits import HANG_S
 from tests.test_spare import keep
 
 DAY_S = 86400.0
@@ -204,7 +205,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(inventories(), POLICIES)
 def test_nothing_goes_that_a_kept_job_needs(found: Inventory, policy: Policy) -> None:
     removed = choose(found, policy)
@@ -350,7 +351,7 @@ def test_a_cache_stays_while_a_job_of_another_machine_runs(root: Root) -> None:
 
 
 def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root) -> None:
-    plan = make_plan(python("print('up', flush=True); import time; time.sleep(60)"), tree=keep(root, {"code/a": b"1"}))
+    plan = make_plan(python("import time; print('up'); time.sleep(1000)"), tree=keep(root, {"code/a": b"1"}))
     cache = make_cache(root)
     running = start(make_job(Path(root.path), "up", plan), plan)
     said(running, "up")
@@ -367,7 +368,7 @@ def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root
 
 def test_an_ended_job_of_which_a_process_runs_on_stays(root: Root) -> None:
     left = ended(root, "left")
-    argv = ["sleep", "60"]
+    argv = ["sleep", "1000"]
     pid = os.posix_spawnp("sleep", argv, {**os.environ, "TORCHFERRY_JOB_ID": left.id})
     try:
         wait_for(lambda: b"TORCHFERRY_JOB_ID=left" in Path(f"/proc/{pid}/environ").read_bytes())
@@ -617,7 +618,7 @@ def test_gc_asks_at_a_terminal(ferry: Ferry, answer: bytes, left: list[str]) -> 
         stderr=subprocess.PIPE,
     )
     os.write(master, answer)
-    shown, said = asking.communicate(timeout=60)
+    shown, said = asking.communicate(timeout=HANG_S)
     assert b"job a" in shown and ferry.job_ids() == left and asking.returncode == (0 if not left else 1)
     assert (b"nothing was removed" in said) == bool(left)
 
@@ -676,7 +677,7 @@ def test_a_launch_waits_until_the_collection_is_over(root: Root) -> None:
         thread.start()
         thread.join(0.2)
         order.append("collected")
-    thread.join(30)
+    thread.join(HANG_S)
     assert order == ["collected", "launched"]
 
 
@@ -727,7 +728,7 @@ def test_a_resume_waits_until_the_collection_is_over(ferry: Ferry) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             resuming.wait(3)
         assert not (ferry.job() / "logs/attempt_2").exists()
-    resuming.communicate(timeout=60)
+    resuming.communicate(timeout=HANG_S)
     assert resuming.returncode == 0 and (ferry.job() / "logs/attempt_2").exists()
 
 
@@ -735,7 +736,7 @@ def test_an_agent_s_folder_is_held_as_long_as_its_process_lives(tmp_path: Path) 
     assert not is_held(str(tmp_path))
     agent = multiprocessing.get_context("fork").Process(target=hold_agent, args=(str(tmp_path),))
     agent.start()
-    agent.join(30)
+    agent.join(HANG_S)
     assert not is_held(str(tmp_path))
     held = hold_agent(str(tmp_path))
     assert held is not None and is_held(str(tmp_path))

@@ -130,7 +130,7 @@ def test_a_failing_nvidia_smi_is_quoted(tmp_path: Path) -> None:
 
 def test_a_query_that_hangs_ends_with_the_one_that_failed(tmp_path: Path) -> None:
     waits = f"until [ -s {tmp_path}/pid ]; do sleep 0.01; done; exit 9"
-    then = f'case "$1" in --query-gpu=*) {waits};; esac; echo $$ > {tmp_path}/pid; exec sleep 60'
+    then = f'case "$1" in --query-gpu=*) {waits};; esac; echo $$ > {tmp_path}/pid; exec sleep 1000'
     with pytest.raises(AgentError, match="ended with 9"):
         see(["0"], fake_smi(tmp_path, then=then))
     hung = int((tmp_path / "pid").read_text())
@@ -138,6 +138,6 @@ def test_a_query_that_hangs_ends_with_the_one_that_failed(tmp_path: Path) -> Non
 
 
 def test_a_hanging_nvidia_smi_ends_in_an_error(tmp_path: Path) -> None:
-    env = fake_smi(tmp_path, then="exec sleep 60")
+    env = fake_smi(tmp_path, then="exec sleep 1000")
     with pytest.raises(AgentError, match="no answer within"):
         list_gpus(env, timeout_s=0.3)

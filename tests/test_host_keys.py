@@ -149,13 +149,14 @@ def test_hashed_line_is_what_ssh_keygen_finds(server: SshServer, tmp_path: Path)
     assert found.returncode == 0 and "line 2" in found.stdout
 
 
-def test_five_thousand_hashed_lines_take_less_than_0_3_s(server: SshServer, tmp_path: Path) -> None:
+def test_five_thousand_hashed_lines_take_little_more_than_their_hashes(server: SshServer, tmp_path: Path) -> None:
     known = tmp_path / "known"
+    begun = time.process_time()
     lines = [server.host_key_line(hash_name(f"host{n}", b"%020d" % n)) for n in range(5000)]
     known.write_text("".join([*lines, server.host_key_line(hash_name(server.host_name, b"x" * 20))]))
-    begun = time.process_time()
+    hashed_s, begun = time.process_time() - begun, time.process_time()
     keys = read_known_keys([known], server.host_name)
-    assert time.process_time() - begun < 0.3
+    assert time.process_time() - begun < 5 * hashed_s
     assert [key.line for key in keys] == [5001]
 
 

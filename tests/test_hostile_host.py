@@ -20,6 +20,7 @@ from deployer.pulling import pull
 from deployer.registry import JobRecord
 from deployer.roster import ask_all, rows_of
 from tests.ferry import Ferry
+from tests.limits import HANG_S
 from tests.lying import PRELUDE, Lying, lying_host
 from tests.sshd import ALIAS, SshServer, start_sshd
 
@@ -255,7 +256,7 @@ def assert_bounded(victim: Ferry, *words: str, expected: int | None) -> None:
     """Runs a command to its end, or for some seconds where the host goes on forever; its memory stays below 100 MB."""
     client = victim.start(*words, *victim.where())
     status, peak_kib = Path(f"/proc/{client.pid}/status"), 0
-    deadline = time.monotonic() + (3 if expected is None else 60)
+    deadline = time.monotonic() + (3 if expected is None else HANG_S)
     while client.poll() is None:
         found = re.search(r"VmHWM:\s+(\d+)", status.read_text())
         peak_kib = int(found[1]) if found else peak_kib
@@ -263,7 +264,7 @@ def assert_bounded(victim: Ferry, *words: str, expected: int | None) -> None:
             client.send_signal(signal.SIGINT)
             break
         time.sleep(0.02)
-    out, err = client.communicate(timeout=20)
+    out, err = client.communicate(timeout=HANG_S)
     assert_tame(out + err)
     assert peak_kib < 100_000
     assert client.returncode == (130 if expected is None else expected), err.decode()

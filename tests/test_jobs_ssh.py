@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
+from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
 
 
@@ -85,7 +85,7 @@ def test_connection_cut_while_following_no_byte_lost_or_twice(both, server):
         wait_for(lambda cut=cut: set(_sessions(server)) - cut or client.poll() is not None)  # the client is back
         assert client.poll() is None, client.communicate()[1].decode()
     (both.job() / "enough").touch()
-    out, err = client.communicate(timeout=60)
+    out, err = client.communicate(timeout=HANG_S)
     assert client.returncode == 0, err.decode()
     assert b"line 0\n" + out == b"".join(b"line %d\n" % i for i in range(out.count(b"\n") + 1))
     assert b"line 0\n" + out == (both.job() / "logs" / "attempt_1" / "rank_0.log").read_bytes()
@@ -98,7 +98,7 @@ def test_connection_cut_while_files_are_sent_one_job_and_it_is_followed(both, se
     wait_for(lambda: list((both.root / "tmp").glob("blob-*")))
     for pid in _sessions(server):
         os.kill(pid, signal.SIGKILL)
-    out, err = client.communicate(timeout=60)
+    out, err = client.communicate(timeout=HANG_S)
     assert (client.returncode, out) == (0, b"ran\n"), err.decode()
     assert b"trying again" in err and len(both.job_ids()) == 1
 
@@ -136,12 +136,12 @@ def test_later_commands_connect_as_the_launch_did(remote, tmp_path):
     assert "ControlMaster=yes" in (tmp_path / "bin" / "ssh.log").read_text()
 
 
-def test_connect_timeout_of_the_command_line_ends_a_silent_port(remote):
+def test_connect_timeout_of_the_command_line_ends_a_silent_port(remote, tmp_path):
+    (tmp_path / "patient").write_text("ConnectTimeout 3600\n")
+    remote.env["TORCHFERRY_SSH_CONFIG"] = str(tmp_path / "patient")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
-        begun = time.monotonic()
         done = remote.run("doctor", "--ssh", place, "--connect-timeout", "0.5")
-    assert time.monotonic() - begun < 5
     assert done.returncode == 125 and b"no SSH handshake came within 0.5 s" in done.stderr
 
 
@@ -163,7 +163,7 @@ def test_host_gone_during_the_launch_is_no_plain_refusal_and_stays_known(ferry, 
     client = ferry.start("run", *ferry.where(), "--", "true")
     wait_for(lambda: (ferry.root / "tmp").exists() and list((ferry.root / "tmp").iterdir()))
     server.stop()
-    _, err = client.communicate(timeout=60)
+    _, err = client.communicate(timeout=HANG_S)
     assert client.returncode == 75 and b"if it was started" in err and b"goes on" not in err
     rows = json.loads(ferry.run("ps", "--json").stdout)
     assert [row["state"] for row in rows if row["where"] == ALIAS] == ["unreachable"]
@@ -180,7 +180,7 @@ def test_trainer_on_two_ranks_over_ssh_killed_client_stop_resume_and_pull(remote
     )
     config = str(REPO / "configs" / "02_debug_sft_fsdp.py")
     client = remote.start(config, *words, *remote.where(), "--python", sys.executable, "--name", "two")
-    wait_for(lambda: b"step 3/400" in client.stdout.readline(), timeout_s=90)
+    wait_for(lambda: b"step 3/400" in client.stdout.readline())
     client.send_signal(signal.SIGKILL)
     client.communicate()
     job_id = remote.job_ids()[0]
@@ -237,6 +237,6 @@ def test_twelve_launches_at_once_on_a_crowded_server_all_start(both, tmp_path):
         both.env["TORCHFERRY_SSH_CONFIG"] = str(crowded.client_config_path)
         words = ("run", *both.where(), "--detach", "--", "true")
         clients = [both.start(*words) for _ in range(12)]
-        said = [client.communicate(timeout=120)[1].decode() for client in clients]
+        said = [client.communicate(timeout=HANG_S)[1].decode() for client in clients]
         assert [client.returncode for client in clients] == [0] * 12, said
     assert len(both.job_ids()) == 12

@@ -22,6 +22,7 @@ from deployer.agent.leases import LEASE, TICKET, Claim, Held, claiming, parse_cl
 from deployer.agent.sharing import claim_gpus
 from tests.ferry import Ferry
 from tests.jobs import make_plan, wait_for
+from tests.limits import HANG_S
 from tests.sshd import ALIAS, login_user, start_sshd
 from tests.test_gpus import fake_smi
 
@@ -167,8 +168,8 @@ def test_job_of_another_account_over_ssh_waits_for_our_job_and_runs_when_it_has_
         waiting = theirs.start("run", *theirs.where(), "--gpus", "0", "--queue", "--no-pull", "--", "id", "-un")
         wait_for(lambda: len(jobs_seen()) == 2)
         (ferry.job() / "code" / "go").touch()
-        out, err = waiting.communicate(timeout=60)
-        ours.communicate(timeout=60)
+        out, err = waiting.communicate(timeout=HANG_S)
+        ours.communicate(timeout=HANG_S)
     assert (out.decode(), waiting.returncode) == (user + "\n", 0), err.decode()
 
 

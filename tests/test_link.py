@@ -25,6 +25,7 @@ from deployer.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
 from tests.jobs import wait_for
+from tests.limits import HANG_S
 from tests.lying import Lying
 
 HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=200), max_size=5)
@@ -54,9 +55,9 @@ def test_frame_that_announces_too_much_refused_before_it_is_read():
 
 def test_window_waits_for_a_grant_and_gives_up_in_time():
     window = Window(10)
-    window.take(10, timeout_s=1)
+    window.take(10, timeout_s=HANG_S)
     threading.Timer(0.05, window.grant, [4]).start()
-    window.take(4, timeout_s=5)
+    window.take(4, timeout_s=HANG_S)
     with pytest.raises(ProtocolError, match="took no data"):
         window.take(1, timeout_s=0.05)
 

@@ -35,7 +35,7 @@ def main_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
         ferry = Ferry(project, folder / "state", folder / "root", ALIAS)
         ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
         words = ("target.device=cpu", "target.gpu_ranks=[0,1]", "--python", sys.executable)
-        done = ferry.run(str(REPO / "configs" / "02_debug_sft_fsdp.py"), *words, *ferry.where(), timeout_s=240)
+        done = ferry.run(str(REPO / "configs" / "02_debug_sft_fsdp.py"), *words, *ferry.where())
         assert done.returncode == 0, done.stderr.decode()
         (results,) = (project / "results").iterdir()
         yield Done(results, done)

@@ -136,7 +136,7 @@ def users_master(config: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["ssh", "-F", config, "-M", "-N", ALIAS], stdin=subprocess.DEVNULL)
     try:
         check = ["ssh", "-F", config, "-O", "check", ALIAS]
-        wait_for(lambda: subprocess.run(check, capture_output=True).returncode == 0, timeout_s=10)
+        wait_for(lambda: subprocess.run(check, capture_output=True).returncode == 0)
         yield process
     finally:
         process.kill()
@@ -172,7 +172,7 @@ def test_control_master_that_hangs_does_not_touch_us(server: SshServer, shared: 
         begun = time.monotonic()
         transport = connect(server, config=shared, way=way)
         assert read_all(transport.open("echo in")) == b"in\n"
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 60  # it would hang for ever
         transport.close()
 
 
@@ -245,7 +245,7 @@ def test_connection_that_broke_says_why_and_is_made_again(tmp_path: Path) -> Non
         transport = connect(server, way="openssh")
         hang_up(server)
         with pytest.raises(LostConnection, match="closed by remote host"):
-            wait_for(lambda: transport.open("sleep 9").read(1), timeout_s=10)
+            wait_for(lambda: transport.open("sleep 9").read(1))
         transport.connect()
         assert read_all(transport.open("echo again")) == b"again\n"
         transport.close()
@@ -283,7 +283,7 @@ def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(
     )
     argv = [sys.executable, "-c", code, ALIAS, str(server.client_config_path)]
     session = subprocess.run(argv, capture_output=True, text=True).stdout.strip()
-    wait_for(lambda: not Path(f"/proc/{session}").exists() and is_clean(runtime), timeout_s=10)
+    wait_for(lambda: not Path(f"/proc/{session}").exists() and is_clean(runtime))
 
 
 _INTERRUPTED = """
@@ -292,7 +292,7 @@ from deployer.transport import make_transport
 signal.signal(signal.SIGINT, lambda *_: None)
 if os.fork():  # the shell that the client was started from, which stays
     os.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and glob.glob(os.environ["XDG_RUNTIME_DIR"] + "/*/*"):
         time.sleep(0.05)
     print("LEFT", glob.glob(os.environ["XDG_RUNTIME_DIR"] + "/*/*"), flush=True)

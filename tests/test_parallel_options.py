@@ -419,7 +419,7 @@ def sent_weights(dist: Dist, folders: list[str], options: dict[str, Any]) -> dic
 def test_rank_0_alone_reads_the_weights_and_sends_them(options, tmp_path):
     theirs = dict(save_hf(tiny_shape(), tmp_path).named_parameters())
     folders = [str(tmp_path), *["/nowhere"] * 3]
-    for got in run_ranks(sent_weights, 4, folders, options, timeout_s=60):
+    for got in run_ranks(sent_weights, 4, folders, options):
         assert all(torch.equal(got[name], tensor) for name, tensor in theirs.items())
 
 
@@ -564,7 +564,7 @@ def kept_when_compiled(dist: Dist, share: float) -> int:
 
 @pytest.mark.soak
 def test_activation_budget_of_nothing_keeps_less_than_a_third():
-    none, whole = (run_ranks(kept_when_compiled, 1, share, timeout_s=280)[0] for share in (0.0, 1.0))
+    none, whole = (run_ranks(kept_when_compiled, 1, share)[0] for share in (0.0, 1.0))
     assert none < whole / 3
 
 
@@ -592,7 +592,7 @@ def test_budget_without_a_compiler_is_an_error_with_a_way_out():
 )
 def test_recomputation_and_compile_give_the_same_gradients_on_one_and_two_ranks(mode, compiled, world_size, expected):
     cfg = config("fsdp", activation_checkpointing=mode, compile=compiled)
-    ((_, got),) = run_ranks(loss_and_grads, world_size, cfg, tiny_shape(), [2], timeout_s=280)[0]
+    ((_, got),) = run_ranks(loss_and_grads, world_size, cfg, tiny_shape(), [2])[0]
     assert_same_grads(got, expected, 2e-6)
 
 

@@ -26,6 +26,7 @@ from deployer.registry import JobRecord, read_records, write_record
 from deployer.roster import Asker, ask_all, rows_of
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.limits import FOREVER_S, HANG_S
 from tests.sshd import ALIAS, start_sshd
 from tests.test_hostile_host import Lying
 
@@ -93,7 +94,7 @@ def test_launched_job_that_the_host_had_no_more_when_asked_last_is_forgotten(tmp
     write_record(removed)
     asked = Asker(Host("h", "/r", _transport=Lying(NO_JOBS)))
     asked.ask()
-    assert asked.wait(30) == []
+    assert asked.wait(HANG_S) == []
     write_record(later)
     rows = rows_of([Host("h", "/r")], [HostError("gone")], read_records())
     assert [(row["id"], state_of(row)) for row in rows] == [("later", "unreachable (never seen)")]
@@ -103,13 +104,16 @@ def test_silent_host_keeps_the_others_waiting_only_for_a_bound(tmp_path: Path) -
     job = make_job(tmp_path, "here", make_plan(python("pass")))
     end_of(start(job, make_plan(python("pass"))))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        hosts = [Host(f"nobody@127.0.0.1:{silent.getsockname()[1]}", "/r"), Host(None, str(tmp_path))]
+        hosts = [
+            Host(f"nobody@127.0.0.1:{silent.getsockname()[1]}", "/r", connect_timeout_s=FOREVER_S),
+            Host(None, str(tmp_path)),
+        ]
         began = time.monotonic()
-        answers = ask_all(hosts, within_s=3)
+        answers = ask_all(hosts, within_s=5)
         took_s = time.monotonic() - began
     (row,) = rows_of(hosts, answers, [])
     assert (row["id"], row["state"]) == ("here", "succeeded")
-    assert isinstance(answers[0], HostError) and "within 3 s" in answers[0].message and took_s < 6
+    assert isinstance(answers[0], HostError) and "within 5 s" in answers[0].message and took_s < 60
 
 
 def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
     hosts = [
         Host(f"h{n}", "/r", _transport=Lying(code.format(me=str(asked / f"h{n}"), folder=str(asked)))) for n in range(8)
     ]
-    assert ask_all(hosts, within_s=30) == [[]] * 8  # each answers only when all have been asked
+    assert ask_all(hosts, within_s=HANG_S) == [[]] * 8  # each answers only when all have been asked
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def test_live_table_follows_a_job_and_ends_with_ctrl_c(ferry: Ferry) -> None:
             seen += os.read(terminal, 65536).decode()
         except OSError:  # the terminal ends with its last process
             break
-    assert client.wait(10) == 0 and "Traceback" not in seen
+    assert client.wait(HANG_S) == 0 and "Traceback" not in seen
     assert "\x1b[2J" not in seen  # nothing is cleared, so nothing flickers
     os.close(terminal)
 

@@ -19,6 +19,7 @@ from deployer.pulling import pull
 from deployer.transfer import Patience
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
+from tests.limits import HANG_S
 from tests.lying import lying_host
 from tests.sshd import ALIAS, SshServer, start_sshd
 
@@ -436,7 +437,7 @@ def test_watch_keeps_results_coming_and_ends_with_the_job(ferry):
     log = ferry.project / "results" / job_id / "logs" / "attempt_1" / "rank_0.log"
     wait_for(lambda: log.exists() and log.read_bytes() == b"up\n")
     (ferry.job() / "code" / "go").touch()
-    out, err = watcher.communicate(timeout=60)
+    out, err = watcher.communicate(timeout=HANG_S)
     assert watcher.returncode == 0, err
     assert log.read_bytes() == b"up\nthe end\n"
     assert json.loads((log.parents[2] / "status.json").read_text())["state"] == "succeeded"
@@ -450,7 +451,7 @@ def test_watch_interrupted_says_how_to_go_on(ferry):
     watcher = ferry.start("pull", job_id, "--watch", "--every", "0.2s")
     wait_for(lambda: (ferry.project / "results" / job_id / "status.json").exists())
     watcher.send_signal(signal.SIGINT)
-    _, err = watcher.communicate(timeout=60)
+    _, err = watcher.communicate(timeout=HANG_S)
     assert watcher.returncode == 130, err.decode()
     assert f"pull {job_id}".encode() in err and b"Traceback" not in err
     assert ferry.run("stop", job_id, "--grace", "0").returncode == 0

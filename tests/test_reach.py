@@ -15,6 +15,7 @@ import pytest
 
 from deployer.errors import ConnectError
 from deployer.transport import Transport, make_transport
+from tests.limits import FOREVER_S
 from tests.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
 from tests.ways import (
     address_config,
@@ -154,7 +155,7 @@ def test_silent_port_ends_by_the_connect_timeout(tmp_path: Path, way: str) -> No
         begun = time.monotonic()
         error = refusal(address_config(tmp_path, "127.0.0.1", listener.getsockname()[1]), way=way)
     assert "no SSH handshake came within 1 s" in error.message
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 9  # 10 s are the usual limit
 
 
 def serve_once(said: bytes) -> tuple[socket.socket, threading.Thread]:
@@ -201,11 +202,11 @@ def black_hole() -> Iterator[int]:
 
 @both_ways
 def test_address_that_drops_packets_ends_by_the_connect_timeout(tmp_path: Path, way: str, black_hole: int) -> None:
-    config = address_config(tmp_path, "127.0.0.1", black_hole, ConnectTimeout="60")
+    config = address_config(tmp_path, "127.0.0.1", black_hole, ConnectTimeout=str(FOREVER_S))
     begun = time.monotonic()
     error = refusal(config, way=way, connect_timeout_s=1.0)
     assert error.message == f"127.0.0.1:{black_hole} did not answer within 1 s"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
 
 
 @both_ways
@@ -214,7 +215,7 @@ def test_server_that_stalls_in_the_login_ends_by_the_connect_timeout(tmp_path: P
     with start_sshd(tmp_path, first_config=stall) as server:
         begun = time.monotonic()
         error = refusal(str(server.client_config_path), way=way, connect_timeout_s=1.5)
-        assert time.monotonic() - begun < 6
+        assert time.monotonic() - begun < 9  # 10 s are the usual limit
     assert "did not finish the login within 1.5 s" in error.message
 
 

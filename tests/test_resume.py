@@ -233,7 +233,7 @@ def test_resume_without_a_secret_starts_nothing_and_with_other_values_takes_them
 
 
 def test_running_job_is_not_resumed(ferry: Ferry) -> None:
-    started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "exec sleep 60")
+    started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "exec sleep 1000")
     job_id = json.loads(started.stdout)["id"]
     wait_for(lambda: state.judge(Job(str(ferry.job())))["state"] == "running")
     done = ferry.run("resume", job_id)
@@ -243,7 +243,7 @@ def test_running_job_is_not_resumed(ferry: Ferry) -> None:
 
 
 def test_stopped_job_is_resumed_and_can_be_stopped_again(ferry: Ferry) -> None:
-    script = "echo up $TORCHFERRY_ATTEMPT; exec sleep 60"
+    script = "echo up $TORCHFERRY_ATTEMPT; exec sleep 1000"
     started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", script)
     job_id, job = json.loads(started.stdout)["id"], Job(str(ferry.job()))
     for attempt in (1, 2):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import Ferry
+from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer, start_sshd
 
 SECRET = "canary-7f3a91c5e0d24b68"
@@ -89,7 +90,7 @@ def test_secret_is_in_the_jobs_own_environment_and_nowhere_else(remote: Ferry, t
         assert client.stdout.readline().strip().decode() == hashlib.sha256(SECRET.encode()).hexdigest()
         of_the_job = {text.split("\0")[-2] for pid, text in holders().items() if pid != client.pid}
         (remote.job() / "code" / "go").touch()
-        out, err = client.communicate(timeout=60)
+        out, err = client.communicate(timeout=HANG_S)
     assert client.returncode == 0, err.decode()
     assert of_the_job == {"wait.py"}  # the rank's wrapper and the program: not the supervisor, not the agent
     assert not shown and SECRET.encode() not in out + err

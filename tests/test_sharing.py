@@ -19,6 +19,7 @@ import pytest
 from deployer.agent.layout import Job
 from tests.ferry import Ferry
 from tests.jobs import end_of, wait_for
+from tests.limits import FOREVER_S, HANG_S
 from tests.test_gpus import fake_smi
 
 FOUR = "".join(f"{n}, GPU-{n}, Fake H100, 81559, {used}\n" for n, used in enumerate((300, 4, 200, 4)))
@@ -213,7 +214,7 @@ def test_queued_jobs_start_in_order_and_show_their_place(host: Ferry) -> None:
         reached(host, first, "running")
         wait_for(lambda: status_of(host, host.job_ids()[2])["queue"]["position"] == 1)
         go(first)
-        out, err = second.communicate(timeout=60)
+        out, err = second.communicate(timeout=HANG_S)
     assert (out, second.returncode) == (b"ran\n", 0)
     said = err.decode()
     assert f"queued: position 2; GPU 0 is held by job {holder.name} of user " in said
@@ -233,7 +234,7 @@ def test_launch_that_does_not_queue_overtakes_nobody_who_waits_for_the_same_gpu(
 def test_stop_ends_a_queued_job_at_once_and_its_place_is_gone(host: Ferry) -> None:
     begin(host, "holder", "--gpus", "0")
     first = begin(host, "first", "--gpus", "0,1", "--queue")
-    assert host.run("stop", first.name, *host.where(), timeout_s=20).returncode == 0
+    assert host.run("stop", first.name, *host.where(), "--grace", str(FOREVER_S)).returncode == 0
     final = status_of(host, first)
     assert (final["state"], final["reason"]) == ("stopped", "stopped on request, while it was queued")
     assert run(host, "--gpus", "1").returncode == 0
@@ -274,7 +275,7 @@ print(os.environ["CUDA_VISIBLE_DEVICES"], began, time.monotonic_ns())
 def test_launches_of_one_gpu_at_the_same_moment_run_one_after_another(host: Ferry) -> None:
     words = ("run", *host.where(), "--python", sys.executable, "--gpus", "1", "--queue", "--no-pull", "--name")
     together = [host.start(*words, f"j{n}", "--", "python", "-c", SPAN) for n in range(6)]
-    outputs = [process.communicate(timeout=120) for process in together]
+    outputs = [process.communicate(timeout=HANG_S) for process in together]
     assert [process.returncode for process in together] == [0] * 6, outputs
     spans = sorted([int(word) for word in out.split()[1:]] for out, _ in outputs)
     assert all(earlier[1] < later[0] for earlier, later in pairwise(spans))
@@ -283,7 +284,7 @@ def test_launches_of_one_gpu_at_the_same_moment_run_one_after_another(host: Ferr
 def test_of_launches_at_the_same_moment_without_a_queue_one_wins_each_gpu(host: Ferry) -> None:
     words = ("run", *host.where(), "--python", sys.executable, "--gpus", "auto:2", "--detach", "--name")
     together = [host.start(*words, f"j{n}", "--", "sh", "-c", BLOCKED) for n in range(6)]
-    outputs = [process.communicate(timeout=120) for process in together]
+    outputs = [process.communicate(timeout=HANG_S) for process in together]
     assert sorted(process.returncode for process in together) == [0, 0, 125, 125, 125, 125], outputs
     chosen = [reached(host, host.job(job_id), "running")["slots"]["gpus"] for job_id in host.job_ids()]
     assert sorted(chosen) == ["0,2", "1,3"]
@@ -299,7 +300,7 @@ def test_launches_of_different_trees_at_the_same_moment_each_run_their_own(ferry
         clients.append(Ferry(project, tmp_path / f"state{n}", ferry.root))
     words = ("run", *ferry.where(), "--python", sys.executable, "--no-pull", "--name", "same", "--", "python", "a.py")
     together = [client.start(*words) for client in clients]
-    outputs = [process.communicate(timeout=120)[0] for process in together]
+    outputs = [process.communicate(timeout=HANG_S)[0] for process in together]
     assert outputs == [f"tree {n} {n}\n".encode() for n in range(6)]
 
 
@@ -314,7 +315,7 @@ def test_torchrun_jobs_at_the_same_moment_all_start_though_its_usual_port_is_tak
             pass  # somebody else has it: all the same
         words = ("--device", "cpu", "--gpus", "0,1", "--torchrun", "--no-pull", "--", "a.py")
         together = [ferry.start("run", *ferry.where(), "--python", sys.executable, *words) for _ in range(4)]
-        outputs = [process.communicate(timeout=120) for process in together]
+        outputs = [process.communicate(timeout=HANG_S) for process in together]
     assert [process.returncode for process in together] == [0] * 4, outputs
 
 

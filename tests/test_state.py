@@ -19,7 +19,7 @@ from tests.jobs import make_job, make_plan, wait_for
 
 
 def ended_process() -> Process:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "1000"])
     process = process_of(child.pid)
     child.kill()
     child.wait()
@@ -63,7 +63,7 @@ def test_zombie_is_not_running() -> None:
 
 
 def test_marker_is_matched_whole() -> None:
-    with subprocess.Popen(["sleep", "60"], env={"TORCHFERRY_JOB_ID": "job-12"}) as child:
+    with subprocess.Popen(["sleep", "1000"], env={"TORCHFERRY_JOB_ID": "job-12"}) as child:
         assert wait_for(lambda: [p.pid for p in job_processes(Job("/tf/jobs/job-12"))]) == [child.pid]
         assert job_processes(Job("/tf/jobs/job-1")) == []
         child.kill()

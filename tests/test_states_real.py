@@ -21,6 +21,7 @@ from deployer.agent.storelock import is_held
 from tests import stubborn
 from tests.ferry import Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, run_job, said, start, wait_for
+from tests.limits import FOREVER_S, HANG_S
 from tests.stubborn import running
 
 GO = "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\nsys.exit(%d)"
@@ -64,7 +65,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
     code += "while n == '1' and not os.path.exists('go'): time.sleep(0.02)\nsys.exit(9 if n == '1' else 0)"
     job = running_job(tmp_path, "again", code, policy={"max_restarts": 1})
     kill_supervisor(job)
-    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], [a["code"] for a in status["attempts"]]) == ("succeeded", [9, 0])
@@ -73,7 +74,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
 def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp_path: Path) -> None:
     job = running_job(tmp_path, "secret", GO % 9, policy={"max_restarts": 1}, secret_names=["TOKEN"])
     kill_supervisor(job)
-    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"]) == ("failed", 9) and "secrets" in status["reason"]
@@ -86,7 +87,7 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
     state.write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
     job = running_job(tmp_path, "job", GO % 0)
     kill_supervisor(job)
-    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     assert state.judge(job).get("unsupervised") is None
     assert state.read_status(Root(str(tmp_path)).job("ended")) == ended
     assert state.read_status(Root(str(tmp_path)).job("foreign")) == foreign
@@ -99,7 +100,7 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
 
 def preparing(root: Path) -> Job:
     slow = root / "slow"
-    slow.write_text("#!/bin/sh\necho up; sleep 60\n")
+    slow.write_text("#!/bin/sh\necho up; sleep 1000\n")
     slow.chmod(0o700)
     plan = make_plan(python("open('ran', 'w')"))
     plan["python"]["explicit"] = str(slow)
@@ -115,7 +116,7 @@ def at_work(root: Path) -> Job:
 def stopping(root: Path) -> Job:
     code = "import signal, sys, time\ndef save(*_):\n    print('saving'); time.sleep(1); sys.exit(0)\n"
     job = running_job(root, "j", code + "signal.signal(15, save)\nprint('up')\nwhile True: time.sleep(1)")
-    state.request_stop(job, 30)
+    state.request_stop(job, FOREVER_S)
     said(job, "saving")
     return job
 
@@ -146,12 +147,12 @@ def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
     if then == "kill":
         rank = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
         os.kill(rank["wrapper"]["pid"], signal.SIGKILL)
-    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     if then == "go":
         (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"]) == expected[:2] and expected[2] in status["reason"]
-    adopting.adopt_all(Root(str(tmp_path)), within_s=10)
+    adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     wait_for(lambda: not running(str(tmp_path)))  # nothing is left, the deaf worker of `finishing` neither
 
 

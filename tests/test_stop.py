@@ -25,11 +25,12 @@ from deployer.errors import HostError
 from tests import stubborn
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.limits import FOREVER_S, HANG_S
 from tests.stubborn import canary, hops, program, running
 from tests.test_gpus import fake_smi
 from tests.test_hostile_host import lying_host
 
-UP = "import time; print('up'); time.sleep(60)"
+UP = "import time; print('up'); time.sleep(1000)"
 
 
 def run_up(root: Path, job_id: str, code: str, *args: str, **more: Any) -> Job:
@@ -58,7 +59,7 @@ def test_tree_of_shell_torchrun_deaf_ranks_workers_and_daemons_is_gone_soon_afte
     took_s = time.monotonic() - began
     assert (status["state"], status["remaining"], running(word)) == ("stopped", [], [])
     assert status["ended"] >= 16
-    assert took_s < 1 + 2 + 5  # the grace, the bound, and what a busy machine takes
+    assert took_s < 25  # the grace and the bound are 3 s; torchrun itself would take 30
     assert [log_of(job, f"rank_{n}.log") for n in (0, 1)] == ["up\n", "up\n"]  # no rank was started again
 
 
@@ -80,10 +81,10 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 print('up')
 os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(60)
+time.sleep(1000)
 """
     job = run_up(tmp_path, "halted", code)
-    state.request_stop(job, 20)
+    state.request_stop(job, FOREVER_S)
     assert end_of(job)["state"] == "stopped"
     assert (Path(job.code) / "saved").read_text() == "all of it"
 
@@ -91,11 +92,10 @@ time.sleep(60)
 def test_forced_stop_gives_no_time_to_save(tmp_path: Path) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: open('heard', 'w'))\nprint('up')\nwhile 1: time.sleep(9)"
     job = run_up(tmp_path, "forced", code)
-    state.request_stop(job, 600)
+    state.request_stop(job, FOREVER_S)
     wait_for(lambda: (Path(job.code) / "heard").exists())
-    began = time.monotonic()
     state.request_stop(job, force=True)
-    assert (end_of(job)["state"], time.monotonic() - began < 5) == ("stopped", True)
+    assert end_of(job)["state"] == "stopped"
 
 
 def test_job_launched_by_a_job_is_not_its_own(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ from pathlib import Path
 from tests.jobs import make_job, make_plan, python, said, start
 plan = make_plan(python({UP!r}))
 said(start(make_job(Path(sys.argv[1]), 'inner', plan), plan), 'up')
-print('up'); time.sleep(60)
+print('up'); time.sleep(1000)
 """
     outer = run_up(tmp_path, "outer", code, str(tmp_path))
     inner = Job(str(Path(outer.path).parent / "inner"))
@@ -170,10 +170,10 @@ def test_unseen_process_beside_which_the_job_ran_does_not_count() -> None:
 
 def test_process_that_only_inherited_the_device_is_found(tmp_path: Path) -> None:
     device = tmp_path / "nvidia3"
-    with device.open("w") as f, subprocess.Popen(["sleep", "60"], stdout=f) as child:
+    with device.open("w") as f, subprocess.Popen(["sleep", "1000"], stdout=f) as child:
         held = device_holders(re.compile(re.escape(str(device))))
         child.kill()
-    assert (3, child.pid, f"sleep 60 holds {device}") in [(h.gpu, h.pid, h.command) for h in held]
+    assert (3, child.pid, f"sleep 1000 holds {device}") in [(h.gpu, h.pid, h.command) for h in held]
 
 
 def gpu_job(tmp_path: Path, smi: str, code: str = UP) -> dict[str, Any]:
@@ -245,7 +245,7 @@ signal.signal(15, save); print('up')
 while True: time.sleep(1)
 """
     job = Job(str(ferry.job(launch(ferry, "saves", code))))
-    client = ferry.start("stop", job.id, "--grace", "30")
+    client = ferry.start("stop", job.id, "--grace", str(FOREVER_S))
     said(job, "saving")
     client.send_signal(signal.SIGKILL)
     client.communicate()
@@ -256,7 +256,7 @@ while True: time.sleep(1)
 def test_stop_of_an_ended_job_ends_what_it_left_when_its_supervisor_was_killed(ferry: Ferry) -> None:
     word = canary()
     code = f"HEAD = {stubborn.HEAD!r}\nsys_argv = __import__('sys').argv.append({word!r})\nexec(HEAD)\n"
-    code += stubborn.PARTS["deaf worker"] + "print('up'); time.sleep(60)"
+    code += stubborn.PARTS["deaf worker"] + "print('up'); time.sleep(1000)"
     job = Job(str(ferry.job(launch(ferry, "left", code))))
     wait_for(lambda: running(word))
     status = state.judge(job)
@@ -286,8 +286,8 @@ def test_stop_that_is_not_clear_stops_nothing(ferry: Ferry, words: tuple[str, ..
 def test_handler_that_crashes_ends_its_rank_and_the_stop_is_true(tmp_path: Path) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\nwhile True: time.sleep(1)"
     job = run_up(tmp_path, "crashes", code)
-    state.request_stop(job, 30)
-    status = end_of(job, timeout_s=20)
+    state.request_stop(job, FOREVER_S)
+    status = end_of(job)
     assert (status["state"], status["code"], status["remaining"]) == ("stopped", 1, [])
     assert "ZeroDivisionError" in log_of(job)
 
@@ -323,7 +323,7 @@ def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> 
     os.write(terminal, b"n\n")
     while b"nothing was stopped" not in seen:
         seen += os.read(terminal, 4096)
-    assert client.wait(30) == 1 and job_id.encode() in seen
+    assert client.wait(HANG_S) == 1 and job_id.encode() in seen
     os.close(terminal)
     job = Job(str(ferry.job(job_id)))
     assert (state.judge(job)["state"], Path(job.stop).exists()) == ("running", False)

@@ -20,6 +20,7 @@ from deployer.agent.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_EN
 from deployer.agent.prepare import fill, job_env
 from deployer.agent.procs import Process, command_of, is_running, job_processes, process_of
 from tests.jobs import AGENT_DIR, end_of, log_of, make_job, make_plan, python, run_job, said, start, torchrun, wait_for
+from tests.limits import FOREVER_S, HANG_S
 from trainer import schema
 from trainer.watch.startup import now_s
 
@@ -195,7 +196,7 @@ def test_values_reach_the_job_unchanged_and_secrets_no_file(tmp_path: Path) -> N
 
 
 def test_running_status_names_slots_command_and_processes(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('up'); time.sleep(60)", "a b"))
+    plan = make_plan(python("import time; print('up'); time.sleep(1000)", "a b"))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
     status = state.judge(job)
@@ -204,7 +205,7 @@ def test_running_status_names_slots_command_and_processes(tmp_path: Path) -> Non
     cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     assert [part.decode() for part in cmdline] == status["argv"]
     assert f"{JOB_ID_ENV}=j".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    state.request_stop(job, 5)
+    state.request_stop(job, 60)
     assert end_of(job)["state"] == "stopped"
 
 
@@ -243,15 +244,15 @@ def save(*_):
 if os.environ['RANK'] == '0':
     signal.signal(signal.SIGTERM, save)
 print('ready')
-time.sleep(120)
+time.sleep(1000)
 """
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 TORCHRUN_JOBS: dict[str, dict[str, Any]] = {
     "exit7": torchrun(BOTH_UP + "print('last words', end='')\nsys.exit(7 if rank == '1' else 0)"),
-    "kill9": torchrun(BOTH_UP + "os.kill(os.getpid(), 9) if rank == '1' else time.sleep(60)"),
+    "kill9": torchrun(BOTH_UP + "os.kill(os.getpid(), 9) if rank == '1' else time.sleep(1000)"),
     "deaf": {
-        **torchrun(BOTH_UP + "import signal\n" + DEAF + "os._exit(3) if rank == '1' else time.sleep(60)"),
+        **torchrun(BOTH_UP + "import signal\n" + DEAF + "os._exit(3) if rank == '1' else time.sleep(1000)"),
         "kind": "trainer",
     },
     "fine": torchrun(BOTH_UP),
@@ -264,7 +265,7 @@ def torchrun_ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[J
     root = tmp_path_factory.mktemp("torchrun")
     plans = {name: make_plan(**changes) for name, changes in TORCHRUN_JOBS.items()}
     jobs = {name: start(make_job(root, name, plan), plan) for name, plan in plans.items()}
-    return {name: (job, end_of(job, timeout_s=180)) for name, job in jobs.items()}
+    return {name: (job, end_of(job)) for name, job in jobs.items()}
 
 
 @pytest.mark.parametrize(
@@ -291,7 +292,7 @@ def test_trainers_siblings_are_killed_soon_after_the_first_failure(torchrun_ends
     job, _ = torchrun_ends["deaf"]
     ends = [json.loads((Path(job.ranks(1)) / f"rank_{r}.json").read_text()) for r in (0, 1)]
     assert [e["code"] for e in ends] == [137, 3]
-    assert 4.0 < (ends[0]["ended_mono_ns"] - ends[1]["ended_mono_ns"]) / 1e9 < 15.0  # torchrun itself takes 30 s
+    assert 4.0 < (ends[0]["ended_mono_ns"] - ends[1]["ended_mono_ns"]) / 1e9 < 25.0  # torchrun itself takes 30 s
 
 
 def stop_while_saving(root: Path, *, saving_s: float, grace_s: float) -> tuple[Job, dict[str, Any]]:
@@ -304,7 +305,7 @@ def stop_while_saving(root: Path, *, saving_s: float, grace_s: float) -> tuple[J
 
 
 def test_stop_lets_a_rank_save_though_its_sibling_has_died(tmp_path: Path) -> None:
-    job, status = stop_while_saving(tmp_path, saving_s=3, grace_s=20)
+    job, status = stop_while_saving(tmp_path, saving_s=3, grace_s=FOREVER_S)
     assert (status["state"], status["remaining"], status["gpus_free"]) == ("stopped", [], None)
     assert (Path(job.code) / "saved").read_text() == "all of it"
     assert status["code"] == 143  # of rank 1, which has no handler
@@ -314,8 +315,8 @@ def test_stop_before_the_ranks_have_started_does_not_wait_for_the_grace(tmp_path
     plan = make_plan(**torchrun(BOTH_UP), kind="trainer")
     job = start(make_job(tmp_path, "j", plan), plan)
     wait_for(lambda: state.judge(job)["state"] == "running")  # torchrun itself imports torch for seconds
-    state.request_stop(job, 300)
-    assert (end_of(job, timeout_s=60)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
+    state.request_stop(job, FOREVER_S)
+    assert (end_of(job)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
 
 
 def test_stop_lets_a_rank_save_for_45_s_under_a_grace_of_60(tmp_path: Path) -> None:
@@ -334,10 +335,10 @@ if os.fork() == 0:
     if os.fork():
         os._exit(0)
     print('daemon', os.getpid())
-    time.sleep(120)
-subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], env={}, start_new_session=True)
+    time.sleep(1000)
+subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'], env={}, start_new_session=True)
 print('main')
-time.sleep(120)
+time.sleep(1000)
 """
 
 
@@ -352,13 +353,13 @@ def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> No
     began = time.monotonic()
     state.request_stop(job, 1)
     status = end_of(job)
-    assert time.monotonic() - began < 1 + 2 + 5  # grace, the bound of a stop, and what a busy machine takes
+    assert time.monotonic() - began < 60  # the grace and the bound of a stop are 3 s; the usual grace is 120
     assert (status["state"], status["code"], status["swept"], status["remaining"]) == ("stopped", 137, 2, [])
     assert leftovers(job) == []
 
 
 def test_stop_of_one_job_leaves_its_twin_alone(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('up'); time.sleep(60)"))
+    plan = make_plan(python("import time; print('up'); time.sleep(1000)"))
     one, two = (start(make_job(tmp_path, name, plan), plan) for name in ("j", "j2"))
     said(one, "up"), said(two, "up")
     state.request_stop(one, 0)
@@ -368,7 +369,7 @@ def test_stop_of_one_job_leaves_its_twin_alone(tmp_path: Path) -> None:
 
 
 def test_daemon_of_a_finished_job_is_swept(tmp_path: Path) -> None:
-    code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    code = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
     status = run_job(tmp_path, "j", make_plan(python(code)))
     assert (status["state"], status["swept"], status["remaining"]) == ("succeeded", 1, [])
 
@@ -386,13 +387,13 @@ print('saved')
     plan = make_plan(python(code), kind="trainer")
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    state.request_stop(job, 30)
+    state.request_stop(job, FOREVER_S)
     status = end_of(job)
     assert (status["state"], status["code"], log_of(job)) == ("stopped", 0, "up\nsaved\n")
 
 
 def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
-    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up'); time.sleep(60)"
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); print('up'); time.sleep(1000)"
     plan = make_plan(python(code))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
@@ -411,26 +412,26 @@ def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
 
 def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nsleep 60\n")
+    slow.write_text("#!/bin/sh\nsleep 1000\n")
     slow.chmod(0o700)
     plan = make_plan(python("open('ran', 'w')"))
     plan["python"]["explicit"] = str(slow)
     job = start(make_job(tmp_path, "j", plan), plan)
     wait_for(lambda: [p for p in leftovers(job) if "sleep" in command_of(p.pid)])
     state.request_stop(job, 0)
-    status = end_of(job, timeout_s=20)
+    status = end_of(job)
     assert (status["state"], status["remaining"], list(Path(job.code).iterdir())) == ("stopped", [], [])
     assert leftovers(job) == []
 
 
 def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
-    plan = make_plan(python("import signal, time\n" + DEAF + "print('up')\ntime.sleep(60)"))
+    plan = make_plan(python("import signal, time\n" + DEAF + "print('up')\ntime.sleep(1000)"))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    state.request_stop(job, 600)
+    state.request_stop(job, FOREVER_S)
     wait_for(lambda: state.judge(job).get("phase") == "stopping")
     state.request_stop(job, 0)
-    assert end_of(job, timeout_s=20)["code"] == 137
+    assert end_of(job)["code"] == 137
 
 
 # --- the supervisor's death ------------------------------------------------------------------------------------------
@@ -476,7 +477,7 @@ def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     supervise.adopt(job, AGENT_DIR)
     status = state.judge(job)
     assert (status["state"], status.get("unsupervised")) == ("running", None)
-    state.request_stop(job, 5)
+    state.request_stop(job, 60)
     status = end_of(job)
     assert (status["state"], status["code"], status["remaining"]) == ("stopped", 143, [])
 
@@ -543,5 +544,5 @@ def test_wrapper_without_a_run_folder_becomes_the_program(tmp_path: Path) -> Non
     env = {k: v for k, v in os.environ.items() if k != RUN_DIR_ENV}
     argv = [sys.executable, f"{AGENT_DIR}/rank.py", "-c", "import os; print('hello', os.getpid())"]
     process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, cwd=tmp_path)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=HANG_S)
     assert (out.decode(), list(tmp_path.iterdir())) == (f"hello {process.pid}\n", [])

@@ -20,7 +20,7 @@ from tests.ferry import Ferry
 from tests.jobs import said
 from tests.sshd import ALIAS, login_user, start_sshd
 
-UP = "import time\nprint('up', flush=True)\ntime.sleep(60)"
+UP = "import time\nprint('up', flush=True)\ntime.sleep(1000)"
 HIDEPID = ("unshare", "-m", "sh", "-c", 'mount -t proc -o hidepid=2 proc /proc && exec "$@"', "sh")
 """Before a command: it sees the processes of its own user only, unless it is root's."""
 

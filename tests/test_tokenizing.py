@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.limits import HANG_S
 from trainer.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
 from trainer.data.texts import Text, read_texts
@@ -164,7 +165,7 @@ def test_tokenizing_process_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_pat
     script.write_text(WORKER)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environ, text=True) as parent:
-        out, _ = parent.communicate(timeout=60)  # ends when nobody holds the pipe any more
+        out, _ = parent.communicate(timeout=HANG_S)  # ends when nobody holds the pipe any more
     assert (out.strip(), parent.returncode) == ("True", -signal.SIGKILL)
 
 

@@ -15,6 +15,7 @@ import click
 import pytest
 import yaml
 
+from tests.limits import HANG_S
 from trainer import cli, launch, torchrun
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
@@ -36,7 +37,7 @@ def run_train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environ.pop(name, None)
     command = [sys.executable, str(PROJECT / "train.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=HANG_S)
 
 
 def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
@@ -333,7 +334,7 @@ def test_ctrl_c_on_two_ranks_saves_and_exits_with_0(tmp_path, rows):
     with subprocess.Popen([*command, "train.steps=100000"], start_new_session=True, **pipes) as process:
         next(line for line in process.stdout if line.startswith("step 1/"))
         os.killpg(process.pid, signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=HANG_S)
     assert (process.returncode, told) == (0, "")
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["state"] == "stopped"
     assert list((tmp_path / "run" / "checkpoints").glob("step_*/COMPLETE"))

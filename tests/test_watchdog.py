@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import FOREVER_S, HANG_S
 from tests.ranks import barrier, run_ranks
 from trainer.dist import Dist
 from trainer.rank import comm_timeout_s
@@ -119,14 +120,14 @@ def steps_with(dist: Dist, run_dir: str, what: str) -> str:
             try:
                 torch.distributed.all_reduce(torch.ones(1))
             except RuntimeError:
-                watchdog.await_verdict(20)
-                time.sleep(20)  # the watchdog ends this process
+                watchdog.await_verdict(HANG_S)
+                time.sleep(FOREVER_S)  # the watchdog ends this process
         return "trained"
 
 
 def misbehave(what: str, dist: Dist) -> None:
     if what == "hang":
-        time.sleep(60)
+        time.sleep(FOREVER_S)
     elif what == "exit":
         os._exit(0)
     elif what == "save":
@@ -144,7 +145,7 @@ def outcome_of(run_dir: Path, what: str) -> tuple[dict, float]:
 
 def test_hanging_rank_is_named_with_its_stack_and_all_ranks_end(tmp_path):
     outcome, seconds = outcome_of(tmp_path, "hang")
-    assert seconds < 40
+    assert seconds < HANG_S / 2
     assert outcome["rank"] == 1
     assert "rank 1 is late, in the forward pass of step 3, at " in outcome["error"]
     assert "(misbehave)" in outcome["error"]
@@ -155,7 +156,7 @@ def test_hanging_rank_is_named_with_its_stack_and_all_ranks_end(tmp_path):
 
 def test_rank_that_exits_with_0_early_is_named(tmp_path):
     outcome, seconds = outcome_of(tmp_path, "exit")
-    assert seconds < 40
+    assert seconds < HANG_S / 2
     assert (outcome["state"], outcome["rank"]) == ("failed", 1)
     assert re.match(r"Error: rank 1 \(pid \d+ on .*\) ended without a word, last heard of ", outcome["error"])
 
@@ -167,10 +168,10 @@ def test_long_save_does_not_trip_the_watchdog(tmp_path):
 
 def fail_one(dist: Dist, run_dir: str) -> None:
     """Rank 1 fails while rank 0 waits where no connection breaks: at a barrier that rank 1's process keeps open."""
-    with watching(dist, Path(run_dir), timeout_s=60) as watchdog:
+    with watching(dist, Path(run_dir), timeout_s=FOREVER_S) as watchdog:
         if dist.rank == 1:
             watchdog.tell_failure("Error: a row is broken")
-            time.sleep(60)
+            time.sleep(FOREVER_S)
         barrier(dist)
 
 
@@ -178,7 +179,7 @@ def test_failure_of_one_rank_ends_the_others_with_its_words(tmp_path):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 0 ended without a result"):
         run_ranks(fail_one, 2, str(tmp_path))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < HANG_S / 2
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["rank"], outcome["error"]) == (1, "Error: a row is broken")
 

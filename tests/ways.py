@@ -16,6 +16,7 @@ import pytest
 
 from deployer.errors import ConnectError
 from deployer.transport import Stream, Transport, make_transport
+from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer
 
 both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])
@@ -119,7 +120,7 @@ def at_terminal(config: str, answers: dict[str, str], *, way: str = "fabric", pr
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", program, ALIAS, config, way])
     seen, asked, typed = b"", 0, b""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 2)[0]:
             os.write(terminal, typed)

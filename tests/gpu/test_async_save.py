@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -17,7 +18,7 @@ def test_save_of_a_1_5b_model_blocks_training_less_than_a_second_and_holds_the_o
         pytest.skip(f"needs {gpus} GPU(s)")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launch, "-m", "tests.gpu.async_save", str(tmp_path / "checkpoints")]
-    done = subprocess.run(command, capture_output=True, timeout=500, cwd=REPO)
+    done = subprocess.run(command, capture_output=True, timeout=HANG_S, cwd=REPO)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
     result = json.loads(next(line for line in done.stdout.decode().splitlines() if line.startswith("{")))
     print(f"{gpus} x {result['card']}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 SHORT = ("train.steps=8", "optim.warmup_steps=2", "train.eval_every=0", "train.save_every=4", "run.export=false")
@@ -29,7 +30,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         if words not in known or run_dir:
             folder = run_dir or tmp_path_factory.mktemp("run")
             command = [sys.executable, str(REPO / "train.py"), CONFIG, *SHORT, *BATCH, *words, "--run-dir", str(folder)]
-            done = subprocess.run(command, capture_output=True, timeout=200)
+            done = subprocess.run(command, capture_output=True, timeout=HANG_S)
             assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
             rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
             known[words] = [row["loss"] for row in rows if "loss" in row]
@@ -100,7 +101,7 @@ def test_hang_inside_nccl_is_told_with_the_late_rank(tmp_path):
     os.kill(ranks[0], signal.SIGSTOP)
     threading.Timer(14, os.kill, (ranks[0], signal.SIGCONT)).start()
     began = time.monotonic()
-    _, errors = started.communicate(timeout=150)
+    _, errors = started.communicate(timeout=HANG_S)
     seconds = time.monotonic() - began
     print(f"\nended {seconds:.0f} s after rank 1 was halted, exit {started.returncode}:\n{errors[-1500:]}")
     assert started.returncode != 0
@@ -130,7 +131,7 @@ def test_resume_on_two_gpus_goes_on_with_the_unbroken_runs_losses(train, tmp_pat
 
 def test_step_times_are_the_devices_own_and_add_up(tmp_path):
     command = [sys.executable, str(REPO / "train.py"), CONFIG, *SHORT, *BATCH, *ONE, "--run-dir", str(tmp_path)]
-    subprocess.run([*command, "train.steps=60"], check=True, capture_output=True, timeout=200)
+    subprocess.run([*command, "train.steps=60"], check=True, capture_output=True, timeout=HANG_S)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     times = sorted(row["step_s"] for row in rows if row.get("step", 0) > 5 and "loss" in row)
     assert times[0] > 0.3 * times[len(times) // 2]  # no step, the last one included, in a fraction of the usual time

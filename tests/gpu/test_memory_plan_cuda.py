@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import HANG_S
 from tests.test_probing import compile_failure, fail_once
 from tests.tiny import packed_batch
 from trainer import probing
@@ -125,7 +126,7 @@ def test_run_tells_its_plan_and_what_the_probe_found(tmp_path):
         [sys.executable, TRAIN, _config(tmp_path), "--run-dir", str(tmp_path / "run"), *words],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert out.returncode == 0, out.stdout + out.stderr
     print(*(line for line in out.stdout.splitlines() if line.startswith(("memory:", "probe:", "first step"))), sep="\n")
@@ -135,7 +136,10 @@ def test_run_tells_its_plan_and_what_the_probe_found(tmp_path):
 
 def test_calibration_finds_a_size_within_two_minutes(tmp_path):
     out = subprocess.run(
-        [sys.executable, TRAIN, _config(tmp_path), "--calibrate", "--json"], capture_output=True, text=True, timeout=150
+        [sys.executable, TRAIN, _config(tmp_path), "--calibrate", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert out.returncode == 0, out.stdout + out.stderr
     print(out.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 WORDS = (
@@ -24,7 +25,7 @@ LARGER = ("model.hidden_size=512", "model.intermediate_size=1536", "model.num_la
 def trained(folder: Path, *words: str) -> list[dict[str, float]]:
     """The steps' records of a run."""
     command = [sys.executable, str(REPO / "train.py"), CONFIG, *WORDS, *words, "--run-dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, timeout=HANG_S)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "loss" in row]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 SIZE = ("model.hidden_size=512", "model.intermediate_size=1536", "model.num_layers=8", "model.num_heads=8")
@@ -32,7 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for name, folder in folders.items():
         words = (*SIZE, *RUN, *QUIET, *BACKENDS[name], "--run-dir", str(folder))
         done = subprocess.run(
-            [sys.executable, str(REPO / "train.py"), CONFIG, *words], capture_output=True, timeout=300
+            [sys.executable, str(REPO / "train.py"), CONFIG, *words], capture_output=True, timeout=HANG_S
         )
         assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
     return folders

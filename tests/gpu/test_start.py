@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 from trainer.models.blocks import BLOCK
 from trainer.models.hf import init_random, load_pretrained
 
@@ -48,7 +49,7 @@ def train_once(folder: Path) -> tuple[str, set[str]]:
     env = {name: value for name, value in env.items() if name not in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     words = ("train.steps=3", "train.eval_every=0", "train.save_every=0", "run.export=false", "train.resume=never")
     command = [sys.executable, "train.py", "configs/01_debug_sft.py", *words, "--run-dir", str(folder / "run")]
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("first step after"))
     return line, {str(path.relative_to(folder)) for path in (folder / "cache").rglob("fxgraph/*/*")}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ferry import REPO
+from tests.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 WORDS = ("train.steps=7", "optim.warmup_steps=2", "train.eval_every=0", "train.save_every=0", "run.export=false")
@@ -22,7 +23,7 @@ def test_table_of_a_traced_step_finds_what_a_step_is_made_of(backend, gpus, tmp_
         pytest.skip("needs 2 GPUs")
     words = (f"target.gpu_ranks={gpus}", f"target.train_backend={backend}", "train.profile_steps=[6]")
     command = [sys.executable, str(REPO / "train.py"), CONFIG, *WORDS, *BATCH, *words, "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, timeout=HANG_S)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()[-4000:]
     assert "where step 6 of rank 0 went, on the device:" in done.stdout.decode()
     print("\n" + (tmp_path / "profile" / "step_000006_rank_0.txt").read_text())

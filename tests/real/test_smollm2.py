@@ -23,7 +23,7 @@ MISSING = [name for name in NEEDED if find_spec(name) is None]
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(3000),
+    pytest.mark.timeout(20_000),
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make real` installs and runs this"),
 ]
 
