@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from tests.ferry import Ferry
-from tests.sshd import SshServer, make_key, start_sshd
+from tests.sshd import ALIAS, SshServer, make_key, start_sshd
 
 # a shell starts what it runs in the background deaf to Ctrl-C, and a child inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,6 +53,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
     """A real sshd, for the tests of one file."""
     with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
         yield running
+
+
+@pytest.fixture
+def remote(ferry: Ferry, server: SshServer) -> Ferry:
+    """The client of `ferry` with a host behind sshd."""
+    ferry.ssh = ALIAS
+    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
+    return ferry
 
 
 @pytest.fixture(scope="module")

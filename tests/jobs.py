@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 
 from deployer.agent import state, supervise
 from deployer.agent.layout import Job, Root
+from deployer.agent.procs import is_running, process_of
+from tests.ferry import Ferry
 from tests.limits import HANG_S
 
 AGENT_DIR = str(Path(supervise.__file__).parent)
@@ -105,3 +108,34 @@ def log_of(job: Job, name: str = "rank_0.log") -> str:
 
 def said(job: Job, text: str, name: str = "rank_0.log") -> Any:
     return wait_for(lambda: text in log_of(job, name))
+
+
+UP = "import time; print('up'); time.sleep(1000)"
+"""A program that says `up` and stays."""
+GO = "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
+"""One that says `up` and stays until there is a file `go` in its code folder."""
+
+
+def run_up(root: Path, job_id: str, code: str = UP, *args: str, **changes: Any) -> Job:
+    """A running job of one process that has said `up`; `changes` are of its plan."""
+    plan = make_plan(python(code, *args), **changes)
+    job = start(make_job(root, job_id, plan), plan)
+    said(job, "up")
+    wait_for(lambda: state.judge(job)["state"] == "running")
+    return job
+
+
+def launch(ferry: Ferry, name: str, code: str = UP) -> str:
+    """The id of a detached job of the command line that has said `up`."""
+    words = ("run", *ferry.where(), "--detach", "--name", name, "--python", sys.executable, "--", "python", "-uc", code)
+    done = ferry.run(*words)
+    assert done.returncode == 0, done.stderr.decode()
+    (job_id,) = [i for i in ferry.job_ids() if i.startswith(name)]
+    said(Job(str(ferry.job(job_id))), "up")
+    return job_id
+
+
+def kill_supervisor(job: Job) -> None:
+    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(supervisor))

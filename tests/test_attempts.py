@@ -18,9 +18,8 @@ import pytest
 
 from deployer.agent import state, supervise
 from deployer.agent.layout import Job
-from deployer.agent.procs import is_running, process_of
 from tests.ferry import Ferry
-from tests.jobs import AGENT_DIR, end_of, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.jobs import AGENT_DIR, end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 
 FAILS_ONCE = """
 import os, sys
@@ -148,9 +147,7 @@ def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp
 
 
 def kill_supervisor_and_adopt(job: Job) -> None:
-    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
-    os.kill(supervisor.pid, signal.SIGKILL)
-    wait_for(lambda: not is_running(supervisor))
+    kill_supervisor(job)
     supervise.adopt(job, AGENT_DIR)
 
 

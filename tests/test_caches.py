@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ferry import REPO
 from trainer import caches
 from trainer.caches import CacheError, compile_tag, cpu_sign, machine_tag, make_private, open_compile_cache
 from trainer.cli import compile_cache
@@ -145,7 +146,7 @@ print(open_compile_cache({}))
 @pytest.mark.skipif(os.getuid() != 0, reason="only root becomes a user that nobody knows")
 def test_user_without_a_home_has_no_cache_and_no_folder_called_tilde(tmp_path):
     tmp_path.chmod(0o777)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
     done = subprocess.run([sys.executable, "-c", NO_HOME], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, "there is no home folder" in done.stdout, list(tmp_path.iterdir())) == (0, True, [])
 
@@ -187,7 +188,7 @@ print(torch.__cached__, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(to
 
 def import_with(site: Path, **env: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env = {**kept, "PYTHONPATH": f"{site}:{Path(__file__).parent.parent}", **env}
+    env = {**kept, "PYTHONPATH": f"{site}:{REPO}", **env}
     done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
     return done.stdout.split()
 

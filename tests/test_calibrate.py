@@ -16,6 +16,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from tests.ferry import REPO
 from tests.limits import HANG_S
 from trainer import cli
 from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
@@ -23,7 +24,6 @@ from trainer.calibration.verdict import Calibration, Timed
 from trainer.config.load import config_from_dict, load_config
 from trainer.launch import build_torchrun_argv
 
-PROJECT = Path(__file__).parent.parent
 SMALL = {
     "target": {"device": "cpu"},
     "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
@@ -193,7 +193,7 @@ def test_sizes_are_timed_here_without_run_folder_and_data(tmp_path):
 def test_ctrl_c_ends_with_130_and_one_line_of_what_was_not_done(tmp_path, ranks, send):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({**SMALL, "target": {"device": "cpu", "gpu_ranks": ranks}}))
-    command = [sys.executable, str(PROJECT / "train.py"), str(file), "--calibrate"]
+    command = [sys.executable, str(REPO / "train.py"), str(file), "--calibrate"]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         assert process.stdout.readline().split()[:2] == ["rows", "plan"]

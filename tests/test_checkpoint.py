@@ -14,64 +14,22 @@ import torch
 from torch import nn
 
 from tests.ranks import run_ranks
+from tests.saves import Tied, save, start, step
+from tests.tiny import ALONE
 from trainer.checkpoint import writing
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.loading import load, load_model, read_full, read_info
 from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.retention import Keep, prune, to_delete
-from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer
 from trainer.resuming import choose
 from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig
 
-ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-
-
-class Tied(nn.Module):
-    """Weights of several sizes, one with a single row, and one tensor under two names."""
-
-    def __init__(self, vocab: int = 7) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(vocab, 4)
-        self.mid = nn.Linear(4, 1)
-        self.head = nn.Linear(4, vocab, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mid(self.embed(ids)) * self.embed(ids))
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(7)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def start(dist: Dist) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Tied()
-    if dist.world_size > 1:
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(model)
-    return model, build_optimizer(model, OptimConfig(learning_rate=0.1))
-
-
-def save(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, dist: Dist, **options
-) -> Path:
-    """A save that is waited for."""
-    writer = Writer(dist, beside=None, at=options.pop("at", lambda point: None))
-    writer.start(folder, step, model, optimizer, extra, keep=Keep())
-    written = writer.result()
-    writer.close()
-    return written.path
 
 
 def save_after_two_steps(dist: Dist, folder: str) -> list[torch.Tensor]:

@@ -22,8 +22,9 @@ from torch import nn
 
 from tests.limits import HANG_S
 from tests.ranks import FORKED, forked_saver, run_ranks
-from tests.test_checkpoint import ALONE, start, step
-from tests.test_loop import build
+from tests.saves import start, step
+from tests.tiny import ALONE
+from tests.trainings import build
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-TRAINER = Path(__file__).parent.parent / "trainer"
+from tests.ferry import REPO
+
+TRAINER = REPO / "trainer"
 COLLECTIVES = {
     "all_reduce",
     "all_gather",

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ferry import REPO
 from trainer.config.keys import ALIASES, known_keys
 from trainer.config.length import length_notes
 from trainer.config.load import (
@@ -39,7 +40,6 @@ from trainer.schema import (
     TrainConfig,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 IMPORT = "from trainer.schema import *\n"
 
 
@@ -60,7 +60,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def override(*overrides: str) -> Config | str:
     try:
-        return load_config(ROOT / "configs/02_debug_sft_fsdp.py", overrides)
+        return load_config(REPO / "configs/02_debug_sft_fsdp.py", overrides)
     except ConfigError as error:
         return error.render()
 
@@ -93,7 +93,7 @@ def test_import_loads_neither_torch_nor_yaml_nor_deployer() -> None:
         "load_config('configs/02_debug_sft_fsdp.py', ['target.gpu_ranks=0,1', 'optim.learning_rate=1e-4']);"
         "print([m for m in ('torch', 'yaml', 'deployer', 'numpy', 'click') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
@@ -101,19 +101,19 @@ def test_import_loads_neither_torch_nor_yaml_nor_deployer() -> None:
 
 
 def test_debug_config_is_one_process_on_a_device_chosen_by_the_host() -> None:
-    config = load_config(ROOT / "configs/01_debug_sft.py")
+    config = load_config(REPO / "configs/01_debug_sft.py")
     assert (num_processes(config), config.target.device) == (1, "auto")
-    assert local_data_paths(config, root=ROOT) == []
+    assert local_data_paths(config, root=REPO) == []
 
 
 def test_fsdp_config_names_four_gpus() -> None:
-    config = load_config(ROOT / "configs/02_debug_sft_fsdp.py")
+    config = load_config(REPO / "configs/02_debug_sft_fsdp.py")
     assert config.target.gpu_ranks == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["01_debug_sft.py", "02_debug_sft_fsdp.py"])
 def test_shipped_config_takes_the_overrides_its_docstring_names(name: str) -> None:
-    path = ROOT / "configs" / name
+    path = REPO / "configs" / name
     words = ["model.name=Qwen/Qwen2.5-0.5B-Instruct", "data.train=my.jsonl", "optim.learning_rate=1e-5"]
     assert all(word in path.read_text() for word in words)
     config = load_config(path, words)
@@ -122,7 +122,7 @@ def test_shipped_config_takes_the_overrides_its_docstring_names(name: str) -> No
 
 
 def test_pretraining_config_takes_the_overrides_its_docstring_names() -> None:
-    path = ROOT / "configs/03_debug_pretrain.py"
+    path = REPO / "configs/03_debug_pretrain.py"
     words = ["data.train=corpus.tokens", "data.tokenizer=Qwen/Qwen3-0.6B"]
     assert all(word in path.read_text() for word in words)
     config = load_config(path, words)

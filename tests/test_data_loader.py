@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.documents import documents_of
-from tests.test_models import from_folder, save_hf
+from tests.documents import ONE, Rank, documents_of
+from tests.oracles.reference import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
 from trainer.batch import Batch
 from trainer.data.chat import Encoded
@@ -26,12 +26,6 @@ from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import DataError
 from trainer.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
-
-
-@dataclass(frozen=True)
-class Rank:
-    rank: int = 0
-    world_size: int = 1
 
 
 @pytest.fixture
@@ -51,7 +45,7 @@ def make_config(rows_file: str, *, data: dict | None = None, **train) -> Config:
     return Config(data=DataConfig(**settings), train=TrainConfig(**({"micro_batch_size": 2} | train)))
 
 
-def load(config: Config, rank: Rank = Rank()) -> Data:
+def load(config: Config, rank: Rank = ONE) -> Data:
     return build_data(config, rank, load_tokenizer(config))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import documents_of
-from tests.test_data_loader import Rank
+from tests.documents import ONE, documents_of
 from trainer.config.rules import check_config
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenizer import load_tokenizer
@@ -32,7 +31,7 @@ def load(train: list[str | SourceConfig], *, steps: int | None = None, **data: A
         train=TrainConfig(micro_batch_size=5, steps=steps, epochs=None if steps else 1.0),
     )
     check_config(config)
-    return build_data(config, Rank(), load_tokenizer(config))
+    return build_data(config, ONE, load_tokenizer(config))
 
 
 def names(data: Data) -> list[str]:

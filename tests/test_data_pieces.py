@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.test_data_tokens import document, write
 from tests.tiny import pack
+from tests.token_files import document, write
 from trainer.data.pieces import PieceStore, cut_documents
 
 

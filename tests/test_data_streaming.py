@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.documents import documents_of
-from tests.test_data_loader import Rank
+from tests.documents import ONE, Rank, documents_of
 from tests.tiny import ALONE
 from trainer.config.rules import check_config, config_notes
 from trainer.data.documents import KEYS
@@ -41,9 +40,6 @@ def make_config(train: list[str | SourceConfig], *, data: dict[str, Any] | None 
     config = Config(data=DataConfig(train=train, **settings), train=TrainConfig(**({"micro_batch_size": 3} | how)))
     check_config(config)
     return config
-
-
-ONE = Rank()
 
 
 def load(config: Config, rank: Rank = ONE) -> Data:

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.ferry import REPO
 from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, tokenizer_hash, vocab_size, vocabulary_hash
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, ModelConfig
@@ -100,7 +100,7 @@ for ask in (lambda: load_tokenizer(config), lambda: list(read_conversations("som
 """
     env = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     env |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": "/nonexistent"}
-    root = Path(__file__).parents[1]
+    root = REPO
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
     tokenizer, data = done.stdout.splitlines()
     assert tokenizer.startswith("DataError the tokenizer 'some/model' cannot be loaded")

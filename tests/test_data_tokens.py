@@ -6,29 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.chat import Encoded
+from tests.ferry import REPO
+from tests.token_files import document, write
 from trainer.data.token_writer import TokenWriter
 from trainer.data.tokens import TokenFile, check_ids
 from trainer.errors import DataError
-
-
-def document(ids, *, name: str = "d", targets=None) -> Encoded:
-    is_target = np.ones(len(ids), dtype=bool) if targets is None else np.asarray(targets, dtype=bool)
-    return Encoded(name, np.asarray(ids, dtype=np.int32), is_target)
-
-
-def write(path: Path, docs, *, vocab_size: int = 151_936, has_targets: bool = False, tokenizer: str = "t1"):
-    with TokenWriter(path, vocab_size=vocab_size, tokenizer=tokenizer, has_targets=has_targets) as writer:
-        for doc in docs:
-            writer.add(doc)
-    return TokenFile.open(path)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +132,7 @@ def test_a_killed_writer_leaves_no_file_of_that_name(tmp_path):
         "for _ in range(9999): w.add(Encoded('d', np.ones(99, np.int32), np.ones(99, bool)))\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
     assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env).returncode == -signal.SIGKILL
     assert not (tmp_path / "a.tokens").exists()
     assert len(write(tmp_path / "a.tokens", [document([1])])) == 1

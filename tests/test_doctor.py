@@ -24,8 +24,8 @@ from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
 from deployer.commands.machine import Contact, check_contact
 from tests.ferry import REPO, Ferry
-from tests.test_gpus import fake_smi
-from tests.test_runtime import make_python
+from tests.pythons import make_python
+from tests.smi import fake_smi
 
 FREE = Limits(None, None, None, 0)
 DISK = Disk("/root/x", "ext4", ["rw"], 10**12, 10**11, 10**6, 10**5)

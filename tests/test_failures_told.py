@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, config_of
-from tests.tiny import tiny_shape
+from tests.tiny import ALONE, tiny_shape
+from tests.trainings import training_on
 from trainer.dist import Dist
 from trainer.launch import build_debug_env, build_launch_env
 from trainer.rank import exit_code, run_recipe
@@ -59,7 +59,7 @@ def test_message_without_figures_is_told_without_them():
 
 def run_out_of_memory(message: str, rows: str = "rows.jsonl") -> str:
     ALONE.progress.enter("backward", 7)
-    config = config_of(rows, micro_batch_size=4, global_batch_size=8)
+    config = training_on(rows, micro_batch_size=4, global_batch_size=8)
     with pytest.raises(OutOfMemory) as caught, oom_advice(lambda: config, tiny_shape(), ALONE, on_failure=lambda: None):
         raise torch.OutOfMemoryError(message)
     return str(caught.value)
@@ -75,7 +75,9 @@ def test_full_gpu_is_told_with_what_each_change_saves():
 
 
 def test_what_the_next_start_does_is_told_after_the_advice():
-    advice = oom_advice(lambda: config_of("rows.jsonl"), tiny_shape(), ALONE, on_failure=lambda: "another plan is next")
+    advice = oom_advice(
+        lambda: training_on("rows.jsonl"), tiny_shape(), ALONE, on_failure=lambda: "another plan is next"
+    )
     with pytest.raises(OutOfMemory) as caught, advice:
         raise torch.OutOfMemoryError(SHARED)
     assert str(caught.value).splitlines()[-1] == "note: another plan is next"
@@ -227,7 +229,7 @@ def test_exit_with_0_in_mid_run_is_a_failure():
 def fail_in_loading(dist: Dist, template: str, run_dir: str) -> None:
     """Both ranks run the recipe; the chat template of rank 1 is not there."""
     path = template if dist.rank == 0 else "/nowhere/template.jinja"
-    config = config_of("builtin:stdlib-docs", backend="fsdp", hang_timeout_s=30)
+    config = training_on("builtin:stdlib-docs", backend="fsdp", hang_timeout_s=30)
     sys.exit(run_recipe(with_template(config, path), Path(run_dir), dist, debug=False))
 
 
@@ -254,7 +256,7 @@ class CtrlC(Startup):
 
 def interrupted(dist: Dist, run_dir: str) -> int:
     dist = replace(dist, startup=CtrlC.of_process({}))
-    return run_recipe(config_of("builtin:stdlib-docs", backend="pytorch"), Path(run_dir), dist, debug=False)
+    return run_recipe(training_on("builtin:stdlib-docs", backend="pytorch"), Path(run_dir), dist, debug=False)
 
 
 def test_interrupted_single_process_ends_at_once_though_a_thread_may_be_saving(tmp_path):

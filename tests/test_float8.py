@@ -13,8 +13,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from deployer.prepare import requirements
+from tests.gradients import backward, full, micro_batches
 from tests.ranks import run_ranks
-from tests.test_parallel import backward, full, micro_batches
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.config.rules import config_notes

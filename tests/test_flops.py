@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracles.reference import hf_model
-from tests.test_loop import build
 from tests.tiny import packed_batch, tiny_decoder, tiny_shape
+from tests.trainings import build
 from trainer import loop
 from trainer.flops import flops_of
 from trainer.reading import Window

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,20 +31,6 @@ SEED = 1729
 both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])
 ID = f"followed-{secrets.token_hex(4)}"
 """Not that of a job of another test: a job's processes are known by its id."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
-        yield running
-
-
-@pytest.fixture
-def remote(ferry: Ferry, server: SshServer) -> Ferry:
-    """The client of `ferry` with a host behind sshd."""
-    ferry.ssh = ALIAS
-    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
-    return ferry
 
 
 def start_job(ferry: Ferry, code: str, *args: str) -> Job:

@@ -53,7 +53,7 @@ from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_ha
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.limits import HANG_S
-from tests.test_spare import keep
+from tests.storing import keep
 
 DAY_S = 86400.0
 

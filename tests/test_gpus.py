@@ -12,41 +12,18 @@ from deployer.agent.errors import AgentError
 from deployer.agent.gpus import Gpu, holders, list_gpus, see
 from deployer.agent.procs import is_running, process_of
 from tests.jobs import wait_for
+from tests.smi import fake_smi
 
 GPUS = """\
 0, GPU-aaaa1111-0000, NVIDIA H100 80GB HBM3, 81559, 4
 1, GPU-aabb2222-0000, NVIDIA H100 80GB HBM3, 81559, 70321
 2, GPU-cccc3333-0000, NVIDIA H100 80GB HBM3, 81559, 30000
 """
-LISTING = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa1111-0000)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aabb2222-0000)
-  MIG 1g.10gb     Device  0: (UUID: MIG-1234-5678)
-"""
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     return fake_smi(tmp_path, gpus=GPUS, apps=f"GPU-aabb2222-0000, {os.getpid()}, 70300\n")
-
-
-def fake_smi(folder: Path, *, gpus: str = "", apps: str = "", then: str = "exit 0") -> dict[str, str]:
-    """An environment whose nvidia-smi prints these texts."""
-    for name, text in {"gpus": gpus, "apps": apps, "listing": LISTING}.items():
-        (folder / name).write_text(text)
-    script = folder / "nvidia-smi"
-    script.write_text(
-        f"""#!/bin/sh
-case "$1" in
---query-gpu=*) cat {folder}/gpus;;
---query-compute-apps=*) cat {folder}/apps;;
--L) cat {folder}/listing;;
-esac
-{then}
-"""
-    )
-    script.chmod(0o755)
-    return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 
 def test_gpus_are_listed_with_their_memory(env: dict[str, str]) -> None:

@@ -23,8 +23,8 @@ from deployer.prepare import Options, Prepared, prepare, read_config, requiremen
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.limits import HANG_S
-from tests.test_gpus import fake_smi
-from tests.test_runtime import make_wheel
+from tests.pythons import make_wheel
+from tests.smi import fake_smi
 from trainer.schema import Config, OptimConfig, RunConfig
 
 
@@ -251,7 +251,7 @@ def test_includes_named_twice_nested_linked_or_partly_tracked_all_arrive(ferry, 
     assert done.stdout == b"tracked\nignored\nmodel\n", done.stderr.decode()
 
 
-def launch(ferry: Ferry, prepared: Prepared) -> None:
+def launch_prepared(ferry: Ferry, prepared: Prepared) -> None:
     """Starts the job without following it."""
     launch_and_follow(
         Host(None, str(ferry.root)).connect,
@@ -269,7 +269,7 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
     for _ in range(2):
-        launch(ferry, prepared)
+        launch_prepared(ferry, prepared)
     status = wait_for(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
     assert status and (ferry.job() / "count").read_text() == "once\n"
 
@@ -305,7 +305,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     change(ferry.project / "a")
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
-        launch(ferry, prepared)
+        launch_prepared(ferry, prepared)
     assert time.monotonic() - begun < 60
     assert ferry.job_ids() == []
 

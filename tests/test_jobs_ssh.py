@@ -25,14 +25,6 @@ def both(remote: Ferry, request: pytest.FixtureRequest) -> Ferry:
     return remote
 
 
-@pytest.fixture
-def remote(ferry: Ferry, server: SshServer) -> Ferry:
-    """The client of `ferry` with a host behind sshd."""
-    ferry.ssh = ALIAS
-    ferry.env["TORCHFERRY_SSH_CONFIG"] = str(server.client_config_path)
-    return ferry
-
-
 def test_program_over_ssh_output_code_and_results(both):
     (both.project / "hello.py").write_text("import sys; print('hello', sys.argv[1:]); sys.exit(3)")
     done = both.run("run", *both.where(), "--", "python", "hello.py", "a b", "$HOME;'")

@@ -5,21 +5,19 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ferry import REPO
 from trainer.kernels.support import uses_triton, why_no_triton
-
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def found():
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.kernel_check"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -72,7 +70,7 @@ def test_the_8_bit_step_of_the_kernel_divides_gradients_and_changes_no_bit_when_
 def test_every_kernel_is_made_for_ampere_hopper_and_blackwell_without_spilling_registers(tmp_path):
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernel_build", "80", "90", "100"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environ, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert {name: list(built) for name, built in made.items()} == {

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.ranks import FORKED, run_ranks
-from tests.test_loop import build, losses
+from tests.trainings import build, losses
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.folders import newest_complete, steps_in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,12 @@ import pytest
 from tests.cutproxy import CutProxy
 from tests.ferry import Ferry
 from tests.jobs import wait_for
-from tests.sshd import ALIAS, SshServer, start_sshd
+from tests.sshd import ALIAS, SshServer
 
 SEED = 42
 LARGEST = 9_000
 """Bytes from the host: a login and an agent's first words are about as many, then comes the log."""
 ONCE = 'echo once >> "$TORCHFERRY_RUN_DIR/count"; seq 2000'
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
-        yield running
 
 
 def launch_cut(

@@ -23,8 +23,8 @@ from deployer.agent.sharing import claim_gpus
 from tests.ferry import Ferry
 from tests.jobs import make_plan, wait_for
 from tests.limits import HANG_S
+from tests.smi import fake_smi
 from tests.sshd import ALIAS, login_user, start_sshd
-from tests.test_gpus import fake_smi
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 NOBODY = 65534

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import zlib
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -190,7 +189,7 @@ def test_no_value_secret_or_patch_shows_in_the_command_line(tmp_path, monkeypatc
 
     monkeypatch.setenv("TOKEN", "canary-secret")
     options = Options(command=("true",), root=str(tmp_path / "root"), env=("A=canary-value",), secrets=("TOKEN",))
-    prepared = prepare(*read_config(options), options=options, project=Path(__file__).parent)
+    prepared = prepare(*read_config(options), options=options, project=REPO / "tests")
     launch_and_follow(
         lambda **request: Link.open(Recording(), root=str(tmp_path / "root"), **request),
         prepared.plan,

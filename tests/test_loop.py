@@ -8,78 +8,23 @@ import os
 import re
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.tiny import packed_batch, tiny_shape
+from tests.tiny import ALONE, packed_batch, tiny_shape
+from tests.trainings import STEPS, build, losses, poison, train, train_rank, training_on
 from trainer import loop
 from trainer.batch import Batch, LossSum
-from trainer.building import build_run, seed_everything
-from trainer.config.load import config_from_dict
-from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
-from trainer.losses import sft_loss
 from trainer.models.build import check_length
-from trainer.models.shapes import shape_from_config
 from trainer.reading import NonFiniteError
 from trainer.recipes import sft
-from trainer.run import Run
-from trainer.schema import Config
 from trainer.step import train_step
 from trainer.stopping import stop_requests
-
-ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-STEPS = 8
-
-
-def config_of(rows: str, **train) -> Config:
-    backend = train.pop("backend", "auto")
-    return config_from_dict(
-        {
-            "target": {"device": "cpu", "train_backend": backend},
-            "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
-            "data": {"train": [rows], "eval_fraction": 0.2, "seq_len": 96},
-            "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
-            "train": {
-                "steps": STEPS,
-                "micro_batch_size": 2,
-                "global_batch_size": 6,
-                "precision": "fp32",
-                "eval_every": 4,
-                "save_every": 0,
-                **train,
-            },
-            "run": {"export": False},
-        }
-    )
-
-
-def train_rank(dist: Dist, rows: str, run_dir: str, fields: dict) -> dict:
-    """One start of the recipe; what outcome.json says afterwards."""
-    Path(run_dir).mkdir(exist_ok=True)
-    fields = {"backend": "auto" if dist.world_size > 1 else "pytorch", **fields}
-    config = config_of(rows, **fields)
-    sft.run(config, Path(run_dir), dist)
-    return json.loads((Path(run_dir) / "outcome.json").read_text())
-
-
-def train(ranks: int, rows: str, run_dir: Path, **fields) -> list[dict]:
-    """All records of metrics.jsonl after a start on that many ranks."""
-    if ranks == 1:
-        train_rank(ALONE, rows, str(run_dir), fields)
-    else:
-        run_ranks(train_rank, ranks, rows, str(run_dir), fields)
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(records: list[dict]) -> list[float]:
-    return [record["loss"] for record in records if "loss" in record]
 
 
 def eval_losses(records: list[dict]) -> list[float]:
@@ -92,22 +37,11 @@ def alone(rows, tmp_path_factory) -> list[dict]:
     return train(1, rows, tmp_path_factory.mktemp("alone") / "run", micro_batch_size=6)
 
 
-def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> Run:
-    config = config_of(rows, **fields)
-    tokenizer = load_tokenizer(config)
-    shape = shape_from_config(config.model, len(tokenizer))
-    run_dir.mkdir(exist_ok=True)
-    seed_everything(config, dist)
-    data = build_data(config, dist, tokenizer)
-    loss_fn = partial(sft_loss, packed=config.data.packing)
-    return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn)
-
-
 # --- the normaliser ---------------------------------------------------------------------------------------------------
 
 
 def test_rows_longer_than_a_named_models_positions_are_refused():
-    config = config_of("rows.jsonl")
+    config = training_on("rows.jsonl")
     with pytest.raises(ConfigError, match="seq_len is 96, more than max_position_embeddings of None, 64"):
         check_length(config, tiny_shape(max_position_embeddings=64))
 
@@ -231,7 +165,7 @@ def test_resume_goes_on_exactly_where_a_part_of_an_epoch_ended(rows, tmp_path):
 )
 def test_resume_with_another_model_is_refused_by_field(rows, tmp_path, model, named):
     train(1, rows, tmp_path / "run", stop_after_steps=1)
-    config = config_of(rows)
+    config = training_on(rows)
     config = replace(config, model=replace(config.model, **model))
     with pytest.raises(ModelError, match=re.escape(named)):
         sft.run(config, tmp_path / "run", ALONE)
@@ -275,21 +209,6 @@ def test_full_collections_leave_out_what_lives_for_the_whole_run(rows, tmp_path)
 
 
 # --- non-finite steps -------------------------------------------------------------------------------------------------
-
-
-def poison(run: Run, *, steps: set[int], rank: int = 0) -> None:
-    """Make the loss of these steps (counted from 1) NaN on one rank. One micro-batch a step is assumed."""
-    loss_fn, calls = run.loss_fn, []
-
-    def poisoned(module, batch) -> LossSum:
-        loss = loss_fn(module, batch)
-        if not module.training:
-            return loss
-        calls.append(1)
-        bad = len(calls) in steps and run.dist.rank == rank
-        return LossSum(loss.total * float("nan"), loss.count) if bad else loss
-
-    run.loss_fn = poisoned
 
 
 def test_nonfinite_step_changes_nothing_and_is_counted(rows, tmp_path):

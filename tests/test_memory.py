@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.configs import config_of
 from tests.ranks import run_ranks
 from tests.tiny import packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
@@ -30,15 +31,10 @@ ROWS, LENGTH = 3, 64
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}
 
 
-def config_of(**sections: dict[str, Any]) -> Config:
-    base: dict[str, Any] = {
-        "target": {"device": "cpu"},
-        "data": {"seq_len": LENGTH},
-        "train": {"micro_batch_size": ROWS, "precision": "fp32"},
-    }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return config_from_dict(base)
+def sized(*, train: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """A config whose micro-batch has ROWS of LENGTH."""
+    data = {"seq_len": LENGTH, **sections.pop("data", {})}
+    return config_of(data=data, train={"micro_batch_size": ROWS, **(train or {})}, **sections)
 
 
 # --- what stays -------------------------------------------------------------------------------------------------------
@@ -46,7 +42,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 def static_bytes(dist: Dist, backend: str) -> list[int]:
     """Bytes of parameters, gradients and optimizer state that this rank holds after a step."""
-    config = config_of(target={"train_backend": backend, "gpu_ranks": list(range(dist.world_size))})
+    config = sized(target={"train_backend": backend, "gpu_ranks": list(range(dist.world_size))})
     with torch.device("meta"):
         decoder = Decoder(tiny_shape(vocab_size=103))
     prepared = make_backend(config, dist)
@@ -63,7 +59,7 @@ def static_bytes(dist: Dist, backend: str) -> list[int]:
 
 @pytest.mark.parametrize(("backend", "world_size"), [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("ddp", 2)])
 def test_parameters_gradients_and_optimizer_state_are_exact_on_the_fullest_rank(backend, world_size):
-    config = config_of(target={"train_backend": backend, "gpu_ranks": list(range(world_size))})
+    config = sized(target={"train_backend": backend, "gpu_ranks": list(range(world_size))})
     held = run_ranks(static_bytes, world_size, backend)
     estimate = estimate_memory(tiny_shape(vocab_size=103), config, world_size=world_size)
     fullest = [max(kind) for kind in zip(*held, strict=True)]
@@ -71,7 +67,7 @@ def test_parameters_gradients_and_optimizer_state_are_exact_on_the_fullest_rank(
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_under_fsdp_are_whole():
-    config = config_of(target={"train_backend": "fsdp"}, train={"grad_accum_steps": 2})
+    config = sized(target={"train_backend": "fsdp"}, train={"grad_accum_steps": 2})
     once = replace(config, train=replace(config.train, grad_accum_steps=1))
     shape = tiny_shape()
     whole, shards = (estimate_memory(shape, values, world_size=4).gradients for values in (config, once))
@@ -82,11 +78,11 @@ def test_gradients_that_wait_for_the_last_micro_batch_under_fsdp_are_whole():
 
 @pytest.mark.parametrize(("total", "world_size", "forwards"), [(None, 2, 1), (12, 2, 2), (13, 2, 3), (3, 4, 1)])
 def test_forwards_of_a_step_follow_from_the_global_batch(total, world_size, forwards):
-    assert micro_batches(config_of(train={"global_batch_size": total}), world_size) == forwards
+    assert micro_batches(sized(train={"global_batch_size": total}), world_size) == forwards
 
 
 def test_adapters_alone_have_gradients_and_state_and_the_base_is_stored_in_bf16():
-    estimate = estimate_memory(tiny_shape(), config_of(lora={"rank": 2}, train={"precision": "bf16"}), world_size=1)
+    estimate = estimate_memory(tiny_shape(), sized(lora={"rank": 2}, train={"precision": "bf16"}), world_size=1)
     # per block 2 rows and columns for q (32 + 32), k and v (32 + 16), o (32 + 32), gate, up and down (32 + 48)
     adapters = 2 * 2 * (64 + 2 * 48 + 64 + 3 * 80)
     assert (estimate.gradients, estimate.optimizer) == (4 * adapters, 8 * adapters)
@@ -94,7 +90,7 @@ def test_adapters_alone_have_gradients_and_state_and_the_base_is_stored_in_bf16(
 
 
 def test_offloaded_run_holds_no_parameters_and_no_state_on_the_device():
-    config = config_of(target={"train_backend": "fsdp"}, parallel={"cpu_offload": True})
+    config = sized(target={"train_backend": "fsdp"}, parallel={"cpu_offload": True})
     estimate = estimate_memory(tiny_shape(), config, world_size=1)
     assert (estimate.parameters, estimate.gradients, estimate.optimizer) == (0, 0, 0)
     assert estimate.offloaded == 16 * tiny_shape().num_params
@@ -103,7 +99,7 @@ def test_offloaded_run_holds_no_parameters_and_no_state_on_the_device():
 def test_8_bit_state_of_large_matrices_takes_a_quarter():
     shape = tiny_shape(hidden_size=128, intermediate_size=128, vocab_size=1024, head_dim=32)
     whole, low = (
-        estimate_memory(shape, config_of(optim={"optimizer": name}), world_size=1).optimizer
+        estimate_memory(shape, sized(optim={"optimizer": name}), world_size=1).optimizer
         for name in ("adamw", "adamw8bit")
     )
     assert 0.25 < low / whole < 0.27
@@ -139,7 +135,7 @@ def saved_bytes(config: Config, **shape: Any) -> int:
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_activations_are_what_autograd_saves_within_10_percent(family, packing, precision):
-    config = config_of(data={"packing": packing}, train={"precision": precision})
+    config = sized(data={"packing": packing}, train={"precision": precision})
     shape = {"family": family, "num_layers": 4, "hidden_size": 48, "head_dim": 12, "intermediate_size": 80}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
@@ -156,7 +152,7 @@ def test_activations_are_what_autograd_saves_within_10_percent(family, packing, 
     ids=["lora", "dropout", "q and v", "lower blocks frozen"],
 )
 def test_activations_of_what_trains_in_part_are_within_10_percent(part):
-    config, shape = config_of(**part), {"num_layers": 4, "hidden_size": 48}
+    config, shape = sized(**part), {"num_layers": 4, "hidden_size": 48}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
 
@@ -167,7 +163,7 @@ def test_activations_of_what_trains_in_part_are_within_10_percent(part):
     ids=["full", "every-third"],
 )
 def test_recomputed_activations_are_what_autograd_keeps_of_the_block(parallel):
-    config, shape = config_of(parallel=parallel), {"num_layers": 12, "hidden_size": 48}
+    config, shape = sized(parallel=parallel), {"num_layers": 12, "hidden_size": 48}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
     assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
 
@@ -175,7 +171,7 @@ def test_recomputed_activations_are_what_autograd_keeps_of_the_block(parallel):
 def test_block_that_is_computed_again_is_there_in_its_backward_pass():
     shape = tiny_shape(num_layers=2, hidden_size=256, intermediate_size=768, vocab_size=8)
     again, never = (
-        estimate_memory(shape, config_of(parallel={"activation_checkpointing": mode}), world_size=1)
+        estimate_memory(shape, sized(parallel={"activation_checkpointing": mode}), world_size=1)
         for mode in ("full", "none")
     )
     block = (never.activations - again.activations) / 2
@@ -185,7 +181,7 @@ def test_block_that_is_computed_again_is_there_in_its_backward_pass():
 def test_keeping_products_lies_between_keeping_all_and_inputs_alone():
     full, selective, none = (
         estimate_memory(
-            tiny_shape(num_layers=12), config_of(parallel={"activation_checkpointing": mode}), world_size=1
+            tiny_shape(num_layers=12), sized(parallel={"activation_checkpointing": mode}), world_size=1
         ).activations
         for mode in ("full", "selective", "none")
     )
@@ -193,9 +189,9 @@ def test_keeping_products_lies_between_keeping_all_and_inputs_alone():
 
 
 def test_two_replicas_of_two_shards_hold_what_two_ranks_hold():
-    hybrid = config_of(target={"train_backend": "fsdp", "gpu_ranks": [0, 1, 2, 3]}, parallel=HYBRID)
+    hybrid = sized(target={"train_backend": "fsdp", "gpu_ranks": [0, 1, 2, 3]}, parallel=HYBRID)
     estimate = estimate_memory(tiny_shape(), hybrid, world_size=4)
-    assert estimate.parameters == estimate_memory(tiny_shape(), config_of(), world_size=2).parameters
+    assert estimate.parameters == estimate_memory(tiny_shape(), sized(), world_size=2).parameters
 
 
 # --- against measured peaks -------------------------------------------------------------------------------------------
@@ -231,17 +227,17 @@ def test_estimate_is_within_8_percent_of_the_peak_of_a_plain_program(case):
 
 
 def test_savings_are_the_difference_to_the_estimate_with_the_change_made():
-    config = config_of(target={"train_backend": "pytorch"})
+    config = sized(target={"train_backend": "pytorch"})
     shape, now = tiny_shape(), estimate_memory(tiny_shape(), config, world_size=1).total
     found = {saving.change: saving.size for saving in savings(shape, config, world_size=1)}
     assert list(found.values()) == sorted(found.values(), reverse=True)
-    changed = config_of(target={"train_backend": "pytorch"}, data={"seq_len": 32})
+    changed = sized(target={"train_backend": "pytorch"}, data={"seq_len": 32})
     assert found["data.seq_len=32"] == now - estimate_memory(shape, changed, world_size=1).total
     assert found["parallel.activation_checkpointing=full"] > 0
 
 
 def test_savings_name_only_what_is_not_in_use_yet():
-    config = config_of(parallel={"activation_checkpointing": "full"}, train={"micro_batch_size": 1})
+    config = sized(parallel={"activation_checkpointing": "full"}, train={"micro_batch_size": 1})
     changes = " ".join(saving.change for saving in savings(tiny_shape(), config, world_size=1))
     assert "activation_checkpointing" not in changes
     assert "micro_batch_size" not in changes
@@ -251,7 +247,7 @@ def test_savings_name_only_what_is_not_in_use_yet():
     ("backend", "change"), [("fsdp", "target.gpu_ranks=auto:4"), ("ddp", "target.train_backend=fsdp")]
 )
 def test_more_gpus_are_offered_to_a_run_that_is_sharded_already(backend, change):
-    config = config_of(target={"train_backend": backend, "gpu_ranks": [0, 1]})
+    config = sized(target={"train_backend": backend, "gpu_ranks": [0, 1]})
     changes = [saving.change for saving in savings(tiny_shape(), config, world_size=2)]
     assert [text for text in changes if text.startswith("target.")] == [change]
 
@@ -264,6 +260,6 @@ def test_gradients_and_activations_are_there_together_only_with_several_forwards
 
 
 def test_table_has_every_kind_and_the_total():
-    lines = estimate_memory(tiny_shape(), config_of(), world_size=1).render()
+    lines = estimate_memory(tiny_shape(), sized(), world_size=1).render()
     assert [line.split()[0] for line in lines][-2:] == ["communication", "at"]
     assert (render_bytes(3 * 2**29), render_bytes(2**20)) == ("1.50 GiB", "1.00 MiB")

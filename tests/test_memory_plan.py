@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deployer.agent.restarts import Past, why_no_restart
+from tests.failing import CONFIG, SMALL, Keeper
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
-from trainer.memory.activations import Kernels
 from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
 from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
 from trainer.models.decoder import DecoderShape
-from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig, TrainConfig
+from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
 from trainer.words import GIB, MIB
 
 KEPT = "none, reshard_after_forward=false"
 FAST = MemoryPlan("none", None, False, False)
-SMALL = DecoderShape("qwen2", 151936, 896, 4864, 24, 14, 2, 64)
-CONFIG = Config(train=TrainConfig(precision="bf16"))
 WIDE = DecoderShape("qwen2", 152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False)
 
 
@@ -198,20 +195,6 @@ def test_nothing_is_chosen_on_the_cpu(tmp_path):
 
 
 # --- after a failure --------------------------------------------------------------------------------------------------
-
-
-class Keeper(MemoryKeeper):
-    """A keeper that finds a free GPU of 80 GiB without a compiler."""
-
-    def __init__(self, folder: Path, config: Config = CONFIG) -> None:
-        self.given, self._shape, self._run_dir, self._dist = config, SMALL, folder, ALONE
-        kernels, failed = Kernels(triton=True, compiled=False), read_failed(folder, config, 1)
-        self.fit = fit_into(config, SMALL, free=80 * GIB, world_size=1, kernels=kernels, failed=failed)
-        self._note()
-
-    @property
-    def mode(self) -> str | None:
-        return self.config.parallel.activation_checkpointing
 
 
 def test_start_after_running_out_of_memory_takes_the_next_plan_and_says_so(tmp_path):

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build, config_of, poison, train
+from tests.tiny import ALONE
+from tests.trainings import build, poison, train, training_on
 from trainer import loop
 from trainer.batch import LossSum
 from trainer.config.load import config_from_dict, config_to_dict
@@ -260,7 +261,7 @@ def test_record_becomes_grouped_numbers():
 
 
 def recipe(rows: str, run_dir: Path, trackers: list[str], **fields) -> None:
-    sft.run(with_keys(config_of(rows, **fields), run={"trackers": trackers}), run_dir, ALONE)
+    sft.run(with_keys(training_on(rows, **fields), run={"trackers": trackers}), run_dir, ALONE)
 
 
 def test_tensorboard_holds_every_step_once_also_over_a_resume(rows, tmp_path):

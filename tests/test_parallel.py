@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.gradients import (
+    assert_same_grads,
+    backward,
+    config,
+    full,
+    full_grads,
+    loss_and_grads,
+    micro_batches,
+    prepared,
+)
 from tests.oracles.reference import save_hf
 from tests.ranks import barrier, run_ranks
-from tests.tiny import ALONE, export_model, packed_batch, rows_of, tiny_shape
-from trainer.batch import Batch
+from tests.tiny import ALONE, export_model, tiny_shape
 from trainer.dist import (
     Dist,
     DistError,
@@ -30,75 +38,11 @@ from trainer.errors import ModelError
 from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.models.hf import gather_full, init_random, load_pretrained, named_weights
-from trainer.parallel.backend import Backend
+from trainer.models.hf import gather_full, load_pretrained
 from trainer.parallel.choose import make_backend
 from trainer.parallel.tensors import local_tensor
-from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config
 from trainer.step import clip_divisor
-
-# 16 rows whose target counts differ widely, so that a mean of means would show
-ROWS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [1], [24], [8, 8], [3], [17, 5], [2, 2, 2], [23], [11], [6]]
-
-
-def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
-    return Config(
-        target=TargetConfig(train_backend=backend),
-        train=TrainConfig(precision=precision),
-        parallel=ParallelConfig(**parallel),
-    )
-
-
-def prepared(dist: Dist, cfg: Config, shape: DecoderShape) -> tuple[Backend, nn.Module]:
-    backend = make_backend(cfg, dist)
-    module = backend.prepare(build_decoder(cfg, shape))
-    init_random(module, 0)
-    return backend, module
-
-
-def micro_batches(dist: Dist, steps: int) -> list[Batch]:
-    batch, rows = packed_batch(ROWS, length=24), len(ROWS) // dist.world_size // steps
-    starts = [(dist.rank * steps + step) * rows for step in range(steps)]
-    return [rows_of(batch, start, start + rows) for start in starts]
-
-
-def backward(backend: Backend, module: nn.Module, batches: list[Batch]) -> float:
-    total = 0.0
-    for number, batch in enumerate(batches):
-        backend.sync(number == len(batches) - 1)
-        loss = sft_loss(module, batch)
-        loss.total.backward()
-        total += loss.total.item()
-    return total
-
-
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def full_grads(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(parameter.grad) for name, parameter in named_weights(module)}
-
-
-def loss_and_grads(dist: Dist, cfg: Config, shape: DecoderShape, steps: Iterable[int]) -> list[tuple[float, dict]]:
-    """For each number of micro-batches: the loss over all ranks, and the whole gradients."""
-    backend, module = prepared(dist, cfg, shape)
-    results = []
-    for count in steps:
-        module.zero_grad()
-        total = backward(backend, module, micro_batches(dist, count))
-        results.append((sum_over_ranks(torch.tensor(total), dist).item(), full_grads(module)))
-    return results
-
-
-def assert_same_grads(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    for name, expected in want.items():
-        scale = expected.abs().max().item()
-        torch.testing.assert_close(
-            got[name], expected, atol=tolerance * scale, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 

@@ -16,19 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gradients import ROWS, assert_same_grads, backward, config, full, loss_and_grads, micro_batches, prepared
+from tests.oracles.reference import save_hf
 from tests.ranks import run_ranks
-from tests.test_checkpoint import save
-from tests.test_models import save_hf
-from tests.test_parallel import (
-    ROWS,
-    assert_same_grads,
-    backward,
-    config,
-    full,
-    loss_and_grads,
-    micro_batches,
-    prepared,
-)
+from tests.saves import save
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.checkpoint import loading
 from trainer.dist import Dist

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.configs import SMALL_MODEL, config_of
 from tests.documents import documents_of
+from tests.oracles.reference import from_folder, save_hf
 from tests.ranks import run_ranks
-from tests.test_data_tokens import document, write
-from tests.test_models import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
-from trainer.config.load import check_config, config_from_dict, config_notes
+from tests.token_files import document, write
+from trainer.config.load import check_config, config_notes
 from trainer.data.corpus import build_corpus
 from trainer.data.documents import pick_held_out
 from trainer.data.loader import Data
@@ -39,17 +40,13 @@ def corpus_file(path: Path, lengths: list[int], *, first: int = 0) -> str:
     return str(path)
 
 
-def config_of(*sources: Any, data: dict[str, Any] | None = None, **train: Any) -> Config:
-    settings = {"train": list(sources), "eval_fraction": 0.0, "seq_len": 16, **(data or {})}
-    return config_from_dict(
-        {
-            "recipe": "pretrain",
-            "target": {"device": "cpu"},
-            "model": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
-            "data": settings,
-            "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
-            "train": {"steps": None, "epochs": 1, "precision": "fp32", "save_every": 0, **train},
-        }
+def pretraining_on(*sources: Any, data: dict[str, Any] | None = None, **train: Any) -> Config:
+    return config_of(
+        recipe="pretrain",
+        model=SMALL_MODEL,
+        data={"train": list(sources), "eval_fraction": 0.0, "seq_len": 16, **(data or {})},
+        optim={"learning_rate": 1e-2, "warmup_steps": 2},
+        train={"steps": None, "epochs": 1, "save_every": 0, **train},
     )
 
 
@@ -73,7 +70,7 @@ def whole_documents(names: list[str]) -> set[str]:
 @pytest.mark.parametrize("packing", [True, False])
 def test_an_epoch_has_every_token_but_a_documents_first_as_a_target_once(tmp_path, packing):
     lengths = [1, 2, 16, 17, 40, 5, 3, 31]
-    data = load(config_of(corpus_file(tmp_path / "a.tokens", lengths), data={"packing": packing}), tmp_path)
+    data = load(pretraining_on(corpus_file(tmp_path / "a.tokens", lengths), data={"packing": packing}), tmp_path)
     batches = [batch for step in range(data.train.total_steps) for batch in data.train.step_batches(step)]
     assert sum(int(batch.num_targets) for batch in batches) == sum(length - 1 for length in lengths)
     report = data.report.train
@@ -90,7 +87,7 @@ def test_an_epoch_has_the_loss_of_transformers_on_each_piece_alone(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", lengths)
     pieces = [doc.ids[start : start + 16] for doc in TokenFile.open(path) for start in range(0, len(doc.ids) - 1, 15)]
     batches = [torch.tensor([ids.tolist()]) for ids in pieces]
-    train = load(config_of(path), tmp_path).train
+    train = load(pretraining_on(path), tmp_path).train
     with torch.no_grad():
         want = sum(float(theirs(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in batches)
         got = [sft_loss(ours, batch) for step in range(train.total_steps) for batch in train.step_batches(step)]
@@ -98,13 +95,13 @@ def test_an_epoch_has_the_loss_of_transformers_on_each_piece_alone(tmp_path):
 
 
 def test_report_has_documents_tokens_and_padding(tmp_path):
-    data = load(config_of(corpus_file(tmp_path / "a.tokens", [16, 10, 6])), tmp_path)
+    data = load(pretraining_on(corpus_file(tmp_path / "a.tokens", [16, 10, 6])), tmp_path)
     assert data.report.render()[0] == "train: 3 of 3 documents, 32 tokens (29 targets) in 2 rows, 0.0% padding"
 
 
 def test_unpacked_pieces_are_padded_to_their_micro_batch_alone(tmp_path):
     settings = {"packing": False, "seq_len": 64}
-    config = config_of(corpus_file(tmp_path / "a.tokens", [64, 9, 9, 9]), data=settings, micro_batch_size=1)
+    config = pretraining_on(corpus_file(tmp_path / "a.tokens", [64, 9, 9, 9]), data=settings, micro_batch_size=1)
     assert load(config, tmp_path).report.train.padding_share == 1 - 91 / (64 + 3 * 16)
 
 
@@ -114,7 +111,7 @@ def test_unpacked_pieces_are_padded_to_their_micro_batch_alone(tmp_path):
 def test_sources_are_mixed_by_weight(tmp_path):
     many = corpus_file(tmp_path / "many.tokens", [8] * 30)
     few = corpus_file(tmp_path / "few.tokens", [8] * 10, first=100)
-    data = load(config_of({"path": many, "weight": 1.0}, {"path": few, "weight": 3.0}), tmp_path)
+    data = load(pretraining_on({"path": many, "weight": 1.0}, {"path": few, "weight": 3.0}), tmp_path)
     names = epoch(data)
     assert len(names) == 40
     assert sum(int(name) >= 100 for name in names) == 30
@@ -123,7 +120,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
 def test_limit_and_repeat_of_a_source(tmp_path):
     one = corpus_file(tmp_path / "one.tokens", [8] * 10)
     two = corpus_file(tmp_path / "two.tokens", [8] * 10, first=100)
-    names = epoch(load(config_of({"path": one, "limit": 3}, {"path": two, "repeat": 2.5}), tmp_path))
+    names = epoch(load(pretraining_on({"path": one, "limit": 3}, {"path": two, "repeat": 2.5}), tmp_path))
     assert sorted(name for name in names if int(name) < 100) == ["0", "1", "2"]
     counts = {names.count(str(100 + n)) for n in range(10)}
     assert (sum(int(name) >= 100 for name in names), counts) == (25, {2, 3})
@@ -131,12 +128,12 @@ def test_limit_and_repeat_of_a_source(tmp_path):
 
 def test_max_train_rows_counts_documents(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", [40] * 9)
-    names = epoch(load(config_of(path, data={"max_train_rows": 4}), tmp_path))
+    names = epoch(load(pretraining_on(path, data={"max_train_rows": 4}), tmp_path))
     assert whole_documents(names) == {"0", "1", "2", "3"}
 
 
 def test_held_out_documents_are_whole_and_not_trained_on(tmp_path):
-    config = config_of(corpus_file(tmp_path / "a.tokens", [40] * 20), data={"eval_fraction": 0.2})
+    config = pretraining_on(corpus_file(tmp_path / "a.tokens", [40] * 20), data={"eval_fraction": 0.2})
     data = load(config, tmp_path)
     assert (data.report.train.rows_read, data.report.eval.rows_read) == (16, 4)
     assert len(whole_documents(epoch(data))) == 16
@@ -152,13 +149,13 @@ def test_copies_of_a_document_are_held_out_together():
 
 def test_own_evaluation_data_is_read_up_to_its_limit(tmp_path):
     train, held_out = (corpus_file(tmp_path / f"{n}.tokens", [8] * 9, first=n) for n in (0, 100))
-    data = load(config_of(train, data={"eval": [held_out], "max_eval_rows": 5}), tmp_path)
+    data = load(pretraining_on(train, data={"eval": [held_out], "max_eval_rows": 5}), tmp_path)
     assert (data.report.train.rows_read, data.report.eval.rows_read) == (9, 5)
 
 
 def test_evaluation_documents_that_are_trained_on_are_called_documents(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", [8] * 9)
-    (note,) = load(config_of(path, data={"eval": [path]}), tmp_path).report.notes
+    (note,) = load(pretraining_on(path, data={"eval": [path]}), tmp_path).report.notes
     assert note.startswith("warning: 9 of 9 held-out documents are word for word in the training data too")
 
 
@@ -169,12 +166,12 @@ def test_token_file_of_another_tokenizer_is_refused(tmp_path):
     path = tmp_path / "a.tokens"
     write(path, [document([1, 2])], vocab_size=260, tokenizer="another")
     with pytest.raises(DataError, match="made with another tokenizer: another of 260 tokens"):
-        load(config_of(str(path)), tmp_path)
+        load(pretraining_on(str(path)), tmp_path)
 
 
 def test_token_file_that_is_written_over_during_the_run_is_an_error(tmp_path):
     path = Path(corpus_file(tmp_path / "a.tokens", [16] * 9))
-    train = load(config_of(str(path), global_batch_size=1), tmp_path).train
+    train = load(pretraining_on(str(path), global_batch_size=1), tmp_path).train
     train.step_batches(0)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(DataError, match="has changed while it was read"):
@@ -185,23 +182,23 @@ def test_token_file_that_is_written_over_during_the_run_is_an_error(tmp_path):
 def test_token_file_with_an_id_that_the_model_lacks_is_refused(tmp_path):
     path = corpus_file(tmp_path / "a.tokens", [8, 9])
     with pytest.raises(DataError, match=r"document 0 \(0\) holds id 7 at token 7"):
-        load(config_of(path), tmp_path, vocab_size=7)
+        load(pretraining_on(path), tmp_path, vocab_size=7)
 
 
 def test_files_without_a_token_to_predict_are_refused(tmp_path):
     with pytest.raises(DataError, match="none of the 2 documents has a token to predict"):
-        load(config_of(corpus_file(tmp_path / "a.tokens", [1, 0])), tmp_path)
+        load(pretraining_on(corpus_file(tmp_path / "a.tokens", [1, 0])), tmp_path)
 
 
 def test_plain_text_is_refused_where_conversations_are_trained_on():
-    config = replace(config_of("corpus.tokens"), recipe="sft")
+    config = replace(pretraining_on("corpus.tokens"), recipe="sft")
     with pytest.raises(ConfigError, match=r"names corpus\.tokens, which has no conversations, and the recipe is sft"):
         check_config(config)
 
 
 def test_keys_of_conversations_have_no_effect_on_pretraining():
     settings = {"loss_on": "all", "overlong": "drop", "system_prompt": "x", "workers": 2}
-    notes = config_notes(config_of("corpus.tokens", data=settings), backend="ddp", deployed=True)
+    notes = config_notes(pretraining_on("corpus.tokens", data=settings), backend="ddp", deployed=True)
     named = "\n".join(notes)
     assert all(f"data.{key}" in named for key in settings)
 
@@ -222,7 +219,7 @@ def texts(tmp_path) -> Path:
 
 
 def test_texts_are_tokenized_into_the_run_folder_once(texts, tmp_path):
-    config = config_of(str(texts))
+    config = pretraining_on(str(texts))
     first = load(config, tmp_path).train.fingerprint()
     [path] = (tmp_path / "run" / "tokens").iterdir()
     made = path.stat().st_mtime_ns
@@ -231,7 +228,7 @@ def test_texts_are_tokenized_into_the_run_folder_once(texts, tmp_path):
 
 
 def test_changed_texts_are_tokenized_again(texts, tmp_path):
-    config = config_of(str(texts))
+    config = pretraining_on(str(texts))
     before = load(config, tmp_path).train.fingerprint()
     (texts / "new.txt").write_text("epsilon")
     assert load(config, tmp_path).train.fingerprint() != before
@@ -249,7 +246,7 @@ def losses(run_dir: Path) -> list[float]:
 
 def test_pretraining_learns_and_is_the_same_on_two_ranks_and_after_a_resume(texts, tmp_path):
     settings = {"seq_len": 64, "eval_fraction": 0.1}
-    config = config_of(str(texts), data=settings, steps=10, epochs=None, global_batch_size=6)
+    config = pretraining_on(str(texts), data=settings, steps=10, epochs=None, global_batch_size=6)
     run_ranks(train_rank, 2, replace(config, run=RunConfig(export=False)), str(tmp_path / "two"))
     half = replace(config, train=replace(config.train, stop_after_steps=5))
     for step in (half, config):

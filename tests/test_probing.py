@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 
+from tests.failing import Keeper, compile_failure, fail_once
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build
-from tests.test_memory_plan import Keeper
+from tests.tiny import ALONE
+from tests.trainings import build
 from trainer import probing
 from trainer.config.load import config_from_dict
 from trainer.dist import Dist
@@ -76,28 +75,6 @@ def test_probe_is_told_with_what_the_first_step_adds():
 
 
 # --- what fails -------------------------------------------------------------------------------------------------------
-
-
-def fail_once(run: Run, error: Exception, *, backward: bool) -> None:
-    """The second block fails the first time that it is called, or its backward pass is."""
-    block = run.backend._decoder.blocks[1]
-
-    def failing(*args: Any) -> Any:
-        if not backward:
-            raise error
-        out = type(block).forward(block, *args)
-        out.register_hook(partial(_raise, error))
-        return out
-
-    block.forward = failing
-
-
-def _raise(error: Exception, _grad: torch.Tensor) -> None:
-    raise error
-
-
-def compile_failure() -> Exception:
-    return BackendCompilerFailed(lambda: None, RuntimeError("no C compiler\nlong story"), None)
 
 
 def after_compile_failure(dist: Dist, rows: str, folder: str, backend: str, backward: bool) -> tuple[str, list, list]:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,22 +24,12 @@ from deployer.host import Host
 from deployer.registry import JobRecord, read_records, write_record
 from deployer.roster import Asker, ask_all, rows_of
 from tests.ferry import Ferry
-from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
 from tests.limits import FOREVER_S, HANG_S
+from tests.lying import Lying
 from tests.sshd import ALIAS, start_sshd
-from tests.test_hostile_host import Lying
 
 NO_JOBS = "frame({'id': 0, 'event': 'jobs', 'value': []}); frame({'id': 0, 'ok': {}}); sys.stdin.read()"
-GO = "import os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)"
-
-
-def launch(ferry: Ferry, name: str, code: str = GO) -> str:
-    words = ("run", *ferry.where(), "--detach", "--name", name, "--python", sys.executable, "--", "python", "-uc", code)
-    done = ferry.run(*words)
-    assert done.returncode == 0, done.stderr.decode()
-    (job_id,) = [i for i in ferry.job_ids() if i.startswith(name)]
-    said(Job(str(ferry.job(job_id))), "up")
-    return job_id
 
 
 def finish(ferry: Ferry, job_id: str) -> None:
@@ -54,7 +43,7 @@ def finish(ferry: Ferry, job_id: str) -> None:
 def test_jobs_of_a_host_that_is_gone_are_shown_as_last_seen_and_found_again(ferry: Ferry, tmp_path: Path) -> None:
     server = start_sshd(tmp_path)
     ferry.ssh, ferry.env["TORCHFERRY_SSH_CONFIG"] = ALIAS, str(server.client_config_path)
-    ended, live = launch(ferry, "ended"), launch(ferry, "live")
+    ended, live = launch(ferry, "ended", GO), launch(ferry, "live", GO)
     finish(ferry, ended)
     before = {row["id"]: row for row in json.loads(ferry.run("ps", "--json", *ferry.where()).stdout)}
     assert before[live]["state"] == "running" and before[live]["seen_at"].endswith("Z")
@@ -175,7 +164,7 @@ def test_status_on_a_narrow_terminal_breaks_no_path(ferry: Ferry) -> None:
 
 
 def test_live_table_follows_a_job_and_ends_with_ctrl_c(ferry: Ferry) -> None:
-    job_id = launch(ferry, "live")
+    job_id = launch(ferry, "live", GO)
     terminal, inside = pty.openpty()
     words = ferry.argv("ps", "--watch", "0.2", *ferry.where())
     client = subprocess.Popen(

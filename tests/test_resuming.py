@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build, config_of, losses, train
+from tests.tiny import ALONE
+from tests.trainings import build, losses, train, training_on
 from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
@@ -146,7 +147,7 @@ def test_named_folder_that_is_no_checkpoint_says_what_it_lacks_and_offers_the_ne
     ],
 )
 def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, section, changes, message, tmp_path):
-    config = config_to_dict(config_of(rows, backend="pytorch", **FIELDS))
+    config = config_to_dict(training_on(rows, backend="pytorch", **FIELDS))
     config[section] |= changes
     if section == "data":
         tokenizer = build_bytes_tokenizer()
@@ -174,7 +175,7 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
 
 
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):
-    config = config_of(rows, backend="pytorch", stop_after_steps=2, **FIELDS)
+    config = training_on(rows, backend="pytorch", stop_after_steps=2, **FIELDS)
     run = build_of(config, tmp_path, hashes={"tokenizer": "aaaa"})
     loop.train(run)
     run.log.close()
@@ -185,7 +186,9 @@ def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_p
 def test_learning_rate_of_another_length_is_the_scaled_one(rows, tmp_path, capsys):
     optim = {"learning_rate": 1.0, "warmup_steps": 0, "schedule": "linear", "lr_scaling": "linear"}
     for steps in (4, 8):
-        config = config_to_dict(config_of(rows, backend="pytorch", **{**FIELDS, "steps": steps, "stop_after_steps": 2}))
+        config = config_to_dict(
+            training_on(rows, backend="pytorch", **{**FIELDS, "steps": steps, "stop_after_steps": 2})
+        )
         config["optim"] |= {**optim, "base_batch_size": 3}
         run = build_of(config_from_dict(config), tmp_path)
         assert run.data.train.global_batch_size == 6
@@ -223,7 +226,7 @@ def go_on(dist: Dist, rows: str, run_dir: str, parallel: dict, lora: dict, steps
     """One start that takes so many steps; the step that it began at."""
     Path(run_dir).mkdir(exist_ok=True)
     backend = "pytorch" if dist.world_size == 1 else "fsdp"
-    tree = config_to_dict(config_of(rows, backend=backend, stop_after_steps=steps, **FIELDS))
+    tree = config_to_dict(training_on(rows, backend=backend, stop_after_steps=steps, **FIELDS))
     tree["parallel"] |= parallel
     tree["lora"] |= lora
     tree["target"]["gpu_ranks"] = list(range(dist.world_size))

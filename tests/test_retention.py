@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.test_checkpoint import ALONE, start
-from tests.test_loop import train
+from tests.saves import start
+from tests.tiny import ALONE
+from tests.trainings import train
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.retention import Keep, to_delete
 from trainer.checkpoint.writer import Writer

@@ -9,8 +9,6 @@ import multiprocessing
 import shutil
 import subprocess
 import sys
-import venv
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +20,12 @@ from deployer.agent.building import read_lock
 from deployer.agent.errors import AgentError
 from deployer.agent.layout import Root
 from deployer.agent.runtime import candidates, find_python, resolve_python
+from tests.pythons import make_python, make_wheel
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
     return Root(str(tmp_path / "root"))
-
-
-def make_python(folder: Path, **packages: str) -> str:
-    """A venv without pip that has these distributions by their metadata; the path of its interpreter."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    site = next(folder.glob("lib/python*/site-packages"))
-    for name, version in packages.items():
-        (site / f"{name}-{version}.dist-info").mkdir()
-        (site / f"{name}-{version}.dist-info/METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-    return str(folder / "bin/python")
 
 
 def spec(*requires: str, **more: str) -> dict[str, Any]:
@@ -150,16 +137,6 @@ def test_the_check_runs_on_python_3_8(tmp_path: Path) -> None:
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
-
-
-def make_wheel(folder: Path, name: str, version: str) -> None:
-    folder.mkdir(exist_ok=True)
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"version = {version!r}\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
 
 
 def build(folder: str, number: int) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.ferry import Ferry
 from tests.limits import HANG_S
-from tests.sshd import ALIAS, SshServer, start_sshd
 
 SECRET = "canary-7f3a91c5e0d24b68"
 WAITING = (
@@ -22,17 +21,11 @@ WAITING = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
-    with start_sshd(tmp_path_factory.mktemp("ssh")) as running:
-        yield running
-
-
 @pytest.fixture
-def remote(ferry: Ferry, server: SshServer) -> Ferry:
-    ferry.ssh = ALIAS
-    ferry.env |= {"TORCHFERRY_SSH_CONFIG": str(server.client_config_path), "HF_TOKEN": SECRET}
-    return ferry
+def remote(remote: Ferry) -> Ferry:
+    """That client, of someone who has a token."""
+    remote.env["HF_TOKEN"] = SECRET
+    return remote
 
 
 @contextmanager

@@ -16,36 +16,34 @@ import pytest
 
 from deployer.agent import adopting, ending, state
 from deployer.agent.layout import Job, Root
-from deployer.agent.procs import is_running, process_of
 from deployer.agent.storelock import is_held
 from tests import stubborn
 from tests.ferry import Ferry
-from tests.jobs import end_of, log_of, make_job, make_plan, python, run_job, said, start, wait_for
+from tests.jobs import (
+    GO,
+    end_of,
+    kill_supervisor,
+    log_of,
+    make_job,
+    make_plan,
+    python,
+    run_job,
+    run_up,
+    said,
+    start,
+    wait_for,
+)
 from tests.limits import FOREVER_S, HANG_S
 from tests.stubborn import running
 
-GO = "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\nsys.exit(%d)"
-
-
-def kill_supervisor(job: Job) -> None:
-    supervisor = process_of((state.read_status(job) or {})["supervisor"]["pid"])
-    os.kill(supervisor.pid, signal.SIGKILL)
-    wait_for(lambda: not is_running(supervisor))
-
-
-def running_job(root: Path, job_id: str, code: str, **changes: Any) -> Job:
-    plan = make_plan(python(code), **changes)
-    job = start(make_job(root, job_id, plan), plan)
-    said(job, "up")
-    wait_for(lambda: state.judge(job)["state"] == "running")
-    return job
+GO_AND_EXIT = GO + "sys.exit(%d)"
 
 
 # --- adoption --------------------------------------------------------------------------------------------------------
 
 
 def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: Ferry) -> None:
-    job = running_job(ferry.root, "j", GO % 9)
+    job = run_up(ferry.root, "j", GO_AND_EXIT % 9)
     there = ferry.where()
     other = ("run", *there, "--detach", "--python", sys.executable, "--", "python", "-c", "pass")
     for words in (("ps", *there), ("status", "j", *there), ("logs", "j", "--no-follow", *there), other):
@@ -63,7 +61,7 @@ def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: 
 def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
     code = "import os, sys, time\nprint('up')\nn = os.environ['TORCHFERRY_ATTEMPT']\n"
     code += "while n == '1' and not os.path.exists('go'): time.sleep(0.02)\nsys.exit(9 if n == '1' else 0)"
-    job = running_job(tmp_path, "again", code, policy={"max_restarts": 1})
+    job = run_up(tmp_path, "again", code, policy={"max_restarts": 1})
     kill_supervisor(job)
     adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
@@ -72,7 +70,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
 
 
 def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp_path: Path) -> None:
-    job = running_job(tmp_path, "secret", GO % 9, policy={"max_restarts": 1}, secret_names=["TOKEN"])
+    job = run_up(tmp_path, "secret", GO_AND_EXIT % 9, policy={"max_restarts": 1}, secret_names=["TOKEN"])
     kill_supervisor(job)
     adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
@@ -85,7 +83,7 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
     (Path(make_job(tmp_path, "broken", make_plan([])).path) / "status.json").write_text('{"state": "running"}')
     foreign = {**ended, "state": "running", "supervisor": {**ended["supervisor"], "machine_id": "other"}}
     state.write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
-    job = running_job(tmp_path, "job", GO % 0)
+    job = run_up(tmp_path, "job", GO_AND_EXIT % 0)
     kill_supervisor(job)
     adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     assert state.judge(job).get("unsupervised") is None
@@ -110,12 +108,12 @@ def preparing(root: Path) -> Job:
 
 
 def at_work(root: Path) -> Job:
-    return running_job(root, "j", GO % 0)
+    return run_up(root, "j", GO_AND_EXIT % 0)
 
 
 def stopping(root: Path) -> Job:
     code = "import signal, sys, time\ndef save(*_):\n    print('saving'); time.sleep(1); sys.exit(0)\n"
-    job = running_job(root, "j", code + "signal.signal(15, save)\nprint('up')\nwhile True: time.sleep(1)")
+    job = run_up(root, "j", code + "signal.signal(15, save)\nprint('up')\nwhile True: time.sleep(1)")
     state.request_stop(job, FOREVER_S)
     said(job, "saving")
     return job
@@ -123,7 +121,8 @@ def stopping(root: Path) -> Job:
 
 def finishing(root: Path) -> Job:
     code = f"HEAD = {stubborn.HEAD!r}\nimport sys\nsys.argv.append({str(root)!r})\nexec(HEAD)\n"
-    job = running_job(root, "j", code + stubborn.PARTS["deaf worker"] + "print('up')\ntime.sleep(0.5)")
+    job = run_up(root, "j", code + stubborn.PARTS["deaf worker"] + GO)
+    (Path(job.code) / "go").touch()
     wait_for(lambda: '"code": 0' in (Path(job.ranks(1)) / "rank_0.json").read_text())
     return job
 
@@ -170,7 +169,7 @@ def reboot(job: Job) -> None:
 
 
 def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry) -> None:
-    job = running_job(ferry.root, "j", GO % 0)
+    job = run_up(ferry.root, "j", GO_AND_EXIT % 0)
     reboot(job)
     done = ferry.run("status", "j", *ferry.where())
     assert b"the host was rebooted" in done.stdout and b"resume j" in done.stderr
@@ -191,7 +190,7 @@ def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
     chance = random.Random(20)
     for number in range(20):
         code, has_ended = chance.choice([0, 3]), chance.random() < 0.5
-        job = running_job(tmp_path, f"j{number}", GO % code)
+        job = run_up(tmp_path, f"j{number}", GO_AND_EXIT % code)
         if has_ended:
             kill_supervisor(job)
             (Path(job.code) / "go").touch()
@@ -234,7 +233,7 @@ def test_folder_without_a_status_from_the_future_was_never_launched(tmp_path: Pa
 
 
 def test_verdict_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
-    job = running_job(tmp_path, "j", GO % 0)
+    job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
     reboot(job)
     Path(f"{job.status}.{os.getpid()}.tmp").mkdir()  # as on a full disk, nothing can be written
     assert (state.judge(job)["state"], state.judge(job)["reason"]) == ("lost", "the host was rebooted")

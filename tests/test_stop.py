@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,11 @@ from deployer.commands import stop as command
 from deployer.errors import HostError
 from tests import stubborn
 from tests.ferry import REPO, Ferry
-from tests.jobs import end_of, log_of, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.jobs import UP, end_of, launch, log_of, make_job, make_plan, python, run_up, said, start, torchrun, wait_for
 from tests.limits import FOREVER_S, HANG_S
+from tests.lying import lying_host
+from tests.smi import fake_smi
 from tests.stubborn import canary, hops, program, running
-from tests.test_gpus import fake_smi
-from tests.test_hostile_host import lying_host
-
-UP = "import time; print('up'); time.sleep(1000)"
-
-
-def run_up(root: Path, job_id: str, code: str, *args: str, **more: Any) -> Job:
-    """A job of one process that has said `up`."""
-    plan = make_plan(python(code, *args))
-    job = start(make_job(root, job_id, plan), plan, **more)
-    said(job, "up")
-    return job
-
 
 # --- trees -----------------------------------------------------------------------------------------------------------
 
@@ -205,15 +193,6 @@ def test_gpu_that_still_lists_the_job_is_reported_with_the_pid(tmp_path: Path) -
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
-
-
-def launch(ferry: Ferry, name: str, code: str = UP) -> str:
-    words = ("run", *ferry.where(), "--detach", "--name", name, "--python", sys.executable, "--", "python", "-uc", code)
-    done = ferry.run(*words)
-    assert done.returncode == 0, done.stderr.decode()
-    (job_id,) = [i for i in ferry.job_ids() if i.startswith(name)]
-    said(Job(str(ferry.job(job_id))), "up")
-    return job_id
 
 
 def test_stop_of_several_names_what_was_ended_of_each(ferry: Ferry) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, build, config_of, losses
+from tests.tiny import ALONE
+from tests.trainings import build, losses, training_on
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
@@ -159,7 +160,7 @@ def read_records(run_dir: Path) -> list[dict]:
 
 def test_model_is_exported_though_the_disk_has_no_room_for_the_last_checkpoint(rows, small_disk, capfd):
     (small_disk / "ballast").write_bytes(bytes(5 * 2**20))
-    config = config_of(rows, backend="pytorch", steps=3, save_every=0)
+    config = training_on(rows, backend="pytorch", steps=3, save_every=0)
     config = replace(config, run=replace(config.run, export=True))
     with pytest.raises(CheckpointError, match=r"no room for a checkpoint in .*: it needs \d+.\d+ MiB"):
         sft.run(config, small_disk.parent, ALONE)

@@ -18,8 +18,23 @@ from deployer.agent import ending, rank, state, supervise
 from deployer.agent.errors import AgentError
 from deployer.agent.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
 from deployer.agent.prepare import fill, job_env
-from deployer.agent.procs import Process, command_of, is_running, job_processes, process_of
-from tests.jobs import AGENT_DIR, end_of, log_of, make_job, make_plan, python, run_job, said, start, torchrun, wait_for
+from deployer.agent.procs import Process, command_of, job_processes
+from tests.jobs import (
+    AGENT_DIR,
+    GO,
+    end_of,
+    kill_supervisor,
+    log_of,
+    make_job,
+    make_plan,
+    python,
+    run_job,
+    run_up,
+    said,
+    start,
+    torchrun,
+    wait_for,
+)
 from tests.limits import FOREVER_S, HANG_S
 from trainer import schema
 from trainer.watch.startup import now_s
@@ -436,19 +451,12 @@ def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
 
 # --- the supervisor's death ------------------------------------------------------------------------------------------
 
-WAITS_FOR_GO = (
-    "import os, sys, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\nprint('over')\nsys.exit(%d)"
-)
+WAITS_FOR_GO = GO + "print('over')\nsys.exit(%d)"
 
 
 def start_and_kill_supervisor(root: Path, job_id: str, code: int) -> Job:
-    plan = make_plan(python(WAITS_FOR_GO % code))
-    job = start(make_job(root, job_id, plan), plan)
-    said(job, "up")
-    wait_for(lambda: state.judge(job)["state"] == "running")
-    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
-    os.kill(supervisor.pid, signal.SIGKILL)
-    wait_for(lambda: not is_running(supervisor))
+    job = run_up(root, job_id, WAITS_FOR_GO % code)
+    kill_supervisor(job)
     return job
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gradients import assert_same_grads, config, full_grads, prepared
 from tests.ranks import run_ranks
-from tests.test_parallel import assert_same_grads, config, full_grads, prepared
 from tests.tiny import ALONE, tiny_shape
 from trainer.data.batching import BatchRules, build_batches
 from trainer.data.chat import Encoded

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.ferry import REPO
 from tests.limits import HANG_S
 from trainer.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
@@ -163,7 +164,7 @@ if __name__ == "__main__":
 def test_tokenizing_process_leaves_ctrl_c_to_its_parent_and_ends_with_it(tmp_path):
     script = tmp_path / "pool.py"
     script.write_text(WORKER)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environ, text=True) as parent:
         out, _ = parent.communicate(timeout=HANG_S)  # ends when nobody holds the pipe any more
     assert (out.strip(), parent.returncode) == ("True", -signal.SIGKILL)

@@ -15,6 +15,7 @@ import click
 import pytest
 import yaml
 
+from tests.ferry import REPO
 from tests.limits import HANG_S
 from trainer import cli, launch, torchrun
 from trainer.config.load import ConfigError, config_from_dict, load_config
@@ -24,11 +25,10 @@ from trainer.metrics import Screen, drop_records_after, render_bar, render_durat
 from trainer.schema import Config, RunConfig, TargetConfig
 from trainer.watch import diagnose
 
-PROJECT = Path(__file__).parent.parent
 TWO_GPUS = "0, GPU-11111111\n1, GPU-22222222\n"
 
 
-def config_of(**target) -> Config:
+def targeting(**target) -> Config:
     return config_from_dict({"target": target})
 
 
@@ -36,12 +36,12 @@ def run_train(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environ.pop(name, None)
-    command = [sys.executable, str(PROJECT / "train.py"), *args]
+    command = [sys.executable, str(REPO / "train.py"), *args]
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=HANG_S)
 
 
 def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
-    command = [sys.executable, str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py")]
+    command = [sys.executable, str(REPO / "train.py"), str(REPO / "configs/01_debug_sft.py")]
     command += ["target.device=cpu", "--run-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline().startswith("run folder")
@@ -56,13 +56,13 @@ def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
 def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
     argv = launch.build_torchrun_argv("/py", "train.py", Path("/r/config.yaml"), processes=3, debug=False)
     assert argv == [
-        *["/py", str(PROJECT / "trainer/torchrun.py"), "--standalone", "--nproc-per-node=3", "--max-restarts=0"],
+        *["/py", str(REPO / "trainer/torchrun.py"), "--standalone", "--nproc-per-node=3", "--max-restarts=0"],
         *["train.py", "/r/config.yaml"],
     ]
 
 
 def test_environment_shows_the_named_gpus_in_their_order():
-    config = config_of(gpu_ranks=[3, 0], env={"NCCL_DEBUG": "INFO"})
+    config = targeting(gpu_ranks=[3, 0], env={"NCCL_DEBUG": "INFO"})
     assert launch.build_launch_env(config, {}, cores=8) == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": "3,0",
@@ -73,7 +73,7 @@ def test_environment_shows_the_named_gpus_in_their_order():
 
 
 def test_environment_on_the_cpu_shows_no_gpu():
-    env = launch.build_launch_env(config_of(device="cpu", gpu_ranks=[0, 1]), {"OMP_NUM_THREADS": "7"}, cores=8)
+    env = launch.build_launch_env(targeting(device="cpu", gpu_ranks=[0, 1]), {"OMP_NUM_THREADS": "7"}, cores=8)
     assert env["CUDA_VISIBLE_DEVICES"] == ""
     assert "OMP_NUM_THREADS" not in env
 
@@ -82,13 +82,13 @@ USAGE = [launch.GpuUsage(0, 300), launch.GpuUsage(1, 70000), launch.GpuUsage(2, 
 
 
 def test_freest_gpus_are_chosen_in_the_order_of_their_index():
-    config = config_of(gpu_ranks=["auto:2"])
+    config = targeting(gpu_ranks=["auto:2"])
     assert launch.choose_gpus(config, {}, USAGE).target.gpu_ranks == [2, 3]
 
 
 def test_gpus_that_the_launcher_chose_are_kept():
     given = {"TORCHFERRY_JOB_ID": "j", "CUDA_VISIBLE_DEVICES": "1,0"}
-    assert launch.choose_gpus(config_of(gpu_ranks=["auto:2"]), given, None).target.gpu_ranks == [1, 0]
+    assert launch.choose_gpus(targeting(gpu_ranks=["auto:2"]), given, None).target.gpu_ranks == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_gpus_that_the_launcher_chose_are_kept():
 )
 def test_more_gpus_than_are_free_are_refused_with_the_reason(usage, message):
     with pytest.raises(ConfigError) as caught:
-        launch.choose_gpus(config_of(gpu_ranks=["auto:4"]), {"CUDA_VISIBLE_DEVICES": "0"}, usage)
+        launch.choose_gpus(targeting(gpu_ranks=["auto:4"]), {"CUDA_VISIBLE_DEVICES": "0"}, usage)
     assert message in caught.value.message
 
 
@@ -119,12 +119,12 @@ def test_gpus_are_known_by_index_and_by_uuid():
 
 def test_host_without_gpu_is_told_of_the_cpu():
     with pytest.raises(ConfigError, match="no GPU") as caught:
-        launch.check_target(config_of(), HostGpus(present=False), {})
+        launch.check_target(targeting(), HostGpus(present=False), {})
     assert "target.device=cpu" in caught.value.hint
 
 
 def test_missing_secret_is_named():
-    config = config_of(device="cpu", secrets=["A_TOKEN", "B_TOKEN"])
+    config = targeting(device="cpu", secrets=["A_TOKEN", "B_TOKEN"])
     with pytest.raises(ConfigError, match="names B_TOKEN, which"):
         launch.check_target(config, HostGpus(present=False), {"A_TOKEN": "x"})
 
@@ -148,7 +148,7 @@ def test_run_folder_that_cannot_be_made_is_one_error(tmp_path, rows, option):
 
 def test_deciding_imports_no_torch():
     code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_missing_torch_is_one_error_and_no_run_folder(tmp_path):
@@ -158,7 +158,7 @@ def test_missing_torch_is_one_error_and_no_run_folder(tmp_path):
     code = (
         "import runpy, sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[:3]; runpy.run_path(sys.argv[0], {}, '__main__')"
     )
-    paths = [str(PROJECT), str(tmp_path), str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py")]
+    paths = [str(REPO), str(tmp_path), str(REPO / "train.py"), str(REPO / "configs/01_debug_sft.py")]
     command = [sys.executable, "-S", "-c", code, *paths, "target.device=cpu", f"run.dir={tmp_path}/runs"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr.splitlines()) == (
@@ -184,12 +184,12 @@ def test_help_imports_neither_torch_nor_yaml():
         "atexit.register(lambda: print({'torch', 'yaml', 'numpy', 'rich'} & set(sys.modules)))\n"
         "cli.main(['--help'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()")
 
 
 def test_unknown_key_ends_with_2_and_names_the_nearest(tmp_path):
-    done = run_train(str(PROJECT / "configs/01_debug_sft.py"), "train.stepz=3")
+    done = run_train(str(REPO / "configs/01_debug_sft.py"), "train.stepz=3")
     assert done.returncode == 2
     assert done.stderr == "Error: train.stepz is not a key\n  on the command line\nhint: did you mean train.steps?\n"
 
@@ -329,7 +329,7 @@ def torch_tensor(values):
 
 def test_ctrl_c_on_two_ranks_saves_and_exits_with_0(tmp_path, rows):
     config = small_config(tmp_path, gpus="0, 1", rows=rows)
-    command = [sys.executable, str(PROJECT / "train.py"), str(config), "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, str(REPO / "train.py"), str(config), "--run-dir", str(tmp_path / "run")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "train.steps=100000"], start_new_session=True, **pipes) as process:
         next(line for line in process.stdout if line.startswith("step 1/"))
@@ -391,7 +391,7 @@ def test_torchrun_by_hand_shows_the_gpus_that_the_config_names(monkeypatch, tmp_
     monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "2"})
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "stop.json").write_text("{}")
-    cli.prepare_rank(config_of(gpu_ranks=[3, 2]), tmp_path)
+    cli.prepare_rank(targeting(gpu_ranks=[3, 2]), tmp_path)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,2"
     assert not (tmp_path / "control" / "stop.json").exists()
 
@@ -399,7 +399,7 @@ def test_torchrun_by_hand_shows_the_gpus_that_the_config_names(monkeypatch, tmp_
 def test_config_mistake_under_torchrun_is_told_by_rank_0_alone():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(PROJECT / "train.py"), str(PROJECT / "configs/01_debug_sft.py"), "train.stepz=3"],
+        [*command, str(REPO / "train.py"), str(REPO / "configs/01_debug_sft.py"), "train.stepz=3"],
         capture_output=True,
         text=True,
     )
@@ -419,9 +419,7 @@ def test_mistake_that_all_ranks_find_is_told_once(tmp_path):
 
 
 def test_home_of_nobody_is_a_folder_that_is_not_there(tmp_path):
-    done = run_train(
-        str(PROJECT / "configs/01_debug_sft.py"), "target.device=cpu", "data.train=~nobody_at_all/rows.jsonl"
-    )
+    done = run_train(str(REPO / "configs/01_debug_sft.py"), "target.device=cpu", "data.train=~nobody_at_all/rows.jsonl")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "~nobody_at_all/rows.jsonl" in done.stderr

@@ -17,8 +17,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.ranks import run_ranks
-from tests.test_loop import build
 from tests.tiny import tiny_decoder
+from tests.trainings import build
 from trainer import loop
 from trainer.dist import Dist
 from trainer.flops import sustained_flops

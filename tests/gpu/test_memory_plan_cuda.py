@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.failing import compile_failure, fail_once
+from tests.ferry import REPO
 from tests.limits import HANG_S
-from tests.test_probing import compile_failure, fail_once
 from tests.tiny import packed_batch
 from trainer import probing
 from trainer.batch import Batch
@@ -37,10 +38,10 @@ from trainer.step import train_step
 SHAPE = DecoderShape("qwen2", 32000, 1024, 4096, 8, 16, 4, 64)
 LENGTH, ROWS = 2048, 16
 DEVICE = torch.device("cuda", 0)
-TRAIN = str(Path(__file__).parents[2] / "train.py")
+TRAIN = str(REPO / "train.py")
 
 
-def config_of(backend: str) -> Config:
+def sized(backend: str) -> Config:
     return config_from_dict(
         {
             "target": {"train_backend": backend},
@@ -88,11 +89,11 @@ def clean_device():
 
 @pytest.mark.parametrize("backend", ["pytorch", "fsdp"])
 def test_plan_that_does_not_fit_gives_way_to_one_that_does(backend, tmp_path, capsys):
-    run, memory = run_of(config_of(backend), tmp_path)
+    run, memory = run_of(sized(backend), tmp_path)
     assert memory.fit.choice is not None
     fastest = memory.fit.choice.chosen.plan
     assert fastest.activation_checkpointing == "none"
-    half = planned(config_of(backend), MemoryPlan("budget", 0.5, False, False))
+    half = planned(sized(backend), MemoryPlan("budget", 0.5, False, False))
     needs = estimate_memory(SHAPE, half, world_size=1, kernels=Kernels.on(DEVICE, half.parallel)).total
     room = int(1.1 * needs) - torch.cuda.memory_allocated(DEVICE)
     held = torch.empty(free_bytes(DEVICE) - room, dtype=torch.uint8, device=DEVICE)
@@ -109,7 +110,7 @@ def test_plan_that_does_not_fit_gives_way_to_one_that_does(backend, tmp_path, ca
 
 
 def test_failing_compiler_leaves_a_run_in_plain_torch_with_the_same_loss(tmp_path, capsys):
-    run, memory = run_of(config_of("pytorch"), tmp_path)
+    run, memory = run_of(sized("pytorch"), tmp_path)
     with fastest_kernels():
         compiled = train_step(run, 0, lr=0.0).read()
         fail_once(run, compile_failure(), backward=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import date
-from pathlib import Path
 
+from tests.ferry import REPO
 from tests.oracles.measure import Measured
 
-PAGE = Path(__file__).parents[2] / "docs" / "correctness.md"
+PAGE = REPO / "docs" / "correctness.md"
 BEGIN, END = "<!-- measured: python -m tests.oracles --write -->", "<!-- end of measured -->"
 
 

@@ -19,7 +19,7 @@ STEPS = 11
 RESUMED_AT = range(1, STEPS)
 
 
-def config_of(rows: str, **train: Any) -> Config:
+def resumable(rows: str, **train: Any) -> Config:
     fields = {
         "steps": STEPS,
         "deterministic": True,
@@ -64,10 +64,10 @@ def changes(got: Outcome, expected: Outcome, *, after: int = -1, relative: bool 
 def largest_change(dist: Dist, rows: str, folder: str) -> float:
     """Over a resume after each step."""
     whole = Path(folder) / "whole"
-    expected = outcome(config_of(rows), whole, dist)
+    expected = outcome(resumable(rows), whole, dist)
     found = []
     for step in RESUMED_AT:
-        config = config_of(rows, resume=str(whole / CHECKPOINTS_DIR / f"step_{step:06d}"))
+        config = resumable(rows, resume=str(whole / CHECKPOINTS_DIR / f"step_{step:06d}"))
         found += changes(outcome(config, Path(folder) / f"from_{step}", dist), expected, after=step)
     return worst(found)
 
@@ -77,7 +77,7 @@ def same_ranks_difference(folder: Path, *, ranks: int) -> float:
 
 
 def some_steps(dist: Dist, rows: str, run_dir: str, stop_after_steps: int | None) -> Outcome:
-    return outcome(config_of(rows, stop_after_steps=stop_after_steps, save_every=0), Path(run_dir), dist)
+    return outcome(resumable(rows, stop_after_steps=stop_after_steps, save_every=0), Path(run_dir), dist)
 
 
 def other_ranks_difference(folder: Path) -> float:

