@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from delay_tun import Line  # noqa: E402
-from sshd import ALIAS, SshServer, start_sshd  # noqa: E402
+from tests.sshd import ALIAS, SshServer, start_sshd  # noqa: E402
 
 DEPLOY = str(HERE.parent / "deploy.py")
 
