@@ -7,12 +7,20 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 from tests.ferry import Ferry
 from tests.sshd import ALIAS, SshServer, make_key, start_sshd
+from trainer.config.load import (
+    ConfigError,
+    load_config,
+)
+from trainer.schema import (
+    Config,
+)
 
 # a shell starts what it runs in the background deaf to Ctrl-C, and a child inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,3 +95,18 @@ def agent(tmp_path: Path) -> Iterator[Path]:
     yield path
     process.terminate()
     process.wait()
+
+
+@pytest.fixture
+def load_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a config file into an empty current folder and load it; returns the Config or the rendered error."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_and_load(name: str, text: str | bytes, *overrides: str) -> Config | str:
+        Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        try:
+            return load_config(name, overrides)
+        except ConfigError as error:
+            return error.render()
+
+    return write_and_load

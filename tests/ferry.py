@@ -24,6 +24,10 @@ class Ferry:
     transport: str | None = None
     env: dict[str, str] = field(default_factory=dict)
 
+    def write(self, name: str, text: str) -> None:
+        """A file of the project."""
+        (self.project / name).write_text(text)
+
     def argv(self, *words: str) -> list[str]:
         return [sys.executable, str(REPO / "deploy.py"), *words]
 

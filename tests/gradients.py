@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.tiny import packed_batch, rows_of
+from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
 from trainer.dist import (
     Dist,
@@ -75,6 +75,11 @@ def loss_and_grads(dist: Dist, cfg: Config, shape: DecoderShape, steps: Iterable
         total = backward(backend, module, micro_batches(dist, count))
         results.append((sum_over_ranks(torch.tensor(total), dist).item(), full_grads(module)))
     return results
+
+
+def grads_of_one() -> dict[str, Tensor]:
+    """The gradients of one process without any option."""
+    return loss_and_grads(ALONE, config("pytorch"), tiny_shape(), [1])[0][1]
 
 
 def assert_same_grads(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:

@@ -1,12 +1,14 @@
-"""A small model with an optimizer, and saves of it that are waited for."""
+"""A small model with an optimizer, saves of it that are waited for, and a gate that holds a save at a point."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from tests.limits import HANG_S
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
@@ -53,3 +55,24 @@ def save(
     written = writer.result()
     writer.close()
     return written.path
+
+
+class Gate:
+    """Holds a save at one of its points until it is opened."""
+
+    def __init__(self, point: str) -> None:
+        self._point = point
+        self._open = threading.Event()
+        self.passed: list[str] = []
+
+    def __call__(self, point: str) -> None:
+        if point == self._point:
+            assert self._open.wait(HANG_S)
+        self.passed.append(point)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def begin(writer: Writer, folder: Path | str, at: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    writer.start(Path(folder), at, model, optimizer, {}, keep=Keep())

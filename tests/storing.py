@@ -1,10 +1,24 @@
-"""Trees in a host's store, for tests."""
+"""What lies on a host, for tests of its store: trees, ended jobs, old files, small disks."""
 
 from __future__ import annotations
 
-from deployer.agent.layout import Root
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployer.agent import state
+from deployer.agent.layout import Job, Root
 from deployer.agent.store import Store
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, content_hash, entry_of_link, root_hash
+from tests.jobs import make_job, make_plan
+
+DAY_S = 86400.0
 
 
 def keep(root: Root, files: dict[str, bytes | str]) -> str:
@@ -21,3 +35,34 @@ def keep(root: Root, files: dict[str, bytes | str]) -> str:
         writer.finish()
     Store(root).save_tree(entries)
     return root_hash(entries)
+
+
+def make_old(folder: str | Path, *, days: float = 60) -> None:
+    then = time.time() - days * DAY_S
+    for path in [*Path(folder).rglob("*"), Path(folder)]:
+        os.utime(path, (then, then), follow_symlinks=False)
+
+
+def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str = "", **status: Any) -> Job:
+    """A job as it lies there after its end."""
+    made = make_job(Path(root.path), name, make_plan(["true"], tree=tree))
+    Path(made.config).write_text(text)
+    then = state.utc(time.time() - days * DAY_S)
+    supervisor = state.own_identity()._replace(start_time=1)._asdict()
+    state.write_status(made, {"state": "succeeded", "ended_at": then, "supervisor": supervisor, **status})
+    return made
+
+
+@contextmanager
+def disk(folder: str | Path, options: str) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    held = os.open(folder, os.O_RDONLY)  # gc moves it
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", Path(f"/proc/self/fd/{held}").readlink()], check=True)
+        os.close(held)
