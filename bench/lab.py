@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from delay_tun import Line  # noqa: E402
+
 from tests.sshd import ALIAS, SshServer, start_sshd  # noqa: E402
 
 DEPLOY = str(HERE.parent / "deploy.py")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.test_loop import ALONE, config_of, train
+from tests.tiny import ALONE
+from tests.trainings import train, training_on
 from trainer import precision
 from trainer.config.load import config_from_dict
 from trainer.errors import ConfigError
@@ -54,7 +55,7 @@ def test_one_rank_without_bf16_decides_for_all():
 
 
 def test_precision_that_the_config_names_is_taken_and_not_told(tmp_path):
-    config = config_of("rows.jsonl", precision="bf16")
+    config = training_on("rows.jsonl", precision="bf16")
     settled = precision.settle_precision(config, tmp_path, ALONE)
     assert (settled.config, settled.lines) == (config, [])
 
@@ -85,7 +86,7 @@ def test_checkpoint_before_a_damaged_one_decides(rows, tmp_path):
     fields = {"save_every": 2, "eval_every": 0, "keep_last": 0, "precision": "bf16"}
     train(1, rows, tmp_path / "run", **fields, stop_after_steps=4)
     (tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").write_text("{")
-    config = config_of(rows, precision="auto")
+    config = training_on(rows, precision="auto")
     assert precision.saved_precision(config, tmp_path / "run", ALONE) == "bf16"
 
 
