@@ -16,6 +16,8 @@ from tests.compat.versions import HANG_S, Versions, done, ending_jobs, is_agent_
 from tests.ferry import REPO, Ferry
 from tests.test_gpus import fake_smi
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @dataclass(frozen=True)
 class Known:
@@ -92,7 +94,7 @@ def test_gc_knows_the_end_of_each(host: Host) -> None:
     assert {job["id"] for job in found["jobs"]} == {job.name for job in host.jobs.values()}
     assert all(job["ended_s"] > 0 for job in found["jobs"])
     kept = json.loads(done(host.client.run("gc", *host.client.where(), "--dry-run", "--json")))
-    assert kept["jobs"] == [] and sum(row["count"] for row in kept["kept_jobs"]) in (0, len(JOBS))
+    assert kept["jobs"] == []  # none without a limit
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -143,25 +143,16 @@ def test_failed_job_is_told_brought_home_and_goes_on(both: Versions, old_code: P
     assert (now["env"], now["created_at"]) == (first["env"], first["created_at"])
 
 
-def test_job_that_the_present_client_resumed_is_its_former_clients_too(both: Versions) -> None:
-    job = begin(both.old, "shared", program=shell("[ $TORCHFERRY_ATTEMPT = 3 ]"))
-    assert ended(job)["state"] == "failed"
-    for client, attempt in ((both.new, 2), (both.old, 3)):
-        assert done(client.run("resume", job.name, timeout_s=HANG_S), 1 if attempt == 2 else 0) == "up\n"
-    assert [a["state"] for a in told(both.new, job)["attempts"]] == ["failed", "failed", "succeeded"]
-
-
 # --- whose supervisor was killed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["ps", "logs", "run"])
+@pytest.mark.parametrize("command", ["ps", "run"])
 def test_next_command_of_the_present_client_adopts_a_job(both: Versions, old_code: Path, command: str) -> None:
     job = up(begin(both.old, "orphan", program=shell(f"{BLOCKED}; exit 9")))
     former = kill_supervisor(job)
     where = both.new.where()
     words = {
         "ps": ("ps", *where),
-        "logs": ("logs", job.name, "--no-follow"),
         "run": ("run", *where, "--name", "other", "--detach", "--", "true"),
     }[command]
     done(both.new.run(*words))

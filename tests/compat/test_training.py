@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.compat.record import TINY, TRAINING_ROWS
@@ -25,6 +26,8 @@ from tests.compat.versions import (
 )
 from tests.ferry import REPO
 from tests.jobs import wait_for
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def metrics(job: Path) -> list[dict[str, Any]]:
