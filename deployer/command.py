@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from deployer.agent.layout import AGENT_DIR
 from deployer.agent.tree import content_hash
 
 MAX_WORD = 96 * 1024
 """Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
+
+_MODULE = re.compile(r"(\w+/)*\w+\.py", re.ASCII)  # no editor's copy beside it: the loader takes nothing else
 
 # The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
 # shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
@@ -41,20 +45,17 @@ def build_word(message: dict[str, Any]) -> str:
 
 @cache
 def _loader_source() -> str:
-    return (_agent_folder() / "loader.py").read_text(encoding="utf-8")
+    return Path(AGENT_DIR, "loader.py").read_text(encoding="utf-8")
 
 
 @cache
 def agent_sources() -> dict[str, str]:
-    """File name -> source of the agent package."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_agent_folder().glob("*.py"))}
+    """Path below the agent's folder, with `/`, -> source, of every module of the agent package."""
+    paths = {path.relative_to(AGENT_DIR).as_posix(): path for path in sorted(Path(AGENT_DIR).rglob("*.py"))}
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if _MODULE.fullmatch(name)}
 
 
 @cache
 def agent_hash() -> str:
     """Name of this client's agent: a change of any of its files is another agent."""
     return content_hash(json.dumps(agent_sources(), sort_keys=True).encode("ascii"))[:20]
-
-
-def _agent_folder() -> Path:
-    return Path(__file__).parent / "agent"

@@ -19,8 +19,6 @@ from deployer.agent.procs import is_running, process_of
 from tests.ferry import Ferry
 from tests.limits import HANG_S
 
-AGENT_DIR = str(Path(supervise.__file__).parent)
-
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = HANG_S) -> Any:
     """The first true value of `condition`; fails the test after `timeout_s`."""
@@ -81,9 +79,7 @@ def make_job(root: Path, job_id: str, plan: dict[str, Any]) -> Job:
 
 def start(job: Job, plan: dict[str, Any], **more: Any) -> Job:
     base_env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    supervise.spawn(
-        job, AGENT_DIR, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more}
-    )
+    supervise.spawn(job, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more})
     return job
 
 

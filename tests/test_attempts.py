@@ -18,8 +18,8 @@ import pytest
 
 from deployer.agent import state, supervise
 from deployer.agent.layout import Job
-from tests.ferry import Ferry
-from tests.jobs import AGENT_DIR, end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.ferry import REPO, Ferry
+from tests.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 
 FAILS_ONCE = """
 import os, sys
@@ -148,7 +148,7 @@ def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp
 
 def kill_supervisor_and_adopt(job: Job) -> None:
     kill_supervisor(job)
-    supervise.adopt(job, AGENT_DIR)
+    supervise.adopt(job)
 
 
 FAILS_ON_GO = """
@@ -266,10 +266,10 @@ STARTS_IN_GROUP = """
 import json, os, sys
 from deployer.agent import supervise
 from deployer.agent.layout import Job
-open(sys.argv[3] + '/cgroup.procs', 'w').write('0')
+open(sys.argv[2] + '/cgroup.procs', 'w').write('0')
 plan = json.load(open(sys.argv[1] + '/job.json'))['plan']
 launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-supervise.spawn(Job(sys.argv[1]), sys.argv[2], launch)
+supervise.spawn(Job(sys.argv[1]), launch)
 """
 
 
@@ -280,8 +280,8 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_pat
     try:
         (group / "memory.limit_in_bytes").write_text(str(150 << 20))
         job = make_job(tmp_path, "attempts", make_plan(python("x = bytearray(400 << 20); print(len(x))")))
-        argv = [sys.executable, "-c", STARTS_IN_GROUP, job.path, AGENT_DIR, str(group)]
-        subprocess.run(argv, check=True, cwd=Path(AGENT_DIR).parents[1])
+        argv = [sys.executable, "-c", STARTS_IN_GROUP, job.path, str(group)]
+        subprocess.run(argv, check=True, cwd=REPO)
         status = end_of(job)
         assert (status["code"], status["reason"]) == (
             137,

@@ -3,6 +3,7 @@
 import ast
 import base64
 import io
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from deployer.agent import frames
 from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
+from deployer.agent.loader import install
+from deployer.agent.serve import HANDLERS, load_handler
 from deployer.agent.wire import Call, Sender
 from deployer.command import agent_hash, agent_sources, build_command, build_word
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
@@ -169,6 +172,52 @@ def test_root_that_cannot_be_made_says_where(tmp_path):
     with Link.open(LocalTransport(), root=str(tmp_path / "file" / "root"), request={"op": "ps"}) as link:
         with pytest.raises(HostError, match="remote root"):
             link.first.result()
+
+
+def test_agent_arrives_with_every_module_in_its_folder(tmp_path):
+    with Link.open(LocalTransport(), root=str(tmp_path), request={"op": "ps"}) as link:
+        link.first.result()
+    folder = tmp_path / "agent" / agent_hash() / "agent"
+    arrived = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
+    assert arrived == agent_sources()
+
+
+def test_loader_writes_modules_into_subfolders(tmp_path):
+    files = {"serve.py": "1", "store/__init__.py": "", "store/packs.py": "2", "a/b/c_1.py": "3"}
+    install(str(tmp_path / "home"), files)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "home" / "agent")): path.read_text() for path in written} == files
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("/tmp/x.py", "../x.py", "store/../../x.py", "./x.py", "store//x.py", "/x.py", "store/", "", ".py", "x"),
+        *("x.py/", "x.py\n", "a\\b.py", "a b.py", "a\0.py", ".x.py", "store/.x.py", "\u00fc.py", "a-b/x.py", "x.pyc"),
+    ],
+)
+def test_loader_refuses_a_path_that_is_no_modules_and_writes_nothing(tmp_path, name):
+    with pytest.raises(OSError, match="not a module's path"):
+        install(str(tmp_path / "home"), {"serve.py": "", name: "bad"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):
+    package = tmp_path / "deployer"
+    shutil.copytree(REPO / "deployer", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "agent" / ".#serve.py").symlink_to("nobody@nowhere:1")
+    (package / "agent" / ".ipynb_checkpoints").mkdir()
+    (package / "agent" / ".ipynb_checkpoints" / "serve-checkpoint.py").write_text("")
+    (package / "agent" / "parts").mkdir()
+    (package / "agent" / "parts" / "one.py").write_text("")
+    code = "from deployer.command import agent_sources; print(*agent_sources())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == sorted([*agent_sources(), "parts/one.py"])
+
+
+@pytest.mark.parametrize("request_name", HANDLERS)
+def test_every_request_has_its_handler(request_name):
+    assert callable(load_handler(HANDLERS[request_name]))
 
 
 def test_agent_package_is_python_3_8_and_imports_the_standard_library_only():

@@ -16,11 +16,11 @@ import pytest
 
 from deployer.agent import rank, state, supervise
 from deployer.agent.errors import AgentError
-from deployer.agent.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
+from deployer.agent.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
 from deployer.agent.prepare import fill, job_env
 from deployer.agent.procs import Process, command_of, job_processes
+from tests.ferry import REPO
 from tests.jobs import (
-    AGENT_DIR,
     GO,
     end_of,
     kill_supervisor,
@@ -402,7 +402,7 @@ def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> 
 
 def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
-    supervise.adopt(job, AGENT_DIR)
+    supervise.adopt(job)
     status = state.judge(job)
     assert (status["state"], status.get("unsupervised")) == ("running", None)
     state.request_stop(job, 60)
@@ -434,10 +434,10 @@ SPAWNS_AND_DIES = """
 import json, os, signal, sys
 from deployer.agent import supervise
 from deployer.agent.layout import Job
-for path in sys.argv[2:]:
+for path in sys.argv[1:]:
     plan = json.load(open(path + '/job.json'))['plan']
     launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-    supervise.spawn(Job(path), sys.argv[1], launch)
+    supervise.spawn(Job(path), launch)
 os.killpg(0, signal.SIGKILL)
 """
 
@@ -445,8 +445,8 @@ os.killpg(0, signal.SIGKILL)
 def test_jobs_outlive_the_agent_and_its_process_group(tmp_path: Path) -> None:
     plan = make_plan(python(WAITS_FOR_GO % 0))
     jobs = [make_job(tmp_path, f"j{i}", plan) for i in range(5)]
-    argv = [sys.executable, "-c", SPAWNS_AND_DIES, AGENT_DIR, *(job.path for job in jobs)]
-    agent = subprocess.run(argv, start_new_session=True, cwd=Path(AGENT_DIR).parents[1], check=False)
+    argv = [sys.executable, "-c", SPAWNS_AND_DIES, *(job.path for job in jobs)]
+    agent = subprocess.run(argv, start_new_session=True, cwd=REPO, check=False)
     assert agent.returncode == -signal.SIGKILL
     for job in jobs:
         said(job, "up")

@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import os
 import time
 from typing import Any, Dict
 
@@ -11,8 +10,6 @@ from . import listing, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
 from .procs import SWEEP_S, describe, end_all, job_processes
-
-_AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:
@@ -34,7 +31,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
 def adopt(job: Job) -> None:
     """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
     try:
-        supervise.adopt(job, _AGENT_DIR)
+        supervise.adopt(job)
     except AgentError:
         if state.judge(job).get("unsupervised"):
             raise

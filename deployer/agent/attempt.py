@@ -13,7 +13,7 @@ from . import progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
-from .layout import Job, Root
+from .layout import AGENT_DIR, Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
@@ -59,7 +59,6 @@ class Attempt:
     def __init__(
         self,
         job: Job,
-        agent_dir: str,
         launch_input: Dict[str, Any],
         number: int,
         *,
@@ -69,7 +68,6 @@ class Attempt:
         hooks: Sequence[Hook] = (),
     ) -> None:
         self.job = job
-        self.agent_dir = agent_dir
         self.number = number
         self.input = {**launch_input, "attempt": number}
         self.plan: Dict[str, Any] = launch_input["plan"]
@@ -152,7 +150,7 @@ class Attempt:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         remove(self.job.outcome)  # of an earlier attempt
         python, root = self._resolve_python(), os.path.dirname(os.path.dirname(self.job.path))
-        slots = {"python": python, "root": root, "job": self.job.path, "agent": self.agent_dir}
+        slots = {"python": python, "root": root, "job": self.job.path, "agent": AGENT_DIR}
         slots.update(self.gpus.slots if self.gpus is not None else {})
         command = job_command(self.job, self.input, slots)
         self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)

@@ -15,7 +15,7 @@ from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Option
 
 from . import packs, state
 from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
-from .layout import JOB_ID, JOB_ID_ENV, Job, Root
+from .layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from .storelock import is_held
 from .tree import LINK, Entry, blobs_of, root_hash
 
@@ -253,8 +253,8 @@ def _bytecode_of_former_jobs(root: Root) -> List[str]:
 
 
 def _agent(name: str, path: str, size: int, now: float, live: "_Live") -> Thing:
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    in_use = os.path.realpath(path) == os.path.realpath(own) or name in live.words or is_held(path)
+    own = os.path.realpath(path) == os.path.realpath(os.path.dirname(AGENT_DIR))
+    in_use = own or name in live.words or is_held(path)
     return Thing(AGENT, name, size, _age(path, now), in_use)
 
 

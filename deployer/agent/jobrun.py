@@ -25,9 +25,8 @@ KEPT_ATTEMPTS = 30
 class JobRun:
     """One job's life, from preparing to its final status."""
 
-    def __init__(self, job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
+    def __init__(self, job: Job, launch_input: Dict[str, Any]) -> None:
         self.job = job
-        self.agent_dir = agent_dir
         self.input = launch_input
         self.plan: Dict[str, Any] = launch_input["plan"]
         self.policy: Dict[str, Any] = self.plan.get("policy") or {}
@@ -128,7 +127,6 @@ class JobRun:
         number = int(self.status.values["attempt"])
         self.attempt = attempt = Attempt(
             self.job,
-            self.agent_dir,
             self.input,
             number,
             status=self.status,

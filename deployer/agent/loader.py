@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -90,13 +91,17 @@ def sync(folder: str) -> None:
 
 
 def install(home: str, files: Dict[str, str]) -> None:
+    for name in files:
+        if not re.fullmatch(r"(\w+/)*\w+\.py", name, re.ASCII):  # nothing outside the agent's folder
+            raise OSError(errno.EINVAL, "not a module's path", name)
     tmp = "%s.%d" % (home, os.getpid())
-    os.makedirs(os.path.join(tmp, "agent"), exist_ok=True)
     failures: List[OSError] = []
 
     def write(name: str, source: str) -> None:
+        path = os.path.join(tmp, "agent", name)
         try:
-            with open(os.path.join(tmp, "agent", os.path.basename(name)), "w", encoding="utf-8") as f:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as f:
                 f.write(source)
                 f.flush()
                 os.fsync(f.fileno())  # a power cut must not leave an agent of empty files
@@ -112,8 +117,8 @@ def install(home: str, files: Dict[str, str]) -> None:
     if failures:
         shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
         raise failures[0]
-    sync(os.path.join(tmp, "agent"))
-    sync(tmp)
+    for folder, _, _ in os.walk(tmp):
+        sync(folder)
     try:
         os.rename(tmp, home)
     except OSError:

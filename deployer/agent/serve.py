@@ -6,10 +6,10 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import sys
 import threading
-from typing import Any, BinaryIO, Dict
+from typing import Any, BinaryIO, Callable, Dict
 
 from . import frames
-from .layout import Root
+from .layout import AGENT_DIR, Root
 from .storelock import hold_agent
 from .wire import Conversation, Handler, Sender
 
@@ -20,10 +20,30 @@ ADOPTION_S = 15.0
 """The agent stays at most so long for others' jobs after its client has gone."""
 
 
+HANDLERS = {
+    "launch": "start:launch",
+    "slots": "start:slots",
+    "plan": "resume:read_plan",
+    "resume": "resume:resume",
+    "follow": "following:follow",
+    "ps": "requests:ps",
+    "status": "requests:status",
+    "stop": "requests:stop",
+    "files": "fetching:files",
+    "fetch": "fetching:fetch",
+    "last_lines": "following:last_lines",
+    "exec": "commands:execute",
+    "doctor": "checkup:doctor",
+    "gc": "gc:gc",
+    "gpus": "sharing:report",
+}
+"""Request -> module below this package and function."""
+
+
 def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
     """Answers the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
     root = Root(first["root"])
-    hold_agent(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # modules are imported when first needed
+    hold_agent(os.path.dirname(AGENT_DIR))  # modules are imported when first needed
     sender = Sender(_take_stdout())
     hello = {"hello": {"python": "%d.%d.%d" % sys.version_info[:3], "root": root.path, "pid": os.getpid()}}
     sender.write(first["nonce"].encode("ascii") + frames.encode(hello))
@@ -69,30 +89,19 @@ def _write_bytecode_where_there_is_room(root: Root) -> None:
 def handlers(root: Root) -> Dict[str, Handler]:
     """Request name -> handler; imports wait until a request needs them, so that the usual path starts at once."""
 
-    def ask(module: str, name: str) -> Handler:
+    def ask(place: str) -> Handler:
         def handler(call: Any) -> Dict[str, Any]:
-            from importlib import import_module
-
             _write_bytecode_where_there_is_room(root)
-
-            return getattr(import_module("." + module, __package__), name)(root, call)  # type: ignore[no-any-return]
+            return load_handler(place)(root, call)
 
         return handler
 
-    return {
-        "launch": ask("start", "launch"),
-        "slots": ask("start", "slots"),
-        "plan": ask("resume", "read_plan"),
-        "resume": ask("resume", "resume"),
-        "follow": ask("following", "follow"),
-        "ps": ask("requests", "ps"),
-        "status": ask("requests", "status"),
-        "stop": ask("requests", "stop"),
-        "files": ask("fetching", "files"),
-        "fetch": ask("fetching", "fetch"),
-        "last_lines": ask("following", "last_lines"),
-        "exec": ask("commands", "execute"),
-        "doctor": ask("checkup", "doctor"),
-        "gc": ask("gc", "gc"),
-        "gpus": ask("sharing", "report"),
-    }
+    return {name: ask(place) for name, place in HANDLERS.items()}
+
+
+def load_handler(place: str) -> Callable[[Root, Any], Dict[str, Any]]:
+    """The function of a place in HANDLERS."""
+    from importlib import import_module
+
+    module, name = place.split(":")
+    return getattr(import_module("." + module, __package__), name)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from . import logs, probe, spare, state, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .following import follow_job
-from .layout import FORMAT_VERSION, Job, Root
+from .layout import AGENT_DIR, FORMAT_VERSION, Job, Root
 from .store import Store
 from .storelock import store_in_use
 from .wire import Call
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
-AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
 
 
 def launch(root: Root, call: Call) -> Dict[str, Any]:
@@ -66,7 +65,7 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
                 if _existing(job, plan):
                     return False
                 try:
-                    with supervise.Starting(job, AGENT_DIR, held_fd=held.fd if held is not None else -1) as starting:
+                    with supervise.Starting(job, held_fd=held.fd if held is not None else -1) as starting:
                         _make_job(root, job, plan, request, arrived)
                         if call.cancelled.is_set():
                             raise AgentError("host", "the launch was cancelled")
@@ -220,7 +219,7 @@ def start_next(
     env = _base_env()
     with _claimed(plan, env) as held:
         commit()
-        supervise.spawn(job, AGENT_DIR, _launch_input(root, plan, request, env, held, attempt=attempt))
+        supervise.spawn(job, _launch_input(root, plan, request, env, held, attempt=attempt))
 
 
 def _launch_input(

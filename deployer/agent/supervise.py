@@ -24,7 +24,7 @@ START_S = 30.0
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module; "
-    "import_module(sys.argv[2]).main(sys.argv[3], sys.argv[4])"
+    "import_module(sys.argv[2]).main(sys.argv[3])"
 )
 
 
@@ -37,17 +37,17 @@ class Starting:
     As a context: one that was given no job by the end of it is let go, and ends without a word.
     """
 
-    def __init__(self, job: Job, agent_dir: str, *, held_fd: int = -1) -> None:
+    def __init__(self, job: Job, *, held_fd: int = -1) -> None:
         """held_fd: the descriptor that holds the job's GPUs."""
         self._job = job
         os.makedirs(job.control, mode=0o700, exist_ok=True)
-        parent = os.path.abspath(agent_dir)
-        for _ in (__package__ or "").split("."):
-            parent = os.path.dirname(parent)
+        importable_from = os.path.abspath(__file__)
+        for _ in __name__.split("."):
+            importable_from = os.path.dirname(importable_from)
         options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else []), "-X", "utf8", "-c", _BOOT]
         with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *options, parent, __name__, job.path, os.path.abspath(agent_dir)],
+                [sys.executable, *options, importable_from, __name__, job.path],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -81,15 +81,15 @@ class Starting:
         self._pipe.close()
 
 
-def spawn(job: Job, agent_dir: str, launch_input: Dict[str, Any]) -> None:
+def spawn(job: Job, launch_input: Dict[str, Any]) -> None:
     """Starts the job's supervisor at once; see Starting.go."""
     held = launch_input.get("held") or {"fd": -1}
-    Starting(job, agent_dir, held_fd=held["fd"]).go(launch_input)
+    Starting(job, held_fd=held["fd"]).go(launch_input)
 
 
-def adopt(job: Job, agent_dir: str) -> None:
+def adopt(job: Job) -> None:
     """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it."""
-    spawn(job, agent_dir, {"plan": state.read_plan(job), "adopt": True})
+    spawn(job, {"plan": state.read_plan(job), "adopt": True})
 
 
 def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
@@ -115,7 +115,7 @@ def _last_words(job: Job) -> str:
 # --- the supervisor's side --------------------------------------------------------------------------------------------
 
 
-def main(job_dir: str, agent_dir: str) -> None:
+def main(job_dir: str) -> None:
     """Body of the supervisor's process: reads the launch input from stdin, ends when the job has ended."""
     import ctypes  # the agent itself needs neither these nor the next ones
 
@@ -136,7 +136,7 @@ def main(job_dir: str, agent_dir: str) -> None:
     os.dup2(null, 0)
     os.close(null)
     lock = _only_supervisor(job)
-    JobRun(job, agent_dir, launch_input).run()
+    JobRun(job, launch_input).run()
     os.close(lock)
 
 
