@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from deployer.agent import gc, spare, state
+from deployer.agent.files import remove_folder
 from deployer.agent.garbage import (
     AGENT,
     BLOB,
@@ -25,10 +26,9 @@ from deployer.agent.garbage import (
 )
 from deployer.agent.layout import Root
 from deployer.agent.listing import all_jobs
+from deployer.agent.locks import hold
 from deployer.agent.packs import PackWriter
-from deployer.agent.removal import remove_folder
 from deployer.agent.store import Store
-from deployer.agent.storelock import hold_agent
 from deployer.agent.tree import content_hash
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.storing import DAY_S, disk, ended, keep, make_old
@@ -185,7 +185,7 @@ def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: R
     slots = {"python": f"{root.envs}/{env}/bin/python", "agent": f"{root.agents}/{agent}/agent"}
     ended(root, "a", used, slots=slots)
     make_old(root.path)
-    held = hold_agent(f"{root.agents}/{other_agent}")
+    held = hold(f"{root.agents}/{other_agent}")
     assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}
     assert (listed(root.data), listed(root.envs), listed(root.agents)) == ([used], [env], [other_agent])
     assert held is not None and os.close(held) is None

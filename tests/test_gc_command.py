@@ -22,8 +22,9 @@ from deployer.agent.garbage import (
     TREE,
 )
 from deployer.agent.layout import Root
+from deployer.agent.locks import hold, is_held
 from deployer.agent.start import launch
-from deployer.agent.storelock import hold_agent, is_held, store_alone, store_in_use
+from deployer.agent.storelock import store_alone, store_in_use
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_plan, wait_for
@@ -171,9 +172,9 @@ def test_a_resume_waits_until_the_collection_is_over(ferry: Ferry) -> None:
 
 def test_an_agent_s_folder_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     assert not is_held(str(tmp_path))
-    agent = multiprocessing.get_context("fork").Process(target=hold_agent, args=(str(tmp_path),))
+    agent = multiprocessing.get_context("fork").Process(target=hold, args=(str(tmp_path),))
     agent.start()
     agent.join(HANG_S)
     assert not is_held(str(tmp_path))
-    held = hold_agent(str(tmp_path))
+    held = hold(str(tmp_path))
     assert held is not None and is_held(str(tmp_path))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deployer.agent import listing, state
+from deployer.agent.files import write_json
 from deployer.agent.inventory import read_inventory
 from deployer.agent.layout import Job, Root
 from deployer.agent.procs import Process, is_running, job_processes, process_of, send
@@ -151,8 +152,8 @@ def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
 
 def test_write_replaces_whole_files_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
-    state.write_json(str(path), {"n": 1})
-    state.write_json(str(path), {"n": 2})
+    write_json(str(path), {"n": 1})
+    write_json(str(path), {"n": 2})
     assert (json.loads(path.read_text()), list(tmp_path.iterdir())) == ({"n": 2}, [path])
 
 

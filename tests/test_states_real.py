@@ -16,7 +16,7 @@ import pytest
 
 from deployer.agent import adopting, ending, state
 from deployer.agent.layout import Job, Root
-from deployer.agent.storelock import is_held
+from deployer.agent.locks import is_held
 from tests import stubborn
 from tests.ferry import Ferry
 from tests.jobs import (

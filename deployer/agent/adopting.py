@@ -9,6 +9,7 @@ from typing import Any, Dict
 from . import listing, state, supervise
 from .errors import AgentError
 from .layout import Job, Root
+from .locks import locked
 from .procs import SWEEP_S, describe, end_all, job_processes
 
 
@@ -39,7 +40,7 @@ def adopt(job: Job) -> None:
 
 def sweep_ended(job: Job) -> Dict[str, Any]:
     """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
-    with state.locked(job):
+    with locked(job):
         status = state.judge(job)
         if status["state"] not in state.FINAL:
             return status

@@ -13,11 +13,11 @@ from . import progress, stalling, state
 from .children import Children
 from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
 from .errors import AgentError
+from .files import read_json, remove
 from .layout import AGENT_DIR, Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
-from .removal import remove
 from .statusfile import StatusFile, say
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
@@ -303,7 +303,7 @@ class Attempt:
         )
         if ending is not None and self._oom is not None and self._oom.has_killed():
             ending = with_oom(ending, reason=self._oom.REASON, hint=self._oom.HINT)
-        ending = with_outcome(ending, state.read_json(self.job.outcome))
+        ending = with_outcome(ending, read_json(self.job.outcome))
         if self.main is None:
             lost = "the launch did not complete: its supervisor was killed"
         else:
@@ -316,7 +316,7 @@ class Attempt:
             return ending.reason
         if self._stall.ending is not None:
             return "\n".join(rank["last_line"] for rank in self._stall.ranks)
-        outcome = state.read_json(self.job.outcome) or {}
+        outcome = read_json(self.job.outcome) or {}
         if self._is_trainer and outcome.get("error"):
             return str(outcome["error"]).strip().split("\n")[0][: progress.MAX_LINE]
         return progress.last_line(self.job, ending.first_failing_rank, self.number)

@@ -9,7 +9,7 @@ from typing import Union
 
 from .disk import fail
 from .errors import AgentError
-from .removal import remove
+from .files import remove
 
 
 class BlobWriter:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Seque
 from .disk import fail
 from .errors import AgentError
 from .layout import Root
+from .locks import take_lock
 
 OLDEST = (3, 10)
 """The base of an environment is the first interpreter of the host that is at least this new, else simply the first."""
@@ -108,9 +109,7 @@ class Building:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not take_lock(fd):
                 self._say("waiting: another launch is building this environment")
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield fd

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
-from .findings import read_text
+from .files import read_text
 
 _UNLIMITED = 1 << 60
 """Version 1 says "no limit" by a number near 2**63."""

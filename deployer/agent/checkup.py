@@ -16,7 +16,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from . import checks_gpu, checks_host, checks_net, checks_root, hostfacts, leases, listing, probe, runtime
 from .cgroups import read_limits
 from .checks_host import Python
-from .findings import Check, Found, read_text, run_check
+from .files import read_text
+from .findings import Check, Found, run_check
 from .layout import Root
 from .wire import Call
 

@@ -32,12 +32,3 @@ def run_check(name: str, examine: Callable[[], Found]) -> List[Check]:
 
 def gigabytes(size: float) -> str:
     return "%.1f GB" % (size / 1e9) if size < 1e11 else "%.0f GB" % (size / 1e9)
-
-
-def read_text(path: str, size: int = 1 << 20) -> str:
-    """What a file of /proc, /sys or /etc says, "" when there is none to read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            return f.read(size)
-    except OSError:
-        return ""

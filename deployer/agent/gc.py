@@ -5,11 +5,11 @@ for that, since a disk may be full. Killed anywhere, it leaves things that the n
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import fcntl
 import os
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import state
+from .files import remove, remove_folder
 from .garbage import (
     AGENT,
     BLOB,
@@ -32,7 +32,7 @@ from .garbage import (
 from .hostfacts import existing_folder
 from .inventory import read_inventory
 from .layout import Job, Root
-from .removal import remove, remove_folder
+from .locks import take_lock
 from .storelock import store_alone
 from .wire import Call
 
@@ -103,8 +103,8 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
     except OSError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _take(root, job.path) if state.judge(job)["state"] in state.FINAL else None
+        free = take_lock(fd) and state.judge(job)["state"] in state.FINAL
+        return _take(root, job.path) if free else None
     except OSError:
         return None
     finally:

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from . import state
 from .cgroups import read_limits
-from .findings import read_text
+from .files import read_text
 from .layout import Root
 from .probe import container_env
 

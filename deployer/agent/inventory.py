@@ -16,7 +16,7 @@ from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Option
 from . import packs, state
 from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
 from .layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
-from .storelock import is_held
+from .locks import is_held
 from .tree import LINK, Entry, blobs_of, root_hash
 
 MAX_TEXT = 32 << 20

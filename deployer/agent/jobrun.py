@@ -11,6 +11,7 @@ from . import progress, stalling, state
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
 from .ending import FAILED, STOPPED, Ending
+from .files import read_json
 from .layout import Job
 from .procs import Process, describe, end_all
 from .statusfile import StatusFile, say
@@ -187,7 +188,7 @@ class JobRun:
         """What the killed supervisor had been given, as far as it is kept."""
         from . import probe
 
-        record = state.read_json(self.job.record) or {}
+        record = read_json(self.job.record) or {}
         base_env = probe.job_environment(dict(os.environ), probe.container_env())
         self.input = {"env": record.get("env") or {}, "secrets": {}, "base_env": base_env, **self.input}
 

@@ -8,7 +8,6 @@ reads end of file); the housekeepers of /tmp leave a locked file alone, and woul
 Stdlib only, Python 3.8, Linux.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from .errors import AgentError
 from .gpus import user_name
+from .locks import take_lock
 from .procs import command_of
 
 FOLDER = "/tmp/.torchferry-leases"
@@ -181,17 +181,12 @@ def _unusable(why: str) -> AgentError:
 
 
 def _lock(folder: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as e:
-            if e.errno not in (errno.EWOULDBLOCK, errno.EINTR):
-                raise _unusable(e.strerror or str(e))
-        if time.monotonic() >= deadline:
-            raise _unusable("%s has had it locked for more than %g s" % (_who_locks(folder), timeout_s))
-        time.sleep(0.01)
+    try:
+        taken = take_lock(folder, wait_s=timeout_s, poll_s=0.01)
+    except OSError as e:
+        raise _unusable(e.strerror or str(e))
+    if not taken:
+        raise _unusable("%s has had it locked for more than %g s" % (_who_locks(folder), timeout_s))
 
 
 def _who_locks(folder: int) -> str:
@@ -229,7 +224,7 @@ def _read(folder: int, name: str) -> Optional[Claim]:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return None
-        if not _is_locked(fd):
+        if take_lock(fd, fcntl.LOCK_SH):
             if found.st_uid == os.geteuid():
                 os.unlink(name, dir_fd=folder)
             return None
@@ -239,14 +234,6 @@ def _read(folder: int, name: str) -> Optional[Claim]:
         return None
     finally:
         os.close(fd)
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
 
 
 def parse_claim(data: bytes) -> Optional[Claim]:

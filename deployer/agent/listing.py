@@ -8,6 +8,7 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import progress, state
+from .files import read_json
 from .layout import Job, Root
 
 _SHOWN = (
@@ -43,7 +44,7 @@ def _summary(job: Job) -> Dict[str, Any]:
         status = state.judge(job)
     except OSError as e:
         status = {"state": state.LOST, "code": state.TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
-    record = state.read_json(job.record) or {}
+    record = read_json(job.record) or {}
     plan = record.get("plan")
     plan = plan if isinstance(plan, dict) else {}
     supervisor = status.get("supervisor")

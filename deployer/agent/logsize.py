@@ -7,7 +7,7 @@ the disk; offsets stay what they are, nothing is copied, and the rank notices no
 import os
 from typing import Dict, Optional, Tuple
 
-from . import state
+from .files import read_json, write_json
 
 DROPPED_FILE = "dropped.json"
 """File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
@@ -44,7 +44,7 @@ class Dropped:
             return self._values
         version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
         if version != self._version:
-            found = state.read_json(self._path) or {}
+            found = read_json(self._path) or {}
             self._values = {name: value for name, value in found.items() if isinstance(value, int)}
             self._version = version
         return self._values
@@ -90,7 +90,7 @@ class LogLimit:
             os.close(fd)
 
     def _write(self, dropped: Dict[str, int]) -> None:
-        state.write_json(os.path.join(self._folder, DROPPED_FILE), dropped)
+        write_json(os.path.join(self._folder, DROPPED_FILE), dropped)
         self._dropped = dropped
 
 

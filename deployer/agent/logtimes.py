@@ -9,6 +9,7 @@ import os
 import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
+from .files import write_whole
 from .layout import Job
 from .logs import attempts, line_start, log_files, log_name
 
@@ -47,13 +48,9 @@ class TimeIndex:
 
     def _thin(self) -> None:
         path = os.path.join(self._folder, TIMES_FILE)
-        temporary = "%s.%d.tmp" % (path, os.getpid())
         with open(path, "rb") as f:
             lines = thinned(f.read().splitlines(True))
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "wb") as f:
-            f.writelines(lines)
-        os.replace(temporary, path)
+        write_whole(path, b"".join(lines))
 
 
 def thinned(lines: List[bytes]) -> List[bytes]:

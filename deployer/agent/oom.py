@@ -7,6 +7,8 @@ import os
 import time
 from typing import List, NamedTuple, Optional
 
+from .files import read_text
+
 SAMPLE_S = 5.0
 
 
@@ -51,8 +53,8 @@ def cgroup_files(proc_self_cgroup: str) -> List[str]:
 
 
 def read_oom_kills() -> OomKills:
-    counts = (parse_oom_kill(_read(path)) for path in cgroup_files(_read("/proc/self/cgroup")))
-    return OomKills(next((n for n in counts if n is not None), None), parse_oom_kill(_read("/proc/vmstat")))
+    counts = (parse_oom_kill(read_text(path)) for path in cgroup_files(read_text("/proc/self/cgroup")))
+    return OomKills(next((n for n in counts if n is not None), None), parse_oom_kill(read_text("/proc/vmstat")))
 
 
 class OomWatch:
@@ -77,11 +79,3 @@ class OomWatch:
     def has_killed(self) -> bool:
         """Whether the kernel has killed since 5 to 10 s before the last `sample`."""
         return has_killed(self._samples[0], read_oom_kills())
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            return f.read()
-    except OSError:
-        return ""

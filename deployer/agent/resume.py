@@ -9,12 +9,13 @@ from typing import Any, Dict, Optional
 
 from . import progress, state
 from .errors import AgentError
+from .files import read_json, remove, write_json, write_whole
 from .following import follow_job
 from .layout import Job, Root
+from .locks import locked
 from .logs import LogReader
-from .removal import remove
 from .requests import find_job
-from .start import check_root, plan_hash, start_next, write_private
+from .start import check_root, plan_hash, start_next
 from .storelock import store_in_use
 from .wire import Call
 
@@ -37,7 +38,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
     request = call.request()
     job = find_job(root, request["job"])
     plan, number = request["plan"], int(request["attempt"])
-    with store_in_use(root), state.locked(job):
+    with store_in_use(root), locked(job):
         already = _is_started(job, plan, number)
         if not already:
             _check_resumable(job, number)
@@ -59,7 +60,7 @@ def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
     if _attempt_of(state.read_status(job) or {}) < number:
         return False
-    noted = _noted(state.read_json(job.record) or {}, number)
+    noted = _noted(read_json(job.record) or {}, number)
     if noted is not None and noted["plan_hash"] == plan_hash(plan):
         return True
     message = "attempt %d of %s was started already, in another way" % (number, job.id)
@@ -92,18 +93,18 @@ def _await_gone(job: Job, status: Dict[str, Any]) -> None:
 
 def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) -> None:
     """Everything in the job's folder that the next attempt reads; the former plan and config are kept."""
-    record = state.read_json(job.record) or {}
+    record = read_json(job.record) or {}
     again = _noted(record, number)  # a resume that was cut off before its supervisor began
     before = again["plan_before"] if again else record.get("plan")
     entry = {"attempt": number, "plan_hash": plan_hash(plan), "resumed_at": time.time(), "plan_before": before}
     earlier = [r for r in record.get("resumed") or [] if r["attempt"] != number]
     env = {**(record.get("env") or {}), **request.get("env", {})}
-    state.write_json(job.record, {**record, "plan": plan, "env": env, "resumed": [*earlier, entry]})
+    write_json(job.record, {**record, "plan": plan, "env": env, "resumed": [*earlier, entry]})
     if plan.get("config_yaml") is not None:
         kept = os.path.join(job.path, "config.attempt_%d.yaml" % (number - 1))
         if os.path.exists(job.config) and not os.path.lexists(kept):
             os.rename(job.config, kept)
-        write_private(job.config, plan["config_yaml"].encode())
+        write_whole(job.config, plan["config_yaml"].encode(), sync=True)
     request["env"] = env
     remove(job.stop)
 

@@ -13,10 +13,11 @@ from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tupl
 
 from .building import MISSING_HINT, Building, Interpreter, read_lock
 from .errors import AgentError
-from .layout import Root
+from .files import read_json, write_whole
+from .layout import AGENT_DIR, Root
 
 CHECK_TIMEOUT_S = 60
-_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "checkpy.py")
+_CHECK = os.path.join(AGENT_DIR, "checkpy.py")
 _USUAL = (
     "/opt/conda/bin/python",
     "/opt/venv/bin/python",
@@ -122,24 +123,16 @@ class _Answers:
         self._changed = False
 
     def __enter__(self) -> "_Answers":
-        try:
-            with open(self._file, encoding="ascii") as f:
-                known = json.load(f)
-            self._known = known if isinstance(known, dict) else {}
-        except (OSError, ValueError):
-            pass
+        self._known = read_json(self._file) or {}
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._changed:
             return
         kept = dict(list(self._known.items())[-_KEPT_ANSWERS:])
-        temporary = "%s.%d" % (self._file, os.getpid())
         try:
             os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
-            with open(temporary, "w", encoding="ascii") as f:
-                json.dump(kept, f)
-            os.replace(temporary, self._file)
+            write_whole(self._file, json.dumps(kept).encode("ascii"))
         except OSError:
             pass  # without it the next launch asks again
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Callable, Dict
 
 from . import frames
 from .layout import AGENT_DIR, Root
-from .storelock import hold_agent
+from .locks import hold
 from .wire import Conversation, Handler, Sender
 
 BYTECODE_ROOM_BYTES = 64 << 20
@@ -43,7 +43,7 @@ HANDLERS = {
 def main(first: Dict[str, Any], stdin: BinaryIO) -> None:
     """Answers the nonce, then serves requests from `stdin` on file descriptor 1 until the client is gone."""
     root = Root(first["root"])
-    hold_agent(os.path.dirname(AGENT_DIR))  # modules are imported when first needed
+    hold(os.path.dirname(AGENT_DIR))  # modules are imported when first needed
     sender = Sender(_take_stdout())
     hello = {"hello": {"python": "%d.%d.%d" % sys.version_info[:3], "root": root.path, "pid": os.getpid()}}
     sender.write(first["nonce"].encode("ascii") + frames.encode(hello))

@@ -7,7 +7,6 @@ only one launch gets it, and counts only if nothing in it has been touched since
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
 from .errors import AgentError
 from .layout import Root
+from .locks import take_lock
 from .store import Store
 from .storelock import store_in_use
 from .tree import Entry
@@ -75,13 +75,14 @@ def main(root_path: str, root_hash: str) -> None:
     root = Root(root_path)
     with open(os.path.join(root.path, "store", "spare.lock"), "a") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not take_lock(lock.fileno()):
+                return  # another process is at it
             time.sleep(START_AFTER_S)
             with store_in_use(root):
                 make(root, root_hash)
                 Store(root).unpack()
         except (OSError, AgentError):
-            pass  # no room, or another process is at it: a launch without a spare is only slower
+            pass  # no room: a launch without a spare is only slower
 
 
 def make(root: Root, root_hash: str) -> None:

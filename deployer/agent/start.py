@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 from . import logs, probe, spare, state, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
+from .files import read_json, write_whole
 from .following import follow_job
 from .layout import AGENT_DIR, FORMAT_VERSION, Job, Root
+from .locks import locked
 from .store import Store
 from .storelock import store_in_use
 from .wire import Call
@@ -61,7 +63,7 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
     with _claimed(plan, env) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=bool(request.get("ahead")))
         try:
-            with state.locked(job):
+            with locked(job):
                 if _existing(job, plan):
                     return False
                 try:
@@ -152,7 +154,7 @@ def _existing(job: Job, plan: Dict[str, Any]) -> bool:
     """Whether this very plan was started already. AgentError when another plan has its id."""
     if not os.path.exists(job.status):
         return False
-    if (state.read_json(job.record) or {}).get("plan_hash") != plan_hash(plan):
+    if (read_json(job.record) or {}).get("plan_hash") != plan_hash(plan):
         raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
     return True
 
@@ -169,7 +171,7 @@ def _make_job(
     for include in plan["includes"]:
         _link_include(store, job, include)
     if plan.get("config_yaml") is not None:
-        write_private(job.config, plan["config_yaml"].encode())
+        write_whole(job.config, plan["config_yaml"].encode(), sync=True)
     record = {
         "format": FORMAT_VERSION,
         "plan": plan,
@@ -179,14 +181,14 @@ def _make_job(
         "created_at": time.time(),
         "agent_python": sys.version.split()[0],
     }
-    write_private(job.record, json.dumps(record, indent=1).encode())
+    write_whole(job.record, json.dumps(record, indent=1).encode(), sync=True)
 
 
 def _keep_patch(job: Job, call: Call) -> None:
     """Keeps what the project had beyond its commit, for whoever takes the job over; at most MAX_PATCH bytes."""
     patch = b"".join(frame.body for frame in call.receive())
     if len(patch) <= MAX_PATCH:
-        write_private(os.path.join(job.path, "git.patch"), patch)
+        write_whole(os.path.join(job.path, "git.patch"), patch, sync=True)
 
 
 def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
@@ -202,14 +204,6 @@ def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
     if os.path.lexists(where):
         raise AgentError("usage", "the included path %s is part of the code tree already" % path)
     os.symlink(target, where)
-
-
-def write_private(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def start_next(

@@ -7,16 +7,15 @@ Stdlib only, Python 3.8, Linux.
 
 import errno
 import fcntl
-import json
 import os
 import time
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from .ending import ENDINGS, RankRecord, decide_ending, parse_rank_record, with_outcome
+from .files import read_json, write_json
 from .layout import Job
+from .locks import is_held
 from .procs import Process, is_running, job_processes, process_of
-from .removal import remove
 
 QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
 FINAL = (*ENDINGS, LOST)
@@ -86,42 +85,6 @@ def is_alive(identity: Identity) -> bool:
 def utc(time_s: float) -> str:
     """A Unix time as it stands in the records."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
-
-
-def write_json(path: str, value: Dict[str, Any]) -> None:
-    """Whole or not at all, also through a power cut."""
-    temporary = "%s.%d.tmp" % (path, os.getpid())
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(fd, "w", encoding="ascii") as f:
-            json.dump(value, f, indent=1)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        remove(temporary)
-        raise
-    _sync_folder(os.path.dirname(path))
-
-
-def _sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError:  # some network file systems sync no folders
-        pass
-    finally:
-        os.close(fd)
-
-
-def read_json(path: str) -> Optional[Dict[str, Any]]:
-    """None when the file is missing, damaged or no object."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            value = json.load(f)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def read_status(job: Job) -> Optional[Dict[str, Any]]:
@@ -266,29 +229,9 @@ def _without_status(job: Job) -> Dict[str, Any]:
         age_s = time.time() - os.stat(job.path).st_mtime
     except OSError:
         return {"state": LOST, "code": TOOL_FAILED, "reason": "the job has no folder"}
-    if abs(age_s) < LAUNCH_S or _is_locked(job.lock):
+    if abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
         return {"state": PREPARING}
     return {"state": LOST, "code": TOOL_FAILED, "reason": "the launch did not complete"}
-
-
-@contextmanager
-def locked(job: Job) -> Iterator[None]:
-    """Holds the job against a launch, a resume or a sweep at the same moment."""
-    os.makedirs(job.control, mode=0o700, exist_ok=True)
-    with open(job.lock, "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-def _is_locked(path: str) -> bool:
-    try:
-        with open(path) as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:

@@ -8,8 +8,8 @@ import time
 from typing import Any, Dict
 
 from . import state
+from .files import remove
 from .layout import Job
-from .removal import remove
 
 RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""

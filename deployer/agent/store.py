@@ -16,9 +16,9 @@ from typing import List, Optional, Sequence, Set
 from .blobwriter import BlobWriter
 from .disk import fail, free_bytes, megabytes, no_room
 from .errors import AgentError
+from .files import remove, remove_folder, write_whole
 from .layout import Root
 from .packs import Packs, names, read_index
-from .removal import remove, remove_folder
 from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
 from .treefiles import Copier, in_threads, make_folders, make_link, make_read_only, write_file
 
@@ -43,7 +43,9 @@ class Store:
         path = self._tree_path(root_hash)
         if not os.path.exists(path):
             try:
-                self._write_whole(path, data)
+                self.make_tmp()
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                write_whole(path, data, aside=self.aside("tree"))
             except OSError as error:
                 fail(path, error)
         return root_hash
@@ -198,18 +200,6 @@ class Store:
     def aside(self, kind: str) -> str:
         """A name that no other agent uses."""
         return os.path.join(self.root.tmp, "%s-%d-%s" % (kind, os.getpid(), os.urandom(8).hex()))
-
-    def _write_whole(self, path: str, data: bytes) -> None:
-        self.make_tmp()
-        temporary = self.aside("tree")
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
-                f.write(data)
-            os.replace(temporary, path)
-        except OSError:
-            remove(temporary)
-            raise
 
 
 def check_tree(entries: Sequence[Entry]) -> None:

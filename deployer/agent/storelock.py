@@ -6,18 +6,17 @@ frees the locks with their processes. Stdlib only, Python 3.8: this package runs
 
 import fcntl
 import os
-import time
 from contextlib import contextmanager
-from typing import Iterator, Optional
+from typing import Iterator
 
 from .errors import AgentError
 from .layout import Root
+from .locks import take_lock
 
 WAIT_S = 10.0
 """How long a collection waits for launches."""
 LAUNCH_WAIT_S = 60.0
 """How long a launch waits for a collection, which holds the store for moments; longer than this, it hangs."""
-_POLL_S = 0.05
 
 
 @contextmanager
@@ -27,7 +26,7 @@ def store_in_use(root: Root, *, wait_s: float = LAUNCH_WAIT_S) -> Iterator[None]
     fd = _open(root)
     try:
         try:
-            locked = _lock(fd, fcntl.LOCK_SH, wait_s)
+            locked = take_lock(fd, fcntl.LOCK_SH, wait_s=wait_s)
         except OSError:
             locked = True
         if not locked:
@@ -44,7 +43,7 @@ def store_alone(root: Root, *, wait_s: float = WAIT_S) -> Iterator[None]:
     fd = _open(root)
     try:
         try:
-            locked = _lock(fd, fcntl.LOCK_EX, wait_s)
+            locked = take_lock(fd, wait_s=wait_s)
         except OSError as error:
             raise AgentError("host", "%s cannot be locked: %s" % (root.path, error.strerror), "nothing was removed")
         if not locked:
@@ -58,43 +57,3 @@ def _open(root: Root) -> int:
     folder = os.path.join(root.path, "store")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     return os.open(os.path.join(folder, "gc.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _lock(fd: int, how: int, wait_s: float) -> bool:
-    """False when it could not be had in time. OSError where there are no locks."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-        time.sleep(_POLL_S)
-
-
-def hold_agent(folder: str) -> Optional[int]:
-    """Marks an agent's folder as in use for this process's life; the descriptor that does, None where it cannot."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-    except OSError:
-        return None
-    return fd
-
-
-def is_held(path: str) -> bool:
-    """Whether a process holds a lock on a file or folder, or nobody can tell; what is missing is free."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from . import state
 from .children import AWAITED
 from .errors import AgentError
 from .layout import SUPERVISOR_ENV, Job
+from .locks import take_lock
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
@@ -144,9 +144,9 @@ def _only_supervisor(job: Job) -> int:
     """Holds the job for this process's life. Ends it when another supervisor does."""
     lock = os.open(os.path.join(job.control, "supervisor.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit("the job has a supervisor already")
+        alone = take_lock(lock)
     except OSError:
-        pass  # a file system without locks
+        alone = True  # a file system without locks
+    if not alone:
+        sys.exit("the job has a supervisor already")
     return lock

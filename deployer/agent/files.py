@@ -1,0 +1,91 @@
+"""Files as they are read and written everywhere here: whole or not at all, and gone without a fuss.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+import os
+from typing import Any, Dict, Optional
+
+
+def read_text(path: str, size: int = 1 << 20) -> str:
+    """What a file of /proc, /sys or /etc says, "" when there is none to read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            return f.read(size)
+    except OSError:
+        return ""
+
+
+def read_json(path: str) -> Optional[Dict[str, Any]]:
+    """None when the file is missing, damaged or no object."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            value = json.load(f)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: str, value: Dict[str, Any]) -> None:
+    """Whole or not at all, also through a power cut."""
+    write_whole(path, json.dumps(value, indent=1).encode("ascii"), sync=True)
+    _sync_folder(os.path.dirname(path))
+
+
+def write_whole(path: str, data: bytes, *, sync: bool = False, aside: str = "") -> None:
+    """Nobody ever reads a part of it. sync: the content is on the disk before the name is. aside: where it is written
+    first, unless beside `path`."""
+    temporary = aside or "%s.%d.tmp" % (path, os.getpid())
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            if sync:
+                os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        remove(temporary)
+        raise
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError:  # some network file systems sync no folders
+        pass
+    finally:
+        os.close(fd)
+
+
+def remove(path: str) -> None:
+    """The file is gone afterwards, or cannot be removed."""
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def remove_folder(folder: str) -> None:
+    """As much of it as can be removed, read-only folders too; of a link the link alone."""
+    import shutil  # nine modules that a supervisor, which removes single files alone, starts without
+
+    if os.path.islink(folder) or not os.path.isdir(folder):
+        remove(folder)
+        return
+    _let_in(folder)
+    for path, folders, _ in os.walk(folder):
+        for name in folders:
+            _let_in(os.path.join(path, name))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _let_in(folder: str) -> None:
+    """Lets the user list and change a folder that is theirs; what a link leads to is left as it is."""
+    try:
+        if not os.path.islink(folder):
+            os.chmod(folder, 0o700)
+    except OSError:
+        pass
