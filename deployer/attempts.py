@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deployer.agent.state import RUNNING
+from deployer.agent.status import RUNNING
 from deployer.render import age
 
 SILENT_S = 120.0

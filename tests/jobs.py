@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import state, supervise
+from deployer.agent import supervise
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job, Root
 from deployer.agent.procs import is_running, process_of
+from deployer.agent.status import FINAL
 from tests.ferry import Ferry
 from tests.limits import HANG_S
 
@@ -90,8 +92,8 @@ def run_job(root: Path, job_id: str, plan: dict[str, Any], **more: Any) -> dict[
 
 def end_of(job: Job, *, timeout_s: float = HANG_S) -> dict[str, Any]:
     def final() -> dict[str, Any] | None:
-        status = state.judge(job)
-        return status if status["state"] in state.FINAL else None
+        status = judge(job)
+        return status if status["state"] in FINAL else None
 
     status: dict[str, Any] = wait_for(final, timeout_s=timeout_s)
     return status
@@ -117,7 +119,7 @@ def run_up(root: Path, job_id: str, code: str = UP, *args: str, **changes: Any) 
     plan = make_plan(python(code, *args), **changes)
     job = start(make_job(root, job_id, plan), plan)
     said(job, "up")
-    wait_for(lambda: state.judge(job)["state"] == "running")
+    wait_for(lambda: judge(job)["state"] == "running")
     return job
 
 
@@ -132,6 +134,6 @@ def launch(ferry: Ferry, name: str, code: str = UP) -> str:
 
 
 def kill_supervisor(job: Job) -> None:
-    supervisor = process_of(state.judge(job)["supervisor"]["pid"])
+    supervisor = process_of(judge(job)["supervisor"]["pid"])
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not is_running(supervisor))

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import state
 from deployer.agent.layout import Job, Root
+from deployer.agent.machine import own_identity
+from deployer.agent.status import utc, write_status
 from deployer.agent.store import Store
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, content_hash, entry_of_link, root_hash
 from tests.jobs import make_job, make_plan
@@ -47,9 +48,9 @@ def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str 
     """A job as it lies there after its end."""
     made = make_job(Path(root.path), name, make_plan(["true"], tree=tree))
     Path(made.config).write_text(text)
-    then = state.utc(time.time() - days * DAY_S)
-    supervisor = state.own_identity()._replace(start_time=1)._asdict()
-    state.write_status(made, {"state": "succeeded", "ended_at": then, "supervisor": supervisor, **status})
+    then = utc(time.time() - days * DAY_S)
+    supervisor = own_identity()._replace(start_time=1)._asdict()
+    write_status(made, {"state": "succeeded", "ended_at": then, "supervisor": supervisor, **status})
     return made
 
 

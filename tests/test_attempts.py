@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import state, supervise
+from deployer.agent import supervise
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job
+from deployer.agent.status import read_status
+from deployer.agent.stop import request_stop
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 
@@ -93,8 +96,8 @@ print(os.path.exists('/proc/' + pid))
 def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(1)"), **policy(max_restarts=5))
     job = begin(tmp_path, plan)
-    wait_for(lambda: state.judge(job).get("attempt") == 3 and state.judge(job)["state"] == "preparing")  # waits 5 s
-    state.request_stop(job, 5)
+    wait_for(lambda: judge(job).get("attempt") == 3 and judge(job)["state"] == "preparing")  # waits 5 s
+    request_stop(job, 5)
     status = end_of(job, timeout_s=4)  # not the whole wait
     assert (status["state"], status["attempt"], Path(job.logs(3)).exists()) == ("stopped", 3, False)
     assert status["reason"] == "stopped on request, before the next attempt; rank 0 exited with code 1"
@@ -139,8 +142,8 @@ if attempt == '1':
 def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp_path: Path) -> None:
     plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(6)"), **policy(max_restarts=5))
     job = begin(tmp_path, plan)
-    wait_for(lambda: state.judge(job).get("attempt") == 3 and state.judge(job)["state"] == "preparing")
-    os.kill(state.judge(job)["supervisor"]["pid"], signal.SIGKILL)
+    wait_for(lambda: judge(job).get("attempt") == 3 and judge(job)["state"] == "preparing")
+    os.kill(judge(job)["supervisor"]["pid"], signal.SIGKILL)
     status = end_of(job)
     assert (status["state"], status["code"]) == ("failed", 6)
     assert status["reason"] == "rank 0 exited with code 6; its supervisor was killed before attempt 3"
@@ -168,7 +171,7 @@ def test_adopted_job_starts_again_unless_its_secrets_are_gone(
     plan = make_plan(python(FAILS_ON_GO), secret_names=secret_names, **policy(max_restarts=1))
     job = begin(tmp_path, plan)
     said(job, "attempt 1")
-    wait_for(lambda: state.judge(job)["state"] == "running")
+    wait_for(lambda: judge(job)["state"] == "running")
     kill_supervisor_and_adopt(job)
     (Path(job.code) / "go").touch()
     status = end_of(job)
@@ -201,7 +204,7 @@ def test_runtime_limit_outlives_the_supervisor_that_was_killed(tmp_path: Path) -
     plan = make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(max_runtime_s=3))
     job = begin(tmp_path, plan)
     said(job, "up")
-    wait_for(lambda: state.judge(job)["state"] == "running")
+    wait_for(lambda: judge(job)["state"] == "running")
     kill_supervisor_and_adopt(job)
     assert end_of(job)["reason"] == "stopped after --max-runtime 3s"
 
@@ -338,13 +341,13 @@ def test_restart_without_room_says_so_and_keeps_what_is_known_of_the_first_attem
 def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, Any]) -> None:
     job = begin(small_root, make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(**limits)))
     said(job, "up")
-    wait_for(lambda: state.judge(job)["state"] == "running")
+    wait_for(lambda: judge(job)["state"] == "running")
     fill(small_root)
     if not limits:
-        state.request_stop(job, 5)
+        request_stop(job, 5)
     status = end_of(job)
     assert (status["state"], status["code"]) == ("stopped", 143)
-    assert state.read_status(job) == status  # it was written, not only found out
+    assert read_status(job) == status  # it was written, not only found out
 
 
 # --- by the keys of a config -----------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import state
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job
+from deployer.agent.stop import request_stop
 from deployer.errors import HostError
 from deployer.follow import Watcher, follow_to_end
 from deployer.host import Host
@@ -40,7 +41,7 @@ def start_job(ferry: Ferry, code: str, *args: str) -> Job:
 
 
 def end_job(job: Job) -> None:
-    state.request_stop(job, 0)
+    request_stop(job, 0)
     end_of(job)
 
 
@@ -115,7 +116,7 @@ def test_lost_network_three_lines_and_the_job_runs_on(ferry, tmp_path, how):
     assert said[-3].startswith("gave up following: ") and "refuses connections" in said[-3]
     assert said[-2].startswith(f"{job.id} was running ") and "goes on without this client" in said[-2]
     assert f"logs {job.id} -f comes back" in said[-1] and f"stop {job.id} stops it" in said[-1]
-    assert state.judge(job)["state"] == "running"
+    assert judge(job)["state"] == "running"
     end_job(job)
 
 
@@ -153,7 +154,7 @@ def test_ctrl_c_at_random_times_leaves_the_job_alone(ferry, tries):
         assert client.returncode in (75, 130, -signal.SIGINT) or in_python_itself, err.decode()
         assert client.returncode != 75 or f"{ID} is running; it goes on without this client" in err.decode()
         assert out == b"" or out.startswith(b"tick 0\n")
-        assert state.judge(job)["state"] == "running"
+        assert judge(job)["state"] == "running"
     assert "Traceback" not in log_of(job)
     end_job(job)
 
@@ -183,7 +184,7 @@ def test_clients_killed_while_following_leave_no_agent_behind(remote, server, cl
             client.kill()
             client.communicate()
     wait_for(lambda: not descendants(server.process.pid), timeout_s=60)
-    assert state.judge(job)["state"] == "running"
+    assert judge(job)["state"] == "running"
     end_job(job)
 
 
@@ -208,7 +209,7 @@ def test_detached_job_holds_no_session_open_also_not_by_its_children(remote, ser
     assert done.returncode == 0, done.stderr.decode()
     wait_for(lambda: not descendants(server.process.pid))
     job = Job(str(remote.job()))
-    wait_for(lambda: state.judge(job)["state"] == "running")
+    wait_for(lambda: judge(job)["state"] == "running")
     end_job(job)
 
 

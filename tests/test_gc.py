@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import gc, spare, state
+from deployer.agent import gc, spare
 from deployer.agent.files import remove_folder
 from deployer.agent.garbage import (
     AGENT,
@@ -27,7 +27,10 @@ from deployer.agent.garbage import (
 from deployer.agent.layout import Root
 from deployer.agent.listing import all_jobs
 from deployer.agent.locks import hold
+from deployer.agent.machine import own_identity
 from deployer.agent.packs import PackWriter
+from deployer.agent.status import write_status
+from deployer.agent.stop import request_stop
 from deployer.agent.store import Store
 from deployer.agent.tree import content_hash
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
@@ -121,18 +124,18 @@ def test_a_job_whose_checkpoint_another_one_began_from_stays(root: Root) -> None
 
 
 def test_a_job_of_another_machine_stays(root: Root) -> None:
-    elsewhere = state.own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
     ended(root, "theirs", supervisor=elsewhere)
     called = Called(root, older_than_s=0)
     assert (called.jobs, called.kept) == ([], {"of other machines": 1})
 
 
 def test_a_cache_stays_while_a_job_of_another_machine_runs(root: Root) -> None:
-    elsewhere = state.own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
     cache, theirs = make_cache(root), ended(root, "theirs", state="running", supervisor=elsewhere)
     make_old(root.path)
     assert Called(root, max_bytes=0).found == {} and cache.exists()
-    state.write_status(theirs, {"state": "stopped", "supervisor": elsewhere})
+    write_status(theirs, {"state": "stopped", "supervisor": elsewhere})
     assert Called(root, max_bytes=0).found == {CACHE: 1} and not cache.exists()
 
 
@@ -147,7 +150,7 @@ def test_a_running_job_keeps_all_that_it_needs_and_goes_after_its_end(root: Root
         assert Called(root, max_bytes=0).found == {}
         assert blobs_in(root) == [b"1"] and cache.exists()
     finally:
-        state.request_stop(running, 0)
+        request_stop(running, 0)
         end_of(running)
     assert Called(root, older_than_s=0).jobs == ["up"] and blobs_in(root) == [] and not cache.exists()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployer.agent import state
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job
 from deployer.errors import HostError, UsageError
 from deployer.host import Host
@@ -235,7 +235,7 @@ def test_resume_without_a_secret_starts_nothing_and_with_other_values_takes_them
 def test_running_job_is_not_resumed(ferry: Ferry) -> None:
     started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "exec sleep 1000")
     job_id = json.loads(started.stdout)["id"]
-    wait_for(lambda: state.judge(Job(str(ferry.job())))["state"] == "running")
+    wait_for(lambda: judge(Job(str(ferry.job())))["state"] == "running")
     done = ferry.run("resume", job_id)
     assert done.returncode == 2
     assert done.stderr.decode().startswith(f"Error: {job_id} is still running (attempt 1)")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import state
 from deployer.agent.layout import Job
+from deployer.agent.status import FINAL, read_status
 from tests.ferry import Ferry
 from tests.hosts import SharedHost, start_hosts
 from tests.jobs import said, wait_for
@@ -60,7 +60,7 @@ def site(ferry: Ferry, hosts: list[SharedHost]) -> Iterator[Site]:
     yield running
     for job in running.jobs.values():
         (Path(job.code) / "go").touch()
-    wait_for(lambda: all((state.read_status(job) or {})["state"] in state.FINAL for job in running.jobs.values()))
+    wait_for(lambda: all((read_status(job) or {})["state"] in FINAL for job in running.jobs.values()))
 
 
 def test_each_host_judges_its_own_jobs_and_names_the_others_hosts(site: Site) -> None:
@@ -68,12 +68,12 @@ def test_each_host_judges_its_own_jobs_and_names_the_others_hosts(site: Site) ->
     for name in site.jobs:
         assert site.ps(name) == {**others, name: ("running", None)}
     dead = site.jobs["gpu1"]
-    supervisor = (state.read_status(dead) or {})["supervisor"]["pid"]
+    supervisor = (read_status(dead) or {})["supervisor"]["pid"]
     os.kill(supervisor, signal.SIGKILL)
     assert site.ps("gpu2")["gpu1"] == ("running", "gpu1")  # gpu2 cannot know, and must neither judge nor adopt
-    assert (state.read_status(dead) or {})["supervisor"]["pid"] == supervisor
+    assert (read_status(dead) or {})["supervisor"]["pid"] == supervisor
     assert site.ps("gpu1")["gpu1"] == ("running", None)
-    wait_for(lambda: (state.read_status(dead) or {})["supervisor"]["pid"] != supervisor)  # gpu1 adopted it
+    wait_for(lambda: (read_status(dead) or {})["supervisor"]["pid"] != supervisor)  # gpu1 adopted it
 
 
 def test_job_of_another_host_can_be_read_and_is_not_stopped(site: Site) -> None:
@@ -91,7 +91,7 @@ def test_job_of_another_host_can_be_read_and_is_not_stopped(site: Site) -> None:
 
 def test_ps_of_all_hosts_lists_each_job_once_at_its_own_host(site: Site) -> None:
     (Path(site.jobs["gpu3"].code) / "go").touch()
-    wait_for(lambda: (state.read_status(site.jobs["gpu3"]) or {})["state"] == "succeeded")
+    wait_for(lambda: (read_status(site.jobs["gpu3"]) or {})["state"] == "succeeded")
     rows = json.loads(site.ferry.run("ps", "--json").stdout)
     found = {row["id"]: (row["state"], row["where"]) for row in rows if row["where"] != "this machine"}
     ssh = {name: host.ssh for name, host in site.hosts.items()}

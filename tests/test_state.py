@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import listing, state
+from deployer.agent import listing
 from deployer.agent.files import write_json
 from deployer.agent.inventory import read_inventory
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job, Root
+from deployer.agent.machine import own_identity
 from deployer.agent.procs import Process, is_running, job_processes, process_of, send
+from deployer.agent.status import read_status, write_status
+from deployer.agent.stop import read_stop, request_stop
 from tests.jobs import make_job, make_plan, wait_for
 
 
@@ -28,13 +32,13 @@ def ended_process() -> Process:
 
 
 def identity_of(process: Process, **changes: Any) -> dict[str, Any]:
-    own = state.own_identity()._replace(pid=process.pid, start_time=process.start_time)
+    own = own_identity()._replace(pid=process.pid, start_time=process.start_time)
     return own._replace(**changes)._asdict()
 
 
 def job_with(root: Path, supervisor: dict[str, Any], **status: Any) -> Job:
     job = make_job(root, "j", make_plan([]))
-    state.write_status(job, {"state": "running", "attempt": 1, "nproc": 1, "supervisor": supervisor, **status})
+    write_status(job, {"state": "running", "attempt": 1, "nproc": 1, "supervisor": supervisor, **status})
     Path(job.ranks(1)).mkdir(parents=True)
     return job
 
@@ -75,38 +79,38 @@ def test_marker_is_matched_whole() -> None:
 
 def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(process_of(os.getpid())))
-    assert state.judge(job) == state.read_status(job)
+    assert judge(job) == read_status(job)
 
 
 def test_job_of_another_machine_is_shown_as_written_with_its_host(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process(), machine_id="other", hostname="gpu7"))
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status["on_host"]) == ("running", "gpu7")
-    assert state.read_status(job)["state"] == "running"  # type: ignore[index]
+    assert read_status(job)["state"] == "running"  # type: ignore[index]
 
 
 def test_supervisor_pid_that_was_given_away_is_no_supervisor(tmp_path: Path) -> None:
     me = process_of(os.getpid())
     job = job_with(tmp_path, identity_of(me._replace(start_time=me.start_time - 1)))
-    assert state.judge(job)["state"] == "lost"
+    assert judge(job)["state"] == "lost"
 
 
 def test_job_from_before_a_reboot_is_lost(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(process_of(os.getpid()), boot_id="another"))
     write_rank(job, 0, process_of(os.getpid()))  # a rank's pid of that boot belongs to somebody else now
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status["code"], status["reason"]) == ("lost", 125, "the host was rebooted")
 
 
 def test_launch_whose_supervisor_died_did_not_complete(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process()), state="preparing")
-    assert "did not complete" in state.judge(job)["reason"]
+    assert "did not complete" in judge(job)["reason"]
 
 
 def test_living_rank_without_supervisor_runs_unsupervised(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process()))
     write_rank(job, 0, process_of(os.getpid()))
-    assert (state.judge(job)["state"], state.judge(job)["unsupervised"]) == ("running", True)
+    assert (judge(job)["state"], judge(job)["unsupervised"]) == ("running", True)
 
 
 @pytest.mark.parametrize(
@@ -122,19 +126,19 @@ def test_end_of_an_unsupervised_job_comes_from_its_ranks(tmp_path: Path, codes: 
     job = job_with(tmp_path, identity_of(ended_process()), nproc=2)
     for number, code in enumerate(codes):
         write_rank(job, number, ended_process(), code=code, ended_at_ns=10**18, ended_mono_ns=100 - number)
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status["code"], status.get("first_failing_rank")) == expected
-    assert state.read_status(job) == status
+    assert read_status(job) == status
 
 
 def test_new_job_without_status_is_being_launched(tmp_path: Path) -> None:
-    assert state.judge(make_job(tmp_path, "j", make_plan([])))["state"] == "preparing"
+    assert judge(make_job(tmp_path, "j", make_plan([])))["state"] == "preparing"
 
 
 def test_old_job_without_status_was_never_launched(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     os.utime(job.path, (time.time() - 3600,) * 2)
-    assert state.judge(job)["state"] == "lost"
+    assert judge(job)["state"] == "lost"
 
 
 def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
@@ -144,7 +148,7 @@ def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
     with Path(job.lock).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.utime(job.path, (time.time() - 3600,) * 2)
-        assert state.judge(job)["state"] == "preparing"
+        assert judge(job)["state"] == "preparing"
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -159,17 +163,17 @@ def test_write_replaces_whole_files_and_leaves_no_other(tmp_path: Path) -> None:
 
 def test_stop_requested_twice_keeps_the_first_time_and_the_nearer_deadline(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
-    first = state.request_stop(job, 100)
-    assert state.request_stop(job, 200) == first
-    second = state.request_stop(job, 10)
+    first = request_stop(job, 100)
+    assert request_stop(job, 200) == first
+    second = request_stop(job, 10)
     assert (second.grace_s, second.requested_at) == (10, first.requested_at)
-    assert state.read_stop(job) == second
+    assert read_stop(job) == second
 
 
 def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     Path(job.stop).touch()
-    request = state.read_stop(job)
+    request = read_stop(job)
     assert request is not None and request.grace_s == 120.0
 
 
@@ -186,11 +190,11 @@ def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> No
 def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
     tmp_path: Path, file: str, text: str
 ) -> None:
-    identity = json.dumps(state.own_identity()._replace(pid=0)._asdict())[1:-1]
+    identity = json.dumps(own_identity()._replace(pid=0)._asdict())[1:-1]
     job = make_job(tmp_path, "j", make_plan([]))
     (Path(job.path) / file).write_text(text.replace("**", identity))
     (listed,) = listing.list_jobs(Root(str(tmp_path)))
-    assert listed["state"] == state.judge(job)["state"]
+    assert listed["state"] == judge(job)["state"]
     (kept,) = read_inventory(Root(str(tmp_path))).jobs
     assert kept.ended_s is None
 
@@ -207,7 +211,7 @@ def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
     jobs = {j["id"]: j for j in listing.list_jobs(root)}
     assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "preparing", "odd": "lost"}
     assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
-    assert good.id == "j" and jobs["j"]["host"] == state.own_identity().hostname
+    assert good.id == "j" and jobs["j"]["host"] == own_identity().hostname
 
 
 def test_list_of_a_root_without_jobs_is_empty(tmp_path: Path) -> None:

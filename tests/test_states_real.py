@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import adopting, ending, state
+from deployer.agent import adopting, ending
+from deployer.agent.ending import read_ranks
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job, Root
 from deployer.agent.locks import is_held
+from deployer.agent.status import read_status, write_status
+from deployer.agent.stop import read_stop, request_stop
 from tests import stubborn
 from tests.ferry import Ferry
 from tests.jobs import (
@@ -49,10 +53,10 @@ def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: 
     for words in (("ps", *there), ("status", "j", *there), ("logs", "j", "--no-follow", *there), other):
         wait_for(lambda: not any(is_held(str(agent)) for agent in (ferry.root / "agent").glob("*")))  # none adopts now
         kill_supervisor(job)
-        now = state.judge(job)
+        now = judge(job)
         assert now.get("unsupervised") is True, now
         assert ferry.run(*words).returncode == 0
-        wait_for(lambda: not state.judge(job).get("unsupervised"))
+        wait_for(lambda: not judge(job).get("unsupervised"))
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"], log_of(job)) == ("failed", 9, "up\n")
@@ -82,13 +86,13 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
     ended = run_job(tmp_path, "ended", make_plan(python("pass")))
     (Path(make_job(tmp_path, "broken", make_plan([])).path) / "status.json").write_text('{"state": "running"}')
     foreign = {**ended, "state": "running", "supervisor": {**ended["supervisor"], "machine_id": "other"}}
-    state.write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
+    write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
     job = run_up(tmp_path, "job", GO_AND_EXIT % 0)
     kill_supervisor(job)
     adopting.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
-    assert state.judge(job).get("unsupervised") is None
-    assert state.read_status(Root(str(tmp_path)).job("ended")) == ended
-    assert state.read_status(Root(str(tmp_path)).job("foreign")) == foreign
+    assert judge(job).get("unsupervised") is None
+    assert read_status(Root(str(tmp_path)).job("ended")) == ended
+    assert read_status(Root(str(tmp_path)).job("foreign")) == foreign
     (Path(job.code) / "go").touch()
     assert end_of(job)["state"] == "succeeded"
 
@@ -114,7 +118,7 @@ def at_work(root: Path) -> Job:
 def stopping(root: Path) -> Job:
     code = "import signal, sys, time\ndef save(*_):\n    print('saving'); time.sleep(1); sys.exit(0)\n"
     job = run_up(root, "j", code + "signal.signal(15, save)\nprint('up')\nwhile True: time.sleep(1)")
-    state.request_stop(job, FOREVER_S)
+    request_stop(job, FOREVER_S)
     said(job, "saving")
     return job
 
@@ -160,12 +164,12 @@ def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
 
 def reboot(job: Job) -> None:
     """As a reboot leaves it: no process, and a status of another boot."""
-    status = state.read_status(job) or {}
+    status = read_status(job) or {}
     kill_supervisor(job)
-    for pid in [rank.wrapper_pid for rank in state.read_ranks(job, 1)]:
+    for pid in [rank.wrapper_pid for rank in read_ranks(job, 1)]:
         os.kill(pid, signal.SIGKILL)
     other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
-    state.write_status(job, {**status, "supervisor": other})
+    write_status(job, {**status, "supervisor": other})
 
 
 def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry) -> None:
@@ -181,8 +185,8 @@ def test_job_that_had_ended_before_the_reboot_keeps_its_end(tmp_path: Path) -> N
     status = run_job(tmp_path, "j", make_plan(python("import sys; sys.exit(7)")))
     job = Root(str(tmp_path)).job("j")
     other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
-    state.write_status(job, {**status, "state": "running", "code": None, "reason": None, "supervisor": other})
-    assert (state.judge(job)["state"], state.judge(job)["code"]) == ("failed", 7)
+    write_status(job, {**status, "state": "running", "code": None, "reason": None, "supervisor": other})
+    assert (judge(job)["state"], judge(job)["code"]) == ("failed", 7)
 
 
 @pytest.mark.soak
@@ -195,13 +199,13 @@ def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
             kill_supervisor(job)
             (Path(job.code) / "go").touch()
             wait_for(lambda job=job: '"code": ' in (Path(job.ranks(1)) / "rank_0.json").read_text())
-            status = state.read_status(job) or {}
-            state.write_status(job, {**status, "supervisor": {**status["supervisor"], "boot_id": "other"}})
+            status = read_status(job) or {}
+            write_status(job, {**status, "supervisor": {**status["supervisor"], "boot_id": "other"}})
             expected = ("succeeded" if code == 0 else "failed", code)
         else:
             reboot(job)
             expected = ("lost", 125)
-        status = state.judge(job)
+        status = judge(job)
         assert (status["state"], status["code"]) == expected, number
         assert not running(job.path)
 
@@ -218,24 +222,24 @@ def test_clock_that_jumped_between_end_and_stop_changes_no_verdict(jump_s: float
 @pytest.mark.parametrize("jump_s", [-86400, 86400])
 def test_clock_that_jumped_during_a_stop_changes_no_grace(tmp_path: Path, jump_s: float) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
-    request = state.request_stop(job, 30)
+    request = request_stop(job, 30)
     data = json.loads(Path(job.stop).read_text())
     Path(job.stop).write_text(json.dumps({**data, "requested_at": data["requested_at"] + jump_s}))
-    kept = state.read_stop(job)
+    kept = read_stop(job)
     assert kept is not None and kept.deadline_mono == request.deadline_mono
-    assert state.request_stop(job, 60).deadline_mono == request.deadline_mono
+    assert request_stop(job, 60).deadline_mono == request.deadline_mono
 
 
 def test_folder_without_a_status_from_the_future_was_never_launched(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     os.utime(job.path, (time.time() + 86400,) * 2)
-    assert state.judge(job)["state"] == "lost"
+    assert judge(job)["state"] == "lost"
 
 
 def test_verdict_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
     job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
     reboot(job)
     Path(f"{job.status}.{os.getpid()}.tmp").mkdir()  # as on a full disk, nothing can be written
-    assert (state.judge(job)["state"], state.judge(job)["reason"]) == ("lost", "the host was rebooted")
+    assert (judge(job)["state"], judge(job)["reason"]) == ("lost", "the host was rebooted")
     assert json.loads(Path(job.status).read_text())["state"] == "running"
     shutil.rmtree(f"{job.status}.{os.getpid()}.tmp")

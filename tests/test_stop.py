@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import state
 from deployer.agent.gpufree import Held, device_holders, still_held
 from deployer.agent.gpus import Gpu, Holder
+from deployer.agent.judge import judge
 from deployer.agent.layout import Job
+from deployer.agent.status import FINAL
+from deployer.agent.stop import request_stop
 from deployer.commands import stop as command
 from deployer.errors import HostError
 from tests import stubborn
@@ -42,7 +44,7 @@ def test_tree_of_shell_torchrun_deaf_ranks_workers_and_daemons_is_gone_soon_afte
     said(job, "up", "rank_0.log"), said(job, "up", "rank_1.log")
     wait_for(lambda: len(running(word)) == 2 + 2 * (2 + 5))  # sh, torchrun; a wrapper, a rank and five others each
     began = time.monotonic()
-    state.request_stop(job, 1)
+    request_stop(job, 1)
     status = end_of(job)
     took_s = time.monotonic() - began
     assert (status["state"], status["remaining"], running(word)) == ("stopped", [], [])
@@ -57,7 +59,7 @@ def test_processes_that_start_each_other_anew_are_all_ended(tmp_path: Path, part
     job = run_up(tmp_path, "again", program(*parts), word)
     wait_for(lambda: "hopper" not in parts or hops(Path(job.code)))
     wait_for(lambda: "respawner" not in parts or len(running(word)) > 3)
-    state.request_stop(job, 0)
+    request_stop(job, 0)
     assert (end_of(job)["remaining"], running(word), hops(Path(job.code))) == ([], [], False)
 
 
@@ -72,7 +74,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(1000)
 """
     job = run_up(tmp_path, "halted", code)
-    state.request_stop(job, FOREVER_S)
+    request_stop(job, FOREVER_S)
     assert end_of(job)["state"] == "stopped"
     assert (Path(job.code) / "saved").read_text() == "all of it"
 
@@ -80,9 +82,9 @@ time.sleep(1000)
 def test_forced_stop_gives_no_time_to_save(tmp_path: Path) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: open('heard', 'w'))\nprint('up')\nwhile 1: time.sleep(9)"
     job = run_up(tmp_path, "forced", code)
-    state.request_stop(job, FOREVER_S)
+    request_stop(job, FOREVER_S)
     wait_for(lambda: (Path(job.code) / "heard").exists())
-    state.request_stop(job, force=True)
+    request_stop(job, force=True)
     assert end_of(job)["state"] == "stopped"
 
 
@@ -98,18 +100,18 @@ print('up'); time.sleep(1000)
 """
     outer = run_up(tmp_path, "outer", code, str(tmp_path))
     inner = Job(str(Path(outer.path).parent / "inner"))
-    state.request_stop(outer, 0)
+    request_stop(outer, 0)
     assert end_of(outer)["remaining"] == []
-    assert (state.judge(inner)["state"], state.judge(inner).get("unsupervised")) == ("running", None)
-    state.request_stop(inner, 0)
+    assert (judge(inner)["state"], judge(inner).get("unsupervised")) == ("running", None)
+    request_stop(inner, 0)
     assert end_of(inner)["state"] == "stopped"
 
 
 def test_job_of_the_same_id_under_another_root_is_left_alone(tmp_path: Path) -> None:
     one, two = (run_up(tmp_path / name, "same", UP) for name in ("a", "b"))
-    state.request_stop(one, 0)
-    assert (end_of(one)["state"], state.judge(two)["state"]) == ("stopped", "running")
-    state.request_stop(two, 0)
+    request_stop(one, 0)
+    assert (end_of(one)["state"], judge(two)["state"]) == ("stopped", "running")
+    request_stop(two, 0)
     assert end_of(two)["code"] == 143
 
 
@@ -122,9 +124,9 @@ def test_fifty_stubborn_trees_leave_no_process(tmp_path: Path) -> None:
         job = run_up(tmp_path, f"tree{number}", program(*parts), word)
         time.sleep(chance.uniform(0, 0.3))
         if chance.random() < 0.3:
-            state.request_stop(job, force=True)
+            request_stop(job, force=True)
         else:
-            state.request_stop(job, chance.choice([0, 0.2, 1]))
+            request_stop(job, chance.choice([0, 0.2, 1]))
         status = end_of(job)
         assert (status["state"], status["remaining"], running(word)) == ("stopped", [], []), (number, parts)
         assert not hops(Path(job.code))
@@ -173,7 +175,7 @@ def gpu_job(tmp_path: Path, smi: str, code: str = UP) -> dict[str, Any]:
     plan = make_plan(python(code), device="cuda", gpus=["0"])
     job = start(make_job(tmp_path, "gpu", plan), plan, base_env=env)
     said(job, "up")
-    state.request_stop(job, 0)
+    request_stop(job, 0)
     return end_of(job)
 
 
@@ -238,11 +240,11 @@ def test_stop_of_an_ended_job_ends_what_it_left_when_its_supervisor_was_killed(f
     code += stubborn.PARTS["deaf worker"] + "print('up'); time.sleep(1000)"
     job = Job(str(ferry.job(launch(ferry, "left", code))))
     wait_for(lambda: running(word))
-    status = state.judge(job)
+    status = judge(job)
     rank = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
     for pid in (status["supervisor"]["pid"], rank["wrapper"]["pid"], rank["pid"]):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: state.judge(job)["state"] in state.FINAL)
+    wait_for(lambda: judge(job)["state"] in FINAL)
     done = ferry.run("stop", job.id, "--grace", "0")
     assert (done.returncode, running(word)) == (0, []), done.stderr.decode()
 
@@ -265,7 +267,7 @@ def test_stop_that_is_not_clear_stops_nothing(ferry: Ferry, words: tuple[str, ..
 def test_handler_that_crashes_ends_its_rank_and_the_stop_is_true(tmp_path: Path) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\nwhile True: time.sleep(1)"
     job = run_up(tmp_path, "crashes", code)
-    state.request_stop(job, FOREVER_S)
+    request_stop(job, FOREVER_S)
     status = end_of(job)
     assert (status["state"], status["code"], status["remaining"]) == ("stopped", 1, [])
     assert "ZeroDivisionError" in log_of(job)
@@ -305,8 +307,8 @@ def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> 
     assert client.wait(HANG_S) == 1 and job_id.encode() in seen
     os.close(terminal)
     job = Job(str(ferry.job(job_id)))
-    assert (state.judge(job)["state"], Path(job.stop).exists()) == ("running", False)
-    state.request_stop(job, force=True)
+    assert (judge(job)["state"], Path(job.stop).exists()) == ("running", False)
+    request_stop(job, force=True)
     assert end_of(job)["state"] == "stopped"
 
 

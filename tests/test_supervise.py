@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import rank, state, supervise
+from deployer.agent import rank, supervise
 from deployer.agent.errors import AgentError
+from deployer.agent.judge import judge
 from deployer.agent.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
 from deployer.agent.prepare import fill, job_env
 from deployer.agent.procs import Process, command_of, job_processes
+from deployer.agent.status import read_status, write_status
+from deployer.agent.stop import request_stop
 from tests.ferry import REPO
 from tests.jobs import (
     GO,
@@ -103,7 +106,7 @@ def test_output_of_both_streams_is_kept_to_the_last_byte(tmp_path: Path) -> None
     job = make_job(tmp_path, "j", make_plan([]))
     end_of(start(job, make_plan(["/bin/sh", "-c", r"printf 'one\n'; printf 'bar\r' >&2; printf last; exit 4"])))
     assert log_of(job) == "one\nbar\rlast"
-    assert state.judge(job)["code"] == 4
+    assert judge(job)["code"] == 4
 
 
 def test_missing_program_gives_127_and_says_so_in_the_log(tmp_path: Path) -> None:
@@ -134,13 +137,13 @@ def test_running_status_names_slots_command_and_processes(tmp_path: Path) -> Non
     plan = make_plan(python("import time; print('up'); time.sleep(1000)", "a b"))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status["slots"]["python"], status["argv"][-1]) == ("running", sys.executable, "a b")
     pid = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())["pid"]
     cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     assert [part.decode() for part in cmdline] == status["argv"]
     assert f"{JOB_ID_ENV}=j".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    state.request_stop(job, 60)
+    request_stop(job, 60)
     assert end_of(job)["state"] == "stopped"
 
 
@@ -235,7 +238,7 @@ def stop_while_saving(root: Path, *, saving_s: float, grace_s: float) -> tuple[J
     job = start(make_job(root, "saves", plan), plan)
     said(job, "ready", "rank_0.log")
     said(job, "ready", "rank_1.log")
-    state.request_stop(job, grace_s)
+    request_stop(job, grace_s)
     return job, end_of(job)
 
 
@@ -249,8 +252,8 @@ def test_stop_lets_a_rank_save_though_its_sibling_has_died(tmp_path: Path) -> No
 def test_stop_before_the_ranks_have_started_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     plan = make_plan(**torchrun(BOTH_UP), kind="trainer")
     job = start(make_job(tmp_path, "j", plan), plan)
-    wait_for(lambda: state.judge(job)["state"] == "running")  # torchrun itself imports torch for seconds
-    state.request_stop(job, FOREVER_S)
+    wait_for(lambda: judge(job)["state"] == "running")  # torchrun itself imports torch for seconds
+    request_stop(job, FOREVER_S)
     assert (end_of(job)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
 
 
@@ -286,7 +289,7 @@ def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> No
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "main"), said(job, "daemon")
     began = time.monotonic()
-    state.request_stop(job, 1)
+    request_stop(job, 1)
     status = end_of(job)
     assert time.monotonic() - began < 60  # the grace and the bound of a stop are 3 s; the usual grace is 120
     assert (status["state"], status["code"], status["swept"], status["remaining"]) == ("stopped", 137, 2, [])
@@ -297,9 +300,9 @@ def test_stop_of_one_job_leaves_its_twin_alone(tmp_path: Path) -> None:
     plan = make_plan(python("import time; print('up'); time.sleep(1000)"))
     one, two = (start(make_job(tmp_path, name, plan), plan) for name in ("j", "j2"))
     said(one, "up"), said(two, "up")
-    state.request_stop(one, 0)
-    assert (end_of(one)["state"], state.judge(two)["state"], len(leftovers(two))) == ("stopped", "running", 2)
-    state.request_stop(two, 0)
+    request_stop(one, 0)
+    assert (end_of(one)["state"], judge(two)["state"], len(leftovers(two))) == ("stopped", "running", 2)
+    request_stop(two, 0)
     assert end_of(two)["state"] == "stopped"
 
 
@@ -322,7 +325,7 @@ print('saved')
     plan = make_plan(python(code), kind="trainer")
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    state.request_stop(job, FOREVER_S)
+    request_stop(job, FOREVER_S)
     status = end_of(job)
     assert (status["state"], status["code"], log_of(job)) == ("stopped", 0, "up\nsaved\n")
 
@@ -332,7 +335,7 @@ def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
     plan = make_plan(python(code))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    os.kill(state.judge(job)["supervisor"]["pid"], signal.SIGTERM)
+    os.kill(judge(job)["supervisor"]["pid"], signal.SIGTERM)
     status = end_of(job)
     assert (status["state"], status["code"], status["grace_s"]) == ("stopped", 5, 120.0)
 
@@ -340,7 +343,7 @@ def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
 def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
     plan = make_plan(python("open('ran', 'w')"))
     job = make_job(tmp_path, "j", plan)
-    state.request_stop(job, 0)
+    request_stop(job, 0)
     status = end_of(start(job, plan))
     assert (status["state"], status["code"], list(Path(job.code).iterdir())) == ("stopped", None, [])
 
@@ -353,7 +356,7 @@ def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
     plan["python"]["explicit"] = str(slow)
     job = start(make_job(tmp_path, "j", plan), plan)
     wait_for(lambda: [p for p in leftovers(job) if "sleep" in command_of(p.pid)])
-    state.request_stop(job, 0)
+    request_stop(job, 0)
     status = end_of(job)
     assert (status["state"], status["remaining"], list(Path(job.code).iterdir())) == ("stopped", [], [])
     assert leftovers(job) == []
@@ -363,9 +366,9 @@ def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
     plan = make_plan(python("import signal, time\n" + DEAF + "print('up')\ntime.sleep(1000)"))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    state.request_stop(job, FOREVER_S)
-    wait_for(lambda: state.judge(job).get("phase") == "stopping")
-    state.request_stop(job, 0)
+    request_stop(job, FOREVER_S)
+    wait_for(lambda: judge(job).get("phase") == "stopping")
+    request_stop(job, 0)
     assert end_of(job)["code"] == 137
 
 
@@ -383,12 +386,12 @@ def start_and_kill_supervisor(root: Path, job_id: str, code: int) -> Job:
 @pytest.mark.parametrize(("code", "expected"), [(0, "succeeded"), (9, "failed")])
 def test_ranks_outlive_their_supervisor_and_their_end_is_known(tmp_path: Path, code: int, expected: str) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", code)
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status["unsupervised"]) == ("running", True)
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"], log_of(job)) == (expected, code, "up\nover\n")
-    assert state.read_status(job) == status
+    assert read_status(job) == status
 
 
 def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> None:
@@ -403,19 +406,19 @@ def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> 
 def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
     supervise.adopt(job)
-    status = state.judge(job)
+    status = judge(job)
     assert (status["state"], status.get("unsupervised")) == ("running", None)
-    state.request_stop(job, 60)
+    request_stop(job, 60)
     status = end_of(job)
     assert (status["state"], status["code"], status["remaining"]) == ("stopped", 143, [])
 
 
 def test_program_of_a_supervisor_killed_before_it_noted_it_counts_as_running(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
-    status = state.read_status(job) or {}
-    state.write_status(job, {**status, "state": "preparing", "main": None})
+    status = read_status(job) or {}
+    write_status(job, {**status, "state": "preparing", "main": None})
     shutil.rmtree(job.ranks(1))
-    assert state.judge(job)["state"] == "running"
+    assert judge(job)["state"] == "running"
     (Path(job.code) / "go").touch()
     assert end_of(job)["state"] == "lost"
 
@@ -459,7 +462,7 @@ def test_ten_jobs_at_once_each_have_their_own_end(tmp_path: Path) -> None:
     jobs = [start(make_job(tmp_path, name, plan), plan) for name, plan in plans.items()]
     for job in jobs:
         said(job, "up")
-    assert {state.judge(job)["state"] for job in jobs} <= {"running", "preparing"}
+    assert {judge(job)["state"] for job in jobs} <= {"running", "preparing"}
     for job in jobs:
         (Path(job.code) / "go").touch()
     assert [end_of(job)["code"] for job in jobs] == list(range(10))

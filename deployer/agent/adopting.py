@@ -6,11 +6,14 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Dict
 
-from . import listing, state, supervise
+from . import listing, supervise
 from .errors import AgentError
+from .judge import judge
 from .layout import Job, Root
 from .locks import locked
+from .machine import boot_id, this_machine
 from .procs import SWEEP_S, describe, end_all, job_processes
+from .status import FINAL, supervisor_of, write_status
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:
@@ -20,7 +23,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
         if time.monotonic() > deadline:
             return
         try:
-            status = state.judge(job)
+            status = judge(job)
             if status.get("unsupervised"):
                 adopt(job)
             elif _is_unswept(status):
@@ -34,26 +37,26 @@ def adopt(job: Job) -> None:
     try:
         supervise.adopt(job)
     except AgentError:
-        if state.judge(job).get("unsupervised"):
+        if judge(job).get("unsupervised"):
             raise
 
 
 def sweep_ended(job: Job) -> Dict[str, Any]:
     """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
     with locked(job):
-        status = state.judge(job)
-        if status["state"] not in state.FINAL:
+        status = judge(job)
+        if status["state"] not in FINAL:
             return status
         told, remaining = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
         swept = {"swept": int(status.get("swept") or 0) + len(told), "remaining": [describe(p) for p in remaining]}
         final = {**status, **swept}
-        if final != status and state.supervisor_of(status) is not None:
-            state.write_status(job, final)
+        if final != status and supervisor_of(status) is not None:
+            write_status(job, final)
         return {**final, "ended": len(told) - len(remaining)}
 
 
 def _is_unswept(status: Dict[str, Any]) -> bool:
     """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
-    identity = state.supervisor_of(status)
-    here = identity is not None and (identity.machine_id, identity.boot_id) == (state.this_machine(), state.boot_id())
-    return here and status.get("state") in state.FINAL and "swept" not in status
+    identity = supervisor_of(status)
+    here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
+    return here and status.get("state") in FINAL and "swept" not in status

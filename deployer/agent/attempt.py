@@ -9,17 +9,18 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import progress, stalling, state
+from . import progress, stalling
 from .children import Children
-from .ending import FAILED, STOPPED, Ending, RankRecord, decide_ending, first_failure, with_oom, with_outcome
+from .ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
 from .errors import AgentError
 from .files import read_json, remove
 from .layout import AGENT_DIR, Job, Root
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
+from .status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from .statusfile import StatusFile, say
-from .stopping import Stopping, child_of, kill_ranks, wrapper_of
+from .stop import Stopping, StopRequest, child_of, kill_ranks, new_stop, read_stop, request_stop, wrapper_of
 
 if TYPE_CHECKING:
     from .jobgpus import JobGpus
@@ -46,7 +47,7 @@ def wait(job: Job, children: Children) -> None:
 def ask_to_stop(job: Job, reason: str = "") -> bool:
     """A stop that the supervisor asks for itself; False when the disk takes no request."""
     try:
-        state.request_stop(job, reason=reason)
+        request_stop(job, reason=reason)
     except OSError as e:
         say("cannot write %s: %s" % (job.stop, e.strerror))
         return False
@@ -80,7 +81,7 @@ class Attempt:
         self._adopted = False
         self._is_trainer = self.plan.get("kind") == "trainer"
         self._stop: Optional[Stopping] = None
-        self._stall_request: Optional[state.StopRequest] = None
+        self._stall_request: Optional[StopRequest] = None
         self._failed_at: Optional[float] = None
         self._logs: Optional[LogKeeper] = None
         self._more_hooks = list(hooks)
@@ -94,21 +95,21 @@ class Attempt:
         try:
             self._start(self._prepare())
         except Stopped:
-            stop = state.read_stop(self.job)
+            stop = read_stop(self.job)
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
-            return Ending(FAILED, state.TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
+            return Ending(FAILED, TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
         except OSError as e:
             what = "attempt %d cannot be prepared: %s: %s" % (self.number, e.filename, e.strerror)
-            return Ending(FAILED, state.TOOL_FAILED, what)
+            return Ending(FAILED, TOOL_FAILED, what)
         self._watch()
         return self._ending()
 
     def adopt(self) -> Ending:
         """The same for an attempt whose supervisor was killed: watched from where it stands."""
         self._adopted = True
-        self.main = state.main_process(self.status.values)
+        self.main = main_process(self.status.values)
         self._watch()
         return self._ending()
 
@@ -119,7 +120,7 @@ class Attempt:
         return {
             "attempt": self.number,
             "started_at": values.get("started_at"),
-            "ended_at": state.utc(time.time()),
+            "ended_at": utc(time.time()),
             "resumed_from": values.get("resumed_from"),
             "step": progress.last_step(self.job) if has_stepped else None,
             "error": self._error(ending),
@@ -132,7 +133,7 @@ class Attempt:
 
     def settle_s(self) -> float:
         """How long what it left running may take to go by itself, in seconds."""
-        stop = state.read_stop(self.job)
+        stop = read_stop(self.job)
         return 0.0 if stop is not None and stop.force else SETTLE_S
 
     def seen(self) -> Set[Process]:
@@ -157,7 +158,7 @@ class Attempt:
         return command
 
     def _resolve_python(self) -> str:
-        if state.read_stop(self.job) is not None:
+        if read_stop(self.job) is not None:
             raise Stopped
         known = (self.status.values.get("slots") or {}).get("python")
         if self.input.get("restarted") and known and os.path.exists(known):
@@ -168,10 +169,10 @@ class Attempt:
         resolving = Resolving(self.plan["python"], self.job, root, {**env, **marks(self.job, self.number)}, log)
         self.children.expect(resolving.pid)
         while self.children.code(resolving.pid) is None:
-            if state.read_stop(self.job) is not None:
+            if read_stop(self.job) is not None:
                 raise Stopped  # the sweep ends the child and what it started
             wait(self.job, self.children)
-        if state.read_stop(self.job) is not None:
+        if read_stop(self.job) is not None:
             raise Stopped
         return resolving.result()
 
@@ -200,8 +201,8 @@ class Attempt:
         self.main = process_of(started.pid)
         self.status.values.setdefault("began_mono_s", time.monotonic())
         self.status.save(
-            state=state.RUNNING,
-            started_at=state.utc(time.time()),
+            state=RUNNING,
+            started_at=utc(time.time()),
             main=self.main._asdict(),
             resumed_from=progress.resumes_from(self.job, self.plan, restarted=bool(self.input.get("restarted"))),
         )
@@ -231,7 +232,7 @@ class Attempt:
             self.status.save(warnings=[*self.status.values.get("warnings", []), warning])
 
     def _drive_stop(self) -> None:
-        request = state.read_stop(self.job) or self._stall_request
+        request = read_stop(self.job) or self._stall_request
         if request is None:
             return
         if self._stop is None:
@@ -256,7 +257,7 @@ class Attempt:
         """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
         if self._stop is None and self._stall.find():
             self.status.save(stalled=self._stall.ranks)
-            self._stall_request = state.new_stop(stalling.STALL_GRACE_S)
+            self._stall_request = new_stop(stalling.STALL_GRACE_S)
 
     def _note_memory(self) -> None:
         if self._oom is None:
@@ -284,7 +285,7 @@ class Attempt:
         except OSError:
             return []
         if self._ranks_read[0] != changed_ns or time.time_ns() - changed_ns < 2_000_000_000:
-            self._ranks_read = (changed_ns, state.read_ranks(self.job, self.number))
+            self._ranks_read = (changed_ns, read_ranks(self.job, self.number))
         return self._ranks_read[1]
 
     # --- end ---
@@ -292,7 +293,7 @@ class Attempt:
     def _ending(self) -> Ending:
         if self._stall.ending is not None:
             return self._stall.ending
-        stop = state.read_stop(self.job)
+        stop = read_stop(self.job)
         ending = decide_ending(
             self._ranks(),
             nproc=self.nproc,
@@ -308,7 +309,7 @@ class Attempt:
             lost = "the launch did not complete: its supervisor was killed"
         else:
             lost = "the job's processes are gone and left no exit record"
-        return ending or Ending(state.LOST, state.TOOL_FAILED, lost)
+        return ending or Ending(LOST, TOOL_FAILED, lost)
 
     def _error(self, ending: Ending) -> str:
         """The words by which a failure is known again."""

@@ -11,7 +11,7 @@ from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from .inventory import read_inventory
 from .layout import Root
 from .leases import TICKET, Claim
-from .state import FINAL
+from .status import FINAL
 
 MUCH_BYTES = 10**9
 

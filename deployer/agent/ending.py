@@ -1,14 +1,17 @@
-"""How a job ended: pure functions from the ranks' records, torchrun's last words and its exit code to one verdict.
+"""How a job ended: the ranks' records, and pure functions that make one verdict of them and torchrun's last words.
 
 torchrun exits with 1 whatever a rank returned, so the ranks' own records come first.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import os
 import re
 import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-ENDINGS = SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
+from .files import read_json
+from .layout import Job
+from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED
 
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
@@ -54,6 +57,22 @@ def parse_rank_record(data: Dict[str, Any]) -> RankRecord:
         int(data.get("ended_at_ns") or 0),
         int(data.get("ended_mono_ns") or 0),
     )
+
+
+def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
+    """The ranks that have started, by rank; a broken record counts as none."""
+    folder = job.ranks(attempt)
+    try:
+        names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".json")]
+    except OSError:
+        return []
+    ranks = []
+    for name in names:
+        try:
+            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return sorted(ranks)
 
 
 def exit_code(wait_status: int) -> int:

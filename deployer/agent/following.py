@@ -7,11 +7,13 @@ import signal
 import time
 from typing import Any, Callable, Collection, Dict, List, Optional
 
-from . import logs, logtimes, state
+from . import logs, logtimes
 from .errors import AgentError
+from .judge import judge
 from .layout import Job, Root
 from .loggrep import LineFilter, Match
 from .requests import find_job
+from .status import FINAL
 from .wire import Call
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
@@ -71,7 +73,7 @@ def follow_job(
     wait_s, shown = POLL_MIN_S, None  # type: float, Any
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
-        now = state.judge(job)
+        now = judge(job)
         chunks = reader.poll()
         for chunk in chunks:
             if chunk.dropped:
@@ -84,7 +86,7 @@ def follow_job(
         if news != shown and not once:
             shown = news
             call.send_event("state", now)
-        if not chunks and (once or now["state"] in state.FINAL):
+        if not chunks and (once or now["state"] in FINAL):
             _send_matches(call, _in_time(lines.end) if lines else [])
             call.send_event("status", dict(now, job_id=job.id))
             return {}

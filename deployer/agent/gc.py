@@ -8,7 +8,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import state
 from .files import remove, remove_folder
 from .garbage import (
     AGENT,
@@ -31,8 +30,10 @@ from .garbage import (
 )
 from .hostfacts import existing_folder
 from .inventory import read_inventory
+from .judge import judge
 from .layout import Job, Root
 from .locks import take_lock
+from .status import FINAL
 from .storelock import store_alone
 from .wire import Call
 
@@ -103,7 +104,7 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
     except OSError:
         return None
     try:
-        free = take_lock(fd) and state.judge(job)["state"] in state.FINAL
+        free = take_lock(fd) and judge(job)["state"] in FINAL
         return _take(root, job.path) if free else None
     except OSError:
         return None

@@ -10,10 +10,10 @@ import shutil
 import sys
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from . import state
 from .cgroups import read_limits
 from .files import read_text
 from .layout import Root
+from .machine import this_machine
 from .probe import container_env
 
 
@@ -23,7 +23,7 @@ def host_facts(root: Root) -> Dict[str, Any]:
     limit = read_limits().memory_bytes
     memory = min(memory_bytes(), limit) if limit is not None else memory_bytes()
     return {
-        "machine_id": state.this_machine(),
+        "machine_id": this_machine(),
         "hostname": os.uname().nodename,
         "user": user_name(),
         "shell": login_shell(),

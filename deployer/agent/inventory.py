@@ -13,10 +13,13 @@ import re
 import time
 from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
-from . import packs, state
+from . import packs
 from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from .judge import judge
 from .layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from .locks import is_held
+from .machine import this_machine
+from .status import FINAL, read_plan, supervisor_of
 from .tree import LINK, Entry, blobs_of, root_hash
 
 MAX_TEXT = 32 << 20
@@ -125,12 +128,12 @@ def _job_folders(root: Root) -> List[str]:
 
 def _is_ours(job: Job) -> bool:
     """Whether a launch made the folder, or began to."""
-    return os.path.exists(job.lock) or bool(state.read_plan(job))
+    return os.path.exists(job.lock) or bool(read_plan(job))
 
 
 def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
     try:
-        status = state.judge(job)
+        status = judge(job)
     except OSError:
         status = {}
     if status.get("damaged"):
@@ -149,7 +152,7 @@ def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
 
 
 def _ended_s(job: Job, status: Dict[str, object], now: float) -> Optional[float]:
-    if status.get("state") not in state.FINAL:
+    if status.get("state") not in FINAL:
         return None
     age_s = _age(job.path, now)
     if "supervisor" not in status:  # nobody says on which machine it was started
@@ -161,8 +164,8 @@ def _ended_s(job: Job, status: Dict[str, object], now: float) -> Optional[float]
 
 
 def _is_foreign(status: Dict[str, object]) -> bool:
-    supervisor = state.supervisor_of(status)
-    return supervisor is not None and supervisor.machine_id != state.this_machine()
+    supervisor = supervisor_of(status)
+    return supervisor is not None and supervisor.machine_id != this_machine()
 
 
 def _text(path: str) -> bytes:

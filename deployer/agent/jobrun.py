@@ -7,14 +7,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from . import progress, stalling, state
+from . import progress, stalling
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
-from .ending import FAILED, STOPPED, Ending
+from .ending import Ending
 from .files import read_json
 from .layout import Job
+from .machine import own_identity
 from .procs import Process, describe, end_all
+from .status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
 from .statusfile import StatusFile, say
+from .stop import StopRequest, read_stop
 
 if TYPE_CHECKING:
     from .jobgpus import JobGpus
@@ -52,17 +55,17 @@ class JobRun:
             import traceback
 
             say(traceback.format_exc())
-            ending = Ending(FAILED, state.TOOL_FAILED, "the supervisor failed: %r" % e)
+            ending = Ending(FAILED, TOOL_FAILED, "the supervisor failed: %r" % e)
         self._finish(ending)
 
     def _first_status(self) -> Dict[str, Any]:
         """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
-        before = state.read_status(self.job) or {}
+        before = read_status(self.job) or {}
         if self.adopted:
             return before
         number = int(self.input["attempt"])
         most = number + int(self.policy.get("max_restarts") or 0)
-        first = {"state": state.PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
+        first = {"state": PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
         if number == 1:
             return first
         from_step = progress.resumes_from(self.job, self.plan, restarted=False)
@@ -70,8 +73,8 @@ class JobRun:
 
     def _begin(self) -> bool:
         if self.gpus is not None and self.gpus.waiting:
-            self.status.values["state"] = state.QUEUED
-        self.status.save(supervisor=state.own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))
+            self.status.values["state"] = QUEUED
+        self.status.save(supervisor=own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))
         if self.status.unsaved:
             return False
         self.status.reserve()
@@ -115,11 +118,11 @@ class JobRun:
             self.gpus.look()
             waits = self.gpus.waiting
             if not waits or self.gpus.view != self.status.values.get("queue"):
-                kept = {"state": state.QUEUED, "queue": self.gpus.view}
-                self.status.save(**(kept if waits else {"state": state.PREPARING, "queue": None}))
+                kept = {"state": QUEUED, "queue": self.gpus.view}
+                self.status.save(**(kept if waits else {"state": PREPARING, "queue": None}))
             if waits:
                 wait(self.job, self.children)
-            if state.read_stop(self.job) is not None:
+            if read_stop(self.job) is not None:
                 return False
         return True
 
@@ -159,14 +162,14 @@ class JobRun:
             is_trainer=self._is_trainer,
         )
 
-    def _back_off(self) -> Optional[state.StopRequest]:
+    def _back_off(self) -> Optional[StopRequest]:
         """Waits before the next attempt; the request when a stop is asked for meanwhile."""
         from . import restarts
 
         number = int(self.status.values["attempt"])
         wait_s = restarts.backoff_s(number - int(self.status.values.get("first_attempt") or 1))
         self.status.save(
-            state=state.PREPARING,
+            state=PREPARING,
             attempt=number + 1,
             main=None,
             started_at=None,
@@ -178,11 +181,11 @@ class JobRun:
             self._take_over_input()
         self.input = {**self.input, "restarted": True}
         until = time.monotonic() + wait_s
-        while state.read_stop(self.job) is None and time.monotonic() < until:
+        while read_stop(self.job) is None and time.monotonic() < until:
             for hook in self._hooks():
                 hook()
             wait(self.job, self.children)
-        return state.read_stop(self.job)
+        return read_stop(self.job)
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
@@ -223,7 +226,7 @@ class JobRun:
         self._sweep()
         final = {
             **ending._asdict(),
-            "ended_at": state.utc(time.time()),
+            "ended_at": utc(time.time()),
             "swept": self._swept,
             "remaining": [describe(p) for p in self._remaining],
             "phase": None,
@@ -243,5 +246,5 @@ class JobRun:
         from .gpufree import wait_until_free
 
         pids = {process.pid for process in self._seen}
-        names = state.gpus_of(self.plan, self.status.values)
+        names = gpus_of(self.plan, self.status.values)
         return wait_until_free(names, self._env(), pids, allow_busy=bool(self.plan.get("allow_busy")))

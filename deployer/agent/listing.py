@@ -7,9 +7,11 @@ import os
 import time
 from typing import Any, Dict, List, Optional
 
-from . import progress, state
+from . import progress
 from .files import read_json
+from .judge import judge
 from .layout import Job, Root
+from .status import LOST, TOOL_FAILED, gpus_of
 
 _SHOWN = (
     "state",
@@ -41,9 +43,9 @@ def list_jobs(root: Root) -> List[Dict[str, Any]]:
 
 def _summary(job: Job) -> Dict[str, Any]:
     try:
-        status = state.judge(job)
+        status = judge(job)
     except OSError as e:
-        status = {"state": state.LOST, "code": state.TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
+        status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
     record = read_json(job.record) or {}
     plan = record.get("plan")
     plan = plan if isinstance(plan, dict) else {}
@@ -56,7 +58,7 @@ def _summary(job: Job) -> Dict[str, Any]:
         "kind": plan.get("kind"),
         "created": str(plan.get("created", "")),
         "age_s": _age_s(record),
-        "gpus": state.gpus_of(plan, status),
+        "gpus": gpus_of(plan, status),
         "nproc": plan.get("nproc"),
         "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
         "step": progress.last_step(job),

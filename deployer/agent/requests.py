@@ -7,10 +7,13 @@ import os
 import signal
 from typing import Any, Dict
 
-from . import adopting, listing, progress, state
+from . import adopting, listing, progress
 from .errors import AgentError
+from .judge import judge
 from .layout import Job, Root, matching_ids, name_ids
 from .procs import Process, send
+from .status import FINAL, supervisor_of
+from .stop import request_stop
 from .wire import Call
 
 
@@ -48,7 +51,7 @@ def ps(root: Root, call: Call) -> Dict[str, Any]:
 
 def status(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
-    now = state.judge(job)
+    now = judge(job)
     found = {"latest": progress.last_metrics(job), "silent_s": progress.silent_s(job, int(now.get("attempt") or 1))}
     call.send_event("status", dict(now, job_id=job.id, path=job.path, **found))
     return {}
@@ -61,19 +64,19 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     """Asks the supervisor to stop the job and reports how it goes until the job has ended. Idempotent. Of a job that
     has ended already, what it left running is ended."""
     job = find_job(root, call.head["job"])
-    before = state.judge(job)
+    before = judge(job)
     _check_here(job, before)
-    if before["state"] in state.FINAL:
+    if before["state"] in FINAL:
         final = before if before.get("on_host") else adopting.sweep_ended(job)
     else:
-        state.request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
+        request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
         final = _await_end(job, call)
     call.send_event("status", dict(final, job_id=job.id, was=before["state"]))
     return {}
 
 
 def _check_here(job: Job, status: Dict[str, Any]) -> None:
-    if status.get("on_host") and status["state"] not in state.FINAL:
+    if status.get("on_host") and status["state"] not in FINAL:
         raise AgentError(
             "host",
             "job %s runs on host %s, and this is host %s" % (job.id, status["on_host"], os.uname().nodename),
@@ -82,17 +85,17 @@ def _check_here(job: Job, status: Dict[str, Any]) -> None:
 
 
 def _await_end(job: Job, call: Call) -> Dict[str, Any]:
-    supervisor = state.supervisor_of(state.judge(job))
+    supervisor = supervisor_of(judge(job))
     if supervisor is not None:
         send(Process(supervisor.pid, supervisor.start_time), signal.SIGCONT)  # a halted one would stop nothing
     shown = ""
     while True:
-        now = state.judge(job)
+        now = judge(job)
         if now.get("unsupervised"):
             adopting.adopt(job)
         phase = str(now.get("phase") or now["state"])
         if phase != shown:
             shown = phase
             call.send_event("state", now)
-        if now["state"] in state.FINAL or call.cancelled.wait(0.1):
+        if now["state"] in FINAL or call.cancelled.wait(0.1):
             return now

@@ -7,15 +7,19 @@ import os
 import time
 from typing import Any, Dict, Optional
 
-from . import progress, state
+from . import progress
 from .errors import AgentError
 from .files import read_json, remove, write_json, write_whole
 from .following import follow_job
+from .judge import judge
 from .layout import Job, Root
 from .locks import locked
 from .logs import LogReader
+from .machine import is_alive
 from .requests import find_job
 from .start import check_root, plan_hash, start_next
+from .status import FINAL, read_plan, read_status, supervisor_of
+from .stop import request_stop
 from .storelock import store_in_use
 from .wire import Call
 
@@ -23,11 +27,11 @@ GONE_S = 10.0
 """A supervisor that has written its last word may take so long to be gone."""
 
 
-def read_plan(root: Root, call: Call) -> Dict[str, Any]:
+def show_plan(root: Root, call: Call) -> Dict[str, Any]:
     """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
     job = find_job(root, call.head["job"])
-    now = state.judge(job)
-    found = {"job_id": job.id, "path": job.path, "plan": state.read_plan(job), "state": now["state"]}
+    now = judge(job)
+    found = {"job_id": job.id, "path": job.path, "plan": read_plan(job), "state": now["state"]}
     call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
     return {}
 
@@ -47,10 +51,10 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
                 raise AgentError("host", "the resume was cancelled")
             start_next(root, job, plan, request, attempt=number, commit=lambda: _note(job, plan, request, number))
     if call.revoked:
-        state.request_stop(job, 0)
+        request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")
     ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
-    call.send_event("ack", dict(ack, from_step=(state.read_status(job) or {}).get("resumed_from")))
+    call.send_event("ack", dict(ack, from_step=(read_status(job) or {}).get("resumed_from")))
     if request.get("follow"):
         return follow_job(job, call, LogReader(job, attempt=number))
     return {}
@@ -58,7 +62,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
 
 def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
-    if _attempt_of(state.read_status(job) or {}) < number:
+    if _attempt_of(read_status(job) or {}) < number:
         return False
     noted = _noted(read_json(job.record) or {}, number)
     if noted is not None and noted["plan_hash"] == plan_hash(plan):
@@ -68,10 +72,10 @@ def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
 
 
 def _check_resumable(job: Job, number: int) -> None:
-    now = state.judge(job)
+    now = judge(job)
     if now.get("on_host"):
         raise AgentError("usage", "%s is a job of host %s" % (job.id, now["on_host"]), "resume it there")
-    if now["state"] not in state.FINAL:
+    if now["state"] not in FINAL:
         hint = "follow it: deploy.py logs %s; or first: deploy.py stop %s" % (job.id, job.id)
         raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now["state"], _attempt_of(now)), hint)
     if _attempt_of(now) != number - 1:
@@ -83,9 +87,9 @@ def _check_resumable(job: Job, number: int) -> None:
 
 def _await_gone(job: Job, status: Dict[str, Any]) -> None:
     """The supervisor writes the final status just before it ends, and only one may hold a job."""
-    former = state.supervisor_of(status)
+    former = supervisor_of(status)
     deadline = time.monotonic() + GONE_S
-    while former is not None and state.is_alive(former):
+    while former is not None and is_alive(former):
         if time.monotonic() >= deadline:
             raise AgentError("host", "the former supervisor of %s is still there: pid %d" % (job.id, former.pid))
         time.sleep(0.01)

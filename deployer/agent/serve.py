@@ -23,7 +23,7 @@ ADOPTION_S = 15.0
 HANDLERS = {
     "launch": "start:launch",
     "slots": "start:slots",
-    "plan": "resume:read_plan",
+    "plan": "resume:show_plan",
     "resume": "resume:resume",
     "follow": "following:follow",
     "ps": "requests:ps",

@@ -7,10 +7,11 @@ import time
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from . import progress
-from .ending import FAILED, Ending, RankRecord
+from .ending import Ending, RankRecord
 from .layout import Job
 from .procs import is_running
-from .stopping import child_of
+from .status import FAILED
+from .stop import child_of
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""

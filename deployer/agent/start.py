@@ -12,13 +12,15 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, probe, spare, state, supervise, tree
+from . import logs, probe, spare, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
 from .errors import AgentError
 from .files import read_json, write_whole
 from .following import follow_job
 from .layout import AGENT_DIR, FORMAT_VERSION, Job, Root
 from .locks import locked
+from .status import QUEUED, read_status
+from .stop import request_stop
 from .store import Store
 from .storelock import store_in_use
 from .wire import Call
@@ -42,9 +44,9 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     elif request.get("ahead"):
         pass_over(call.receive(), call)
     if call.revoked:  # a client that is only gone may be asking again by now
-        state.request_stop(job, 0)
+        request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
-    queued = _wants_gpus(plan) and (state.read_status(job) or {}).get("state") == state.QUEUED
+    queued = _wants_gpus(plan) and (read_status(job) or {}).get("state") == QUEUED
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "queued": queued})
     if not already:
         spare.make_later(root, plan["tree"])

@@ -7,9 +7,9 @@ import os
 import time
 from typing import Any, Dict
 
-from . import state
 from .files import remove
 from .layout import Job
+from .status import write_status
 
 RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""
@@ -29,7 +29,7 @@ class StatusFile:
         """A full disk must not end the job: `retry` and `save_last` try again."""
         self.values.update(changes)
         try:
-            state.write_status(self._job, self.values)
+            write_status(self._job, self.values)
         except OSError as e:
             if not self.unsaved:
                 say("cannot write %s: %s" % (self._job.status, e.strerror))

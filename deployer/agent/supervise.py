@@ -12,11 +12,11 @@ import threading
 import time
 from typing import Any, Dict
 
-from . import state
 from .children import AWAITED
 from .errors import AgentError
 from .layout import SUPERVISOR_ENV, Job
 from .locks import take_lock
+from .status import read_plan, read_status
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
@@ -89,14 +89,14 @@ def spawn(job: Job, launch_input: Dict[str, Any]) -> None:
 
 def adopt(job: Job) -> None:
     """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it."""
-    spawn(job, {"plan": state.read_plan(job), "adopt": True})
+    spawn(job, {"plan": read_plan(job), "adopt": True})
 
 
 def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
     wait_s = 0.002
     while time.monotonic() < deadline:
-        status = state.read_status(job) or {}
+        status = read_status(job) or {}
         if status.get("supervisor", {}).get("pid") == process.pid:
             return
         if process.returncode is not None:

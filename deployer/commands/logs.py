@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import jobs, render
-from deployer.agent.state import FINAL
+from deployer.agent.status import FINAL
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, state_line
 from deployer.errors import LostConnection, UsageError
 from deployer.follow import follow_to_end

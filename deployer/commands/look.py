@@ -12,7 +12,7 @@ import click
 
 from deployer import jobs, lastseen, render
 from deployer.agent.queueing import queue_line
-from deployer.agent.state import FINAL
+from deployer.agent.status import FINAL
 from deployer.attempts import attempt_line, silence_line, stall_lines
 from deployer.commands.screen import next_commands, state_line
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError

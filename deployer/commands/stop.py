@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from deployer import jobs, render
-from deployer.agent.state import DEFAULT_GRACE_S, FINAL
+from deployer.agent.status import FINAL
+from deployer.agent.stop import DEFAULT_GRACE_S
 from deployer.errors import FerryError, UsageError
 from deployer.host import Host
 from deployer.roster import ask_all

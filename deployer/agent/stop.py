@@ -1,19 +1,80 @@
-"""The stages of a stop: flag or TERM for the ranks, the grace, TERM for torchrun, KILL for all.
+"""A stop: how it is asked for, and its stages: flag or TERM for the ranks, the grace, TERM for torchrun, KILL for all.
 
 torchrun hears nothing before the grace is over: it kills its ranks 30 s after its own TERM, however long they save.
 Stdlib only, Python 3.8, Linux.
 """
 
+import errno
+import os
 import signal
 import time
-from typing import Callable, List, Optional, Sequence, Set
+from typing import Callable, List, NamedTuple, Optional, Sequence, Set
 
 from .ending import RankRecord
+from .files import read_json, write_json
+from .layout import Job
 from .procs import Process, Subreaper, kill_all, send
-from .state import StopRequest
 
+DEFAULT_GRACE_S = 120.0
 LAUNCHER_S = 10.0
 """How long torchrun may take to end after its TERM, and everything again after KILL."""
+
+
+class StopRequest(NamedTuple):
+    """`_mono` times are of this boot's monotonic clock, in seconds: the wall clock may jump while a job stops."""
+
+    grace_s: float
+    requested_at: float  # Unix time of the first request, for the eye
+    requested_mono: float
+    deadline_mono: float  # a later request may only bring it forward
+    reason: str = ""  # why the supervisor itself asks; empty for a request from outside
+    force: bool = False  # KILL at once
+
+
+def new_stop(grace_s: float, *, reason: str = "", force: bool = False) -> StopRequest:
+    """A request that begins now."""
+    now = time.monotonic()
+    return StopRequest(grace_s, time.time(), now, now + grace_s, reason, force)
+
+
+def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = "", force: bool = False) -> StopRequest:
+    """Asks for an orderly end within `grace_s` seconds, or with `force` for one at once. Harmless to repeat: only a
+    shorter time, or force, replaces the first."""
+    wanted = new_stop(0.0 if force else grace_s, reason=reason, force=force)
+    before = read_stop(job)
+    if before is not None:
+        if before.force or (wanted.deadline_mono >= before.deadline_mono and not force):
+            return before
+        first = {key: getattr(before, key) for key in ("requested_at", "requested_mono", "reason")}
+        wanted = wanted._replace(**first)
+    os.makedirs(job.control, mode=0o700, exist_ok=True)
+    try:
+        write_json(job.stop, wanted._asdict())
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        os.truncate(job.reserve, os.path.getsize(job.reserve) // 2)  # the rest stays for the final status
+        write_json(job.stop, wanted._asdict())
+    return wanted
+
+
+def read_stop(job: Job) -> Optional[StopRequest]:
+    """The request, None without one. A flag file that somebody made by hand asks for the default grace."""
+    try:
+        touched_at = os.stat(job.stop).st_mtime
+    except OSError:
+        return None
+    try:
+        data = read_json(job.stop) or {}
+        times = [float(data[key]) for key in ("grace_s", "requested_at", "requested_mono", "deadline_mono")]
+        reason, force = str(data.get("reason", "")), data.get("force") is True
+        return StopRequest(times[0], times[1], times[2], times[3], reason, force)
+    except (KeyError, TypeError, ValueError):
+        mono = time.monotonic() - max(0.0, time.time() - touched_at)
+        return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
+
+
+# --- carrying it out -------------------------------------------------------------------------------------------------
 
 
 class Stopping:

@@ -1,0 +1,54 @@
+"""This machine and this boot of it, and who a process is on any of them.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+from typing import NamedTuple
+
+from .procs import Process, is_running, process_of
+
+
+class Identity(NamedTuple):
+    """A process, for good: no other one on any machine is equal to it."""
+
+    machine_id: str
+    boot_id: str
+    pid: int
+    start_time: int
+    hostname: str
+
+
+def this_machine() -> str:
+    """A name for this host that survives reboots. The host name is part of it: cloned images share /etc/machine-id."""
+    text = ""
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        try:
+            with open(path) as f:
+                text = text or f.read().strip()
+        except OSError:
+            continue
+    return "%s/%s" % (text, os.uname().nodename)
+
+
+def boot_id() -> str:
+    """Differs after a reboot; empty where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            return f.read().strip()
+    except OSError:
+        return ""
+
+
+def own_identity() -> Identity:
+    process = process_of(os.getpid())
+    return Identity(this_machine(), boot_id(), process.pid, process.start_time, os.uname().nodename)
+
+
+def is_alive(identity: Identity) -> bool:
+    """Whether this very process runs on this host. False for one of another machine or boot."""
+    return (
+        identity.machine_id == this_machine()
+        and identity.boot_id == boot_id()
+        and is_running(Process(identity.pid, identity.start_time))
+    )
