@@ -16,10 +16,10 @@ from deployer.agent.cgroups import Limits
 from deployer.agent.checks_gpu import Card, GpuFacts, Report
 from deployer.agent.checks_host import Python
 from deployer.agent.checks_net import Network
+from deployer.agent.disk import Disk
 from deployer.agent.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus import Gpu, Holder
-from deployer.agent.hostfacts import Disk
 from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
 from deployer.commands.machine import Contact, check_contact

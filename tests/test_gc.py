@@ -25,7 +25,6 @@ from deployer.agent.garbage import (
     TREE,
 )
 from deployer.agent.layout import Root
-from deployer.agent.listing import all_jobs
 from deployer.agent.locks import hold
 from deployer.agent.machine import own_identity
 from deployer.agent.packs import PackWriter
@@ -258,7 +257,7 @@ def test_what_was_put_aside_beside_itself_is_no_job_and_goes_with_the_next_colle
     for folder in (root.jobs, root.data, root.envs, root.agents, root.cache, f"{root.cache}/compile"):
         (Path(folder) / ".gc-1-ab" / "code").mkdir(parents=True)
     make_old(root.path)
-    assert all_jobs(root) == []
+    assert root.all_jobs() == []
     assert Called(root).found == {"tmp": 6}
     assert list(Path(root.path).rglob(".gc-*")) == []
 

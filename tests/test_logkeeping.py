@@ -19,8 +19,8 @@ from deployer.agent import loggrep
 from deployer.agent.errors import AgentError
 from deployer.agent.layout import Job
 from deployer.agent.loggrep import LineFilter, Match
-from deployer.agent.logs import Chunk, LogReader
-from deployer.agent.logsize import Dropped, LogLimit, first_to_keep
+from deployer.agent.logkeeping import LogLimit, first_to_keep
+from deployer.agent.logs import Chunk, Dropped, LogReader
 from deployer.agent.logtimes import Entry, TimeIndex, offsets_since, read_index, thinned
 from tests.jobs import make_plan, python, run_job
 

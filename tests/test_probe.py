@@ -10,6 +10,7 @@ import pytest
 
 from deployer.agent import hostfacts, probe
 from deployer.agent.cgroups import Limits, read_limits
+from deployer.agent.disk import mount_of, read_disk
 from deployer.agent.layout import Root
 
 
@@ -64,8 +65,8 @@ def test_facts_describe_this_host(tmp_path: Path) -> None:
 
 
 def test_the_file_system_of_a_path_is_that_of_its_mount(tmp_path: Path) -> None:
-    assert hostfacts.read_disk("/proc/self").kind == "proc"
-    disk, status = hostfacts.read_disk(str(tmp_path / "not/yet")), os.statvfs(tmp_path)
+    assert read_disk("/proc/self").kind == "proc"
+    disk, status = read_disk(str(tmp_path / "not/yet")), os.statvfs(tmp_path)
     assert (disk.size_bytes, disk.path) == (status.f_blocks * status.f_frsize, str(tmp_path / "not/yet"))
 
 
@@ -86,7 +87,7 @@ overlay / overlay rw,noatime 0 0
     ],
 )
 def test_of_several_mounts_the_deepest_and_last_counts(path: str, kind: str, options: list[str]) -> None:
-    assert hostfacts.mount_of(path, MOUNTS) == (kind, options)
+    assert mount_of(path, MOUNTS) == (kind, options)
 
 
 # --- control groups ---------------------------------------------------------------------------------------------------

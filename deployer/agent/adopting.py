@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Dict
 
-from . import listing, supervise
+from . import supervise
 from .errors import AgentError
 from .judge import judge
 from .layout import Job, Root
@@ -19,7 +19,7 @@ from .status import FINAL, supervisor_of, write_status
 def adopt_all(root: Root, *, within_s: float) -> None:
     """Adopts every job of this root and machine that runs unsupervised, and sweeps those that ended so."""
     deadline = time.monotonic() + within_s
-    for job in listing.all_jobs(root):
+    for job in root.all_jobs():
         if time.monotonic() > deadline:
             return
         try:

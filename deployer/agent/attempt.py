@@ -20,7 +20,8 @@ from .prepare import Command, Resolving, fill, job_command, marks
 from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from .status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from .statusfile import StatusFile, say
-from .stop import Stopping, StopRequest, child_of, kill_ranks, new_stop, read_stop, request_stop, wrapper_of
+from .stop import StopRequest, new_stop, read_stop, request_stop
+from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
     from .jobgpus import JobGpus

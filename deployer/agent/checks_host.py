@@ -7,8 +7,8 @@ import re
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from .cgroups import Limits
+from .disk import Disk
 from .findings import OK, WARN, Check, check, gigabytes
-from .hostfacts import Disk
 from .probe import is_secret
 
 LOW_DISK_BYTES = 10 * 10**9

@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from . import checks_gpu, checks_host, checks_net, checks_root, hostfacts, leases, listing, probe, runtime
 from .cgroups import read_limits
 from .checks_host import Python
+from .disk import read_disk
 from .files import read_text
 from .findings import Check, Found, run_check
 from .layout import Root
@@ -107,8 +108,8 @@ def _session(ahead_s: Optional[float]) -> List[Examination]:
 
 
 def _root(root: Root) -> List[Examination]:
-    disk = hostfacts.read_disk(root.path)
-    tmp = hostfacts.read_disk(os.environ.get("TMPDIR") or "/tmp")
+    disk = read_disk(root.path)
+    tmp = read_disk(os.environ.get("TMPDIR") or "/tmp")
     no_venv = "environments that are built there do not run: --remote-root DIR, or --python PATH"
     no_compile = "torch.compile and triton build there: --env TMPDIR=DIR"
     return [
@@ -138,7 +139,7 @@ def _limits() -> List[Examination]:
     limits = read_limits()
     memory = hostfacts.read_meminfo()
     overcommit = read_text("/proc/sys/vm/overcommit_memory").strip()
-    shm = hostfacts.read_disk("/dev/shm") if os.path.isdir("/dev/shm") else None
+    shm = read_disk("/dev/shm") if os.path.isdir("/dev/shm") else None
     seen = len(os.sched_getaffinity(0))
     infiniband = sorted(os.path.basename(path) for path in glob.glob("/sys/class/infiniband/*"))
     files, locked, processes = (
@@ -159,4 +160,4 @@ def _limits() -> List[Examination]:
 def _hub(env: Dict[str, str]) -> Check:
     folder = hostfacts.hub_folder(env)
     models = len(glob.glob(os.path.join(glob.escape(folder), "models--*")))
-    return checks_host.check_hub(hostfacts.read_disk(folder), models)
+    return checks_host.check_hub(read_disk(folder), models)

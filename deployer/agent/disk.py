@@ -1,12 +1,51 @@
-"""How much room a disk has, and what it refused, as the error that the client shows.
+"""A host's file systems: what holds a path, how much room it has, and what it refused as the error the client shows.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-from typing import NoReturn
+from typing import List, NamedTuple, NoReturn, Sequence, Tuple
 
 from .errors import AgentError
+from .files import read_text
+
+
+class Disk(NamedTuple):
+    """The file system under a folder."""
+
+    path: str
+    kind: str  # as in /proc/mounts, "" when it is not known
+    options: Sequence[str]  # of the mount
+    size_bytes: int
+    free_bytes: int
+    inodes: int  # 0 where the file system has no fixed number
+    inodes_free: int
+
+
+def read_disk(path: str) -> Disk:
+    """The disk of a path, or of the nearest folder above it that exists."""
+    folder = existing_folder(path)
+    status = os.statvfs(folder)
+    kind, options = mount_of(folder, read_text("/proc/mounts"))
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    return Disk(path, kind, options, size, free, status.f_files, status.f_favail)
+
+
+def mount_of(path: str, mounts: str) -> Tuple[str, List[str]]:
+    """Type and options of the file system that holds a path; of two mounts at one place the later one counts."""
+    path, best = os.path.realpath(path), ("", "", "")
+    for line in mounts.splitlines():
+        _, where, kind, options = line.split()[:4]
+        if (path + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best[0]):
+            best = (where, kind, options)
+    return best[1], best[2].split(",")
+
+
+def existing_folder(path: str) -> str:
+    """The path, or the nearest folder above it that exists."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path) or "/"
+    return path
 
 
 def free_bytes(path: str) -> int:
@@ -28,11 +67,8 @@ def no_room(path: str, why: str, free: int) -> AgentError:
 
 def fail(path: str, error: OSError) -> NoReturn:
     """Raises the AgentError for what a file system refused: which path, why, how much is free, what to do."""
-    folder = path
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder) or "/"
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(existing_folder(path))
         room = ", %s are free there" % megabytes(status.f_bavail * status.f_frsize)
         if status.f_files and not status.f_favail:
             room += ", but no inode"

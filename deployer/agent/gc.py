@@ -8,6 +8,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
+from .disk import existing_folder
 from .files import remove, remove_folder
 from .garbage import (
     AGENT,
@@ -28,7 +29,6 @@ from .garbage import (
     leftovers,
     totals,
 )
-from .hostfacts import existing_folder
 from .inventory import read_inventory
 from .judge import judge
 from .layout import Job, Root

@@ -8,9 +8,10 @@ import math
 import os
 import shutil
 import sys
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional
 
 from .cgroups import read_limits
+from .disk import read_disk
 from .files import read_text
 from .layout import Root
 from .machine import this_machine
@@ -36,13 +37,6 @@ def host_facts(root: Root) -> Dict[str, Any]:
         "disk_free_gib": _gib(disk.free_bytes),
         "inodes_free": disk.inodes_free,
     }
-
-
-def existing_folder(path: str) -> str:
-    """The path, or the nearest folder above it that exists."""
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def user_name() -> str:
@@ -114,40 +108,6 @@ def hub_folder(env: Mapping[str, str]) -> str:
 
 def is_shell(path: str) -> bool:
     return shutil.which(path) is not None and os.path.basename(path) not in ("nologin", "false")
-
-
-# --- file systems -----------------------------------------------------------------------------------------------------
-
-
-class Disk(NamedTuple):
-    """The file system under a folder."""
-
-    path: str
-    kind: str  # as in /proc/mounts, "" when it is not known
-    options: Sequence[str]  # of the mount
-    size_bytes: int
-    free_bytes: int
-    inodes: int  # 0 where the file system has no fixed number
-    inodes_free: int
-
-
-def read_disk(path: str) -> Disk:
-    """The disk of a path, or of the nearest folder above it that exists."""
-    folder = existing_folder(path)
-    status = os.statvfs(folder)
-    kind, options = mount_of(folder, read_text("/proc/mounts"))
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    return Disk(path, kind, options, size, free, status.f_files, status.f_favail)
-
-
-def mount_of(path: str, mounts: str) -> Tuple[str, List[str]]:
-    """Type and options of the file system that holds a path; of two mounts at one place the later one counts."""
-    path, best = os.path.realpath(path), ("", "", "")
-    for line in mounts.splitlines():
-        _, where, kind, options = line.split()[:4]
-        if (path + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best[0]):
-            best = (where, kind, options)
-    return best[1], best[2].split(",")
 
 
 def _gib(size: int) -> float:

@@ -60,6 +60,15 @@ class Root:
             raise ValueError("not a job id: %r" % job_id)
         return Job(os.path.join(self.jobs, job_id))
 
+    def all_jobs(self) -> List["Job"]:
+        """Every job folder of this root; what `gc` is removing is none."""
+        try:
+            names = os.listdir(self.jobs)
+        except OSError:
+            return []
+        paths = [os.path.join(self.jobs, name) for name in names if not name.startswith(".")]
+        return [Job(path) for path in paths if os.path.isdir(path)]
+
 
 class Job:
     """The files of one job. `job.json` and `control/` are written by the agent, `status.json` and `logs/` by the

@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import os
 import time
 from typing import Any, Dict, List, Optional
 
@@ -26,19 +25,9 @@ _SHOWN = (
 )
 
 
-def all_jobs(root: Root) -> List[Job]:
-    """Every job folder of this root; what `gc` is removing is none."""
-    try:
-        names = os.listdir(root.jobs)
-    except OSError:
-        return []
-    paths = [os.path.join(root.jobs, name) for name in names if not name.startswith(".")]
-    return [Job(path) for path in paths if os.path.isdir(path)]
-
-
 def list_jobs(root: Root) -> List[Dict[str, Any]]:
     """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
-    return sorted((_summary(job) for job in all_jobs(root)), key=lambda s: (s["created"], s["id"]), reverse=True)
+    return sorted((_summary(job) for job in root.all_jobs()), key=lambda s: (s["created"], s["id"]), reverse=True)
 
 
 def _summary(job: Job) -> Dict[str, Any]:

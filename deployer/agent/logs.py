@@ -8,16 +8,20 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import re
-from typing import Collection, Dict, List, NamedTuple, Optional
+from typing import Collection, Dict, List, NamedTuple, Optional, Tuple
 
+from .files import read_json
 from .layout import Job
-from .logsize import LIMIT_KEY, Dropped
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
 """At most so much comes from one poll, taken in turns from all files."""
 TAIL_BYTES = 1 << 20
 """How far back a file is searched for its last lines: a progress bar may be one endless line."""
+
+DROPPED_FILE = "dropped.json"
+"""File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
+LIMIT_KEY = "log_max_bytes"
 
 _ATTEMPT = re.compile(r"attempt_(\d+)\Z")
 RANK_LOG = re.compile(r"rank_(\d+)\.log\Z")
@@ -117,6 +121,31 @@ class LogReader:
         data = data[: max(0, self._ends.get(name, offset + len(data)) - offset)]
         self.offsets[name] = offset + len(data)
         return Chunk(name, offset, data, offset - begun) if data else None
+
+
+class Dropped:
+    """What dropped.json of one attempt's log folder says, read again when it has changed."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, DROPPED_FILE)
+        self._version: Tuple[int, int] = (0, 0)
+        self._values: Dict[str, int] = {}
+
+    def first_kept(self, file: str) -> int:
+        return self.read().get(file, 0)
+
+    def read(self) -> Dict[str, int]:
+        """File name -> first kept offset, and LIMIT_KEY; empty when nothing was dropped."""
+        try:
+            info = os.stat(self._path)
+        except OSError:
+            return self._values
+        version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
+        if version != self._version:
+            found = read_json(self._path) or {}
+            self._values = {name: value for name, value in found.items() if isinstance(value, int)}
+            self._version = version
+        return self._values
 
 
 def _read_at(path: str, offset: int) -> bytes:

@@ -6,8 +6,9 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import signal
+import sys
 import time
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from .layout import JOB_ID_ENV, RUN_DIR_ENV, SUPERVISOR_ENV, Job
 
@@ -18,6 +19,20 @@ SWEEP_S = 5.0
 KILL_S = 5.0
 """How long a killed process may take to disappear before it is reported as remaining."""
 _POLL_S = 0.02
+
+
+_BOOT = (
+    "import os, sys; os.nice(int(sys.argv[1])); sys.path.insert(0, sys.argv[2]); "
+    "from importlib import import_module; import_module(sys.argv[3]).main(*sys.argv[4:])"
+)
+
+
+def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice: int = 0) -> List[str]:
+    """The command that runs `main(*args)` of one of this package's modules in a Python of its own."""
+    importable_from = os.path.abspath(__file__)
+    for _ in __name__.split("."):
+        importable_from = os.path.dirname(importable_from)
+    return [sys.executable, "-I", "-S", *options, "-c", _BOOT, str(nice), importable_from, module, *args]
 
 
 class Process(NamedTuple):

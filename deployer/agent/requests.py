@@ -26,7 +26,7 @@ def find_job(root: Root, job_id: str) -> Job:
         raise AgentError("unknown_job", "%r is not a job id" % job_id)
     if os.path.isdir(job.path):
         return job
-    found = matching_ids(job_id, [j.id for j in sorted(listing.all_jobs(root), key=_written_at, reverse=True)])
+    found = matching_ids(job_id, [j.id for j in sorted(root.all_jobs(), key=_written_at, reverse=True)])
     if len(found) > 1:
         raise AgentError(
             "unknown_job", "%s matches %s" % (job_id, name_ids(found)), "give more of the id, or how it ends"

@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
 from .errors import AgentError
 from .layout import Root
 from .locks import take_lock
+from .procs import own_process_argv
 from .store import Store
 from .storelock import store_in_use
 from .tree import Entry
@@ -29,11 +29,6 @@ FREE_FACTOR = 4
 
 START_AFTER_S = 0.2
 """So long the job that was just launched has the disk to itself."""
-
-_BOOT = (
-    "import os, sys; os.nice(10); sys.path.insert(0, sys.argv[1]); from importlib import import_module; "
-    "import_module(sys.argv[2]).main(sys.argv[3], sys.argv[4])"
-)
 
 
 class Spare(NamedTuple):
@@ -62,11 +57,8 @@ def discard(spare: Optional[Spare]) -> None:
 
 def make_later(root: Root, root_hash: str) -> None:
     """Starts a process that makes a spare of the tree and unpacks what has come, and comes back at once."""
-    parent = os.path.dirname(os.path.abspath(__file__))
-    for _ in (__package__ or "").split("."):
-        parent = os.path.dirname(parent)
     null = subprocess.DEVNULL
-    argv = [sys.executable, "-I", "-S", "-B", "-c", _BOOT, parent, __name__, root.path, root_hash]
+    argv = own_process_argv(__name__, root.path, root_hash, options=["-B"], nice=10)
     subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, cwd="/", start_new_session=True, close_fds=True)
 
 

@@ -11,7 +11,7 @@ from .ending import Ending, RankRecord
 from .layout import Job
 from .procs import is_running
 from .status import FAILED
-from .stop import child_of
+from .stopping import child_of
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""

@@ -16,16 +16,13 @@ from .children import AWAITED
 from .errors import AgentError
 from .layout import SUPERVISOR_ENV, Job
 from .locks import take_lock
+from .procs import own_process_argv
 from .status import read_plan, read_status
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
 
 _PR_SET_CHILD_SUBREAPER = 36
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from importlib import import_module; "
-    "import_module(sys.argv[2]).main(sys.argv[3])"
-)
 
 
 # --- the agent's side -------------------------------------------------------------------------------------------------
@@ -41,13 +38,10 @@ class Starting:
         """held_fd: the descriptor that holds the job's GPUs."""
         self._job = job
         os.makedirs(job.control, mode=0o700, exist_ok=True)
-        importable_from = os.path.abspath(__file__)
-        for _ in __name__.split("."):
-            importable_from = os.path.dirname(importable_from)
-        options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else []), "-X", "utf8", "-c", _BOOT]
+        options = [*(["-B"] if sys.dont_write_bytecode else []), "-X", "utf8"]
         with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *options, importable_from, __name__, job.path],
+                own_process_argv(__name__, job.path, options=options),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
