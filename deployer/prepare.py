@@ -17,6 +17,7 @@ from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.hashing import hash_file
 from deployer.manifest import Scan
+from deployer.paths import CLIENT_ROOT, state_dir
 from deployer.plan import (
     TRAINER_REQUIRES,
     Command,
@@ -33,7 +34,6 @@ from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
-CLIENT_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,6 @@ def without_client_keys(config: Config) -> Config:
 
 
 def _hash_cache() -> Path:
-    from deployer.registry import state_dir
-
     return state_dir() / "hashes"
 
 
