@@ -8,7 +8,8 @@ from typing import Any
 
 from deployer.errors import UsageError
 from deployer.link import Link
-from deployer.transport import Transport, make_transport
+from deployer.transport.choose import make_transport
+from deployer.transport.protocol import Transport
 
 HERE = "this machine"
 

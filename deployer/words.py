@@ -15,7 +15,7 @@ import click
 
 from deployer.errors import UsageError
 from deployer.render import as_invoked
-from deployer.transport import WAYS
+from deployer.transport.choose import WAYS
 
 if TYPE_CHECKING:
     from deployer.host import Host

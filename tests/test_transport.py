@@ -21,9 +21,10 @@ import pytest
 from deployer.command import build_command
 from deployer.errors import FerryError, HostError, LostConnection
 from deployer.link import Link
-from deployer.transport import Transport, make_transport
+from deployer.transport.choose import make_transport
 from deployer.transport.explain import explain_no_answer
 from deployer.transport.local import LocalTransport
+from deployer.transport.protocol import Transport
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
 from tests.ways import (
     address_config,
@@ -286,7 +287,7 @@ def test_explain_no_answer_names_the_reason(stderr: str, noise: bytes, status: i
 @both_ways
 def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way: str) -> None:
     code = (
-        "import sys\nfrom deployer.transport import make_transport\n"
+        "import sys\nfrom deployer.transport.choose import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])\ntransport.connect()\n"
         "stream = transport.open('echo up; exec cat')\nprint(stream.read(10))"
     )
@@ -300,7 +301,8 @@ def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way:
 
 def test_local_transport_and_addresses_load_no_ssh_library() -> None:
     code = (
-        "import sys\nfrom deployer.transport import make_transport\nimport deployer.target\nmake_transport(None)\n"
+        "import sys\nimport deployer.target\nfrom deployer.transport.choose import make_transport\n"
+        "make_transport(None)\n"
         "print(sorted({'paramiko', 'fabric', 'cryptography'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

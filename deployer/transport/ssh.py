@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from deployer.errors import UsageError
 from deployer.ssh_config import SshOptions, chosen_config, resolve
-from deployer.transport import Stream
 from deployer.transport.ask import Attempt
 from deployer.transport.known_hosts import host_name_in_files, read_known_keys
+from deployer.transport.protocol import Stream
 
 if TYPE_CHECKING:
     from deployer.target import Target
