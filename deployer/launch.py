@@ -14,8 +14,9 @@ from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S, Connect, Watcher, follow
 from deployer.lasttree import LastTree
 from deployer.link import Link
 from deployer.logview import LogView
+from deployer.manifest import Shipment
 from deployer.plan import LaunchPlan, plan_to_json
-from deployer.shipping import News, Shipment, news_for, send_blobs, send_news, send_tree
+from deployer.shipping import News, news_for, send_blobs, send_news, send_tree
 
 ASKED_BYTES = 100
 """What a host's request for one file may take: its hash, quoted."""

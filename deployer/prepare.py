@@ -16,7 +16,7 @@ from deployer import manifest
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.hashing import hash_file
-from deployer.manifest import Scan
+from deployer.manifest import Scan, Shipment
 from deployer.paths import CLIENT_ROOT, state_dir
 from deployer.plan import (
     TRAINER_REQUIRES,
@@ -28,7 +28,6 @@ from deployer.plan import (
     new_job_id,
     script_of,
 )
-from deployer.shipping import Shipment
 from trainer.config.load import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
