@@ -15,8 +15,8 @@ from deployer.agent.state import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.errors import ConnectError, LostConnection
 from deployer.host import Host
+from deployer.patience import Patience
 from deployer.pulling import Pulled, pull
-from deployer.transfer import Patience
 
 
 def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:
