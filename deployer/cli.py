@@ -313,7 +313,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
 
     Without an ID and a host it runs on this machine, in the home folder.
     """
-    from deployer.commands import beside
+    from deployer.commands import exec as command
 
     program = click.get_current_context().meta["program"]
     if words:
@@ -321,7 +321,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, record = find_host(job_id, **place)
-    sys.exit(beside.execute(host, record.job_id if record else job_id, program))
+    sys.exit(command.execute(host, record.job_id if record else job_id, program))
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -329,10 +329,10 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
 @at_a_place
 def shell(job_id: str | None, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder."""
-    from deployer.commands import beside
+    from deployer.commands import exec as command
 
     host, record = find_host(job_id, **place)
-    sys.exit(beside.shell(host, record.job_id if record else job_id))
+    sys.exit(command.shell(host, record.job_id if record else job_id))
 
 
 @cli.command(cls=HostCommand, context_settings=CONTEXT)

@@ -10,13 +10,14 @@ from datetime import datetime, timezone
 
 import click
 
-from deployer import jobs, lastseen, render
+from deployer import lastseen, render
 from deployer.agent.queueing import queue_line
 from deployer.agent.state import FINAL
 from deployer.attempts import attempt_line, silence_line, stall_lines
 from deployer.commands.screen import next_commands, state_line
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.host import Host
+from deployer.jobs import read_status
 from deployer.lastseen import Row
 from deployer.registry import read_records
 from deployer.roster import Asker, ask_all, rows_of, unreachable
@@ -117,7 +118,7 @@ def _since(then: object) -> float | None:
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:
     try:
-        found = jobs.read_status(host, job_id)
+        found = read_status(host, job_id)
     except (ConnectError, LostConnection) as error:
         _show_last_seen(host, job_id, error, as_json=as_json)
         raise

@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
-from deployer import jobs, render
+from deployer import render
 from deployer.attempts import stall_lines
 from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
 from deployer.host import Host
+from deployer.jobs import last_lines
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
@@ -319,7 +320,7 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) ->
 
 def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
     try:
-        text = jobs.last_lines(host, job_id, rank=rank, lines=15)
+        text = last_lines(host, job_id, rank=rank, lines=15)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
