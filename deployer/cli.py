@@ -184,14 +184,14 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
 @JSON
 def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
     """List the jobs of all hosts used from here, or of one."""
-    from deployer.commands import look
+    from deployer.commands import ps as command
 
     if every_s is None:
-        look.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
+        command.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
     elif as_json:
         raise UsageError("ps --json is for scripts and --watch for the eye", hint="give one of the two")
     else:
-        look.watch(hosts_of(**place), show_all=show_all, every_s=every_s)
+        command.watch(hosts_of(**place), show_all=show_all, every_s=every_s)
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -200,10 +200,10 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 @JSON
 def status(job_id: str, as_json: bool, **place: Any) -> None:
     """Show one job: its true state, metrics, what to do next."""
-    from deployer.commands import look
+    from deployer.commands import status as command
 
     host, record = find_host(job_id, **place)
-    look.status(host, record.job_id if record else job_id, as_json=as_json)
+    command.status(host, record.job_id if record else job_id, as_json=as_json)
 
 
 @cli.command(cls=Command, context_settings=CONTEXT)
@@ -343,9 +343,9 @@ def doctor(as_json: bool, **place: Any) -> None:
 
     Python, torch, GPUs, disk, limits, environment; each with what to do.
     """
-    from deployer.commands import machine
+    from deployer.commands import doctor as command
 
-    sys.exit(machine.doctor(host_of(**place), as_json=as_json))
+    sys.exit(command.doctor(host_of(**place), as_json=as_json))
 
 
 @cli.command(cls=HostCommand, context_settings=CONTEXT)
@@ -372,10 +372,10 @@ def gc(
     oldest until all takes no more, and of these never the newest --keep-jobs. Results that were not pulled go with
     them. What another job began from, or still needs, stays.
     """
-    from deployer.commands import machine
+    from deployer.commands import gc as command
 
     limits = {"older_than_s": older_than_s, "max_bytes": max_bytes, "keep_jobs": keep_jobs}
-    machine.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
+    command.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @cli.command(cls=HostCommand, context_settings=CONTEXT)

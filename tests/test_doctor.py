@@ -22,7 +22,7 @@ from deployer.agent.gpus import Gpu, Holder
 from deployer.agent.hostfacts import Disk
 from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
-from deployer.commands.machine import Contact, check_contact
+from deployer.commands.doctor import Contact, check_contact
 from tests.ferry import REPO, Ferry
 from tests.test_gpus import fake_smi
 from tests.test_runtime import make_python
