@@ -8,7 +8,8 @@ from typing import Any
 
 from deployer import render
 from deployer.agent.state import FINAL
-from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, state_line
+from deployer.commands.in_words import exit_code_of, state_line
+from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.errors import LostConnection, UsageError
 from deployer.follow import follow_to_end
 from deployer.host import Host

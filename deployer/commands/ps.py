@@ -6,12 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
 
 import click
 
 from deployer import render
 from deployer.agent.state import FINAL
+from deployer.commands.in_words import age_of, state_of
 from deployer.errors import FerryError, UsageError
 from deployer.host import Host
 from deployer.lastseen import Row
@@ -71,42 +71,4 @@ def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
 def _cells(row: Row) -> tuple[object, ...]:
     step = row.get("step")
     gpus = ",".join(row.get("gpus") or []) or "-"
-    return row["id"], state_of(row), gpus, "-" if step is None else step, _age(row), row["where"]
-
-
-def state_of(row: Row) -> str:
-    """A job's state in the words of the table."""
-    state = str(row["state"])
-    if state == "unreachable":
-        if row.get("last_state") is None:
-            return "unreachable (never seen)"
-        return f"unreachable ({row['last_state']} {render.age(_since(row.get('seen_at')) or 0)} ago)"
-    if state == "failed":
-        return f"failed({row.get('code')})"
-    notes = []
-    if row.get("unsupervised"):
-        notes.append("unsupervised")
-    if state not in FINAL and row.get("on_host"):
-        notes.append(f"on {row['on_host']}")
-    position = (row.get("queue") or {}).get("position") if isinstance(row.get("queue"), dict) else None
-    if state == "queued" and position:
-        notes.append(f"position {position}")
-    if state not in FINAL and (row.get("attempt") or 1) != 1:
-        notes.append(f"attempt {row['attempt']}")
-    return f"{state} ({', '.join(notes)})" if notes else state
-
-
-def _age(row: Row) -> str:
-    """By the host's own clock where it tells; what went by since it was last seen is added."""
-    age_s = row.get("age_s")
-    if isinstance(age_s, (int, float)):
-        return render.age(age_s + (_since(row.get("seen_at")) or 0))
-    since = _since(row.get("created"))
-    return "?" if since is None else render.age(since)
-
-
-def _since(then: object) -> float | None:
-    try:
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(str(then).replace("Z", "+00:00"))).total_seconds()
-    except (ValueError, TypeError):
-        return None
+    return row["id"], state_of(row), gpus, "-" if step is None else step, age_of(row), row["where"]

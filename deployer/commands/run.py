@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from deployer import render
-from deployer.attempts import stall_lines
-from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
+from deployer.commands.in_words import exit_code_of, stall_lines
+from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
 from deployer.host import Host

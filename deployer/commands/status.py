@@ -10,9 +10,8 @@ import click
 from deployer import lastseen, render
 from deployer.agent.queueing import queue_line
 from deployer.agent.state import FINAL
-from deployer.attempts import attempt_line, silence_line, stall_lines
-from deployer.commands.ps import state_of
-from deployer.commands.screen import next_commands, state_line
+from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
+from deployer.commands.screen import next_commands
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.host import Host
 from deployer.jobs import read_status
