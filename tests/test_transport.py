@@ -326,3 +326,13 @@ def test_fabric_can_be_loaded_after_paramiko_was_loaded_without_invoke() -> None
         "assert 'invoke' not in sys.modules\nimport fabric\nprint(fabric.Connection('box').host)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "box\n"
+
+
+def test_paramiko_knows_its_version_without_the_metadata_of_packages_which_can_be_loaded_after_it() -> None:
+    code = (
+        "import sys\nfrom deployer.transport.paramiko_import import import_paramiko\n"
+        "version = import_paramiko().__version__\n"
+        "assert not {'email', 'importlib.metadata'} & set(sys.modules)\nfrom importlib import metadata\n"
+        "print(version == metadata.version('paramiko'), metadata.metadata('paramiko')['Name'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True paramiko\n"

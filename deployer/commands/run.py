@@ -34,7 +34,6 @@ from deployer.plan import (
 )
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
-from trainer.config.accelerate import read_fsdp_config
 from trainer.schema import gpu_count
 
 
@@ -57,8 +56,7 @@ def run(
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     read, command = read_config(chosen)
-    for note in read_fsdp_config(chosen.fsdp_config).notes if chosen.fsdp_config is not None else ():
-        render.notice(f"note: {note}")
+    _tell_fsdp_config(chosen.fsdp_config)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = host.at(read.target.ssh, read.target.root)
     if host.ssh is None and host.ssh_key is not None:
@@ -67,6 +65,7 @@ def run(
         _check_platform(host)
         host.prefetch()
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
+        host.load()
     prepared = prepare(read, command, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
@@ -85,6 +84,16 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
     )
+
+
+def _tell_fsdp_config(path: str | None) -> None:
+    """Says what of such a file has no effect."""
+    if path is None:
+        return
+    from trainer.config.accelerate import read_fsdp_config  # a program of one's own needs none of the trainer's rules
+
+    for note in read_fsdp_config(path).notes:
+        render.notice(f"note: {note}")
 
 
 def _check_platform(host: Host) -> None:

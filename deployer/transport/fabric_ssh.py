@@ -102,6 +102,7 @@ class FabricTransport:
         if options.jump is None and options.proxy_command is None:
             deadline = Deadline(options.connect_timeout_s)
             begun = connect_tcp(options, timeout_s=options.connect_timeout_s), deadline
+            begun[0].greet()
         importer.join()
         from deployer.transport.dial import dial
 
