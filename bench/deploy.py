@@ -1,6 +1,6 @@
 """How long a deploy takes, as ratios against what one would type by hand.
 
-    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 50 100 200] [--only unchanged,changed,first,openssh]
+    sudo .venv/bin/python bench/deploy.py [--rounds 7] [--rtt 0 50 100 200] [--only unchanged,changed,first,packet]
 
 * unchanged: a tree of 1,000 files and 22 MB that the host has, from the start of `deploy.py run` to the first byte that
   the job's own process printed, against `rsync -az --delete … && ssh host true`; a new connection each time. The round
@@ -11,6 +11,10 @@
 * openssh: as unchanged, through the system's `ssh` (`--transport openssh`), and again over a live ControlMaster against
   the same commands by hand over that master.
 * start: `--help` and `--dry-run` of the tree, against `python -c "import click"`.
+* packet: from the start of `deploy.py run --ssh HOST -- PROGRAM` and of `deploy.py CONFIG --ssh HOST` until the host
+  sees a connection, until it has read the client's first packet (its SSH version), and until the first of the key
+  exchange comes, for which the SSH library must be loaded; against the same click. The host is a listening socket on
+  loopback that says an SSH server's first line and nothing more.
 
 Both ends are this machine, in two network namespaces. Rounds are interleaved, medians are compared. Ratios
 depend little on the machine; the milliseconds do.
@@ -21,10 +25,12 @@ from __future__ import annotations
 import fcntl
 import itertools
 import shutil
+import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +53,8 @@ from lab import (
 
 PROGRAM = ["--device", "cpu", "--no-pull", "--", "sh", "-c", "echo first"]
 MOST_ROUND_TRIPS = 7
+FIRST_PACKET = 2.5
+NO_NETWORK = ("start", "packet")
 
 
 def deploy_limit(rtt_ms: float) -> float:
@@ -62,17 +70,20 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rtt", type=float, nargs="+", default=[0, 50, 100, 200], metavar="MS")
-    parser.add_argument("--only", default="unchanged,changed,first,openssh,start")
+    parser.add_argument("--only", default="unchanged,changed,first,openssh,start,packet")
     parser.add_argument("--files", type=int, nargs="+", default=[1000, 20_000], help="sizes of the first deploys")
     chosen = parser.parse_args()
     parts = chosen.only.split(",")
-    require("ip", "rsync", "ssh", "tar", namespaces=parts != ["start"])
+    network = not set(parts) <= set(NO_NETWORK)
+    require("ip", "rsync", "ssh", "tar", namespaces=network)
     with Lab.open() as lab:
         tree = lab.project("project")
         if "start" in parts:
             bench_start(lab, tree, rounds=chosen.rounds)
+        if "packet" in parts:
+            bench_packet(lab, tree, rounds=chosen.rounds)
         unchanged: dict[float, float] = {}
-        for rtt_ms in chosen.rtt if parts != ["start"] else ():
+        for rtt_ms in chosen.rtt if network else ():
             with lab.host(rtt_ms) as (line, server):
                 way = Way(lab, line, server, tree)
                 if "unchanged" in parts:
@@ -99,6 +110,48 @@ def bench_start(lab: Lab, tree: Path, *, rounds: int) -> None:
     medians = interleave(ways, rounds)
     for name, limit in (("--help", 2.0), ("--dry-run", 4.0)):
         report(name, medians[name], medians["click"], by="python -c 'import click'", limit=limit)
+
+
+def bench_packet(lab: Lab, tree: Path, *, rounds: int) -> None:
+    (tree / "config.py").write_text("from trainer.schema import Config\n\nconfig = Config()\n")
+    commands = {"run": ["run", "--ssh", ALIAS, *PROGRAM], "CONFIG": ["config.py", "--ssh", ALIAS]}
+    taken: dict[str, list[float]] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        config = lab.folder / "packet-config"
+        config.write_text(f"Host {ALIAS}\n  Hostname 127.0.0.1\n  Port {server.getsockname()[1]}\n  User nobody\n")
+        env = {**lab.env, "TORCHFERRY_SSH_CONFIG": str(config)}
+        for number in range(rounds + 1):
+            seconds = {"click": timed([sys.executable, "-c", "import click"], env=env, cwd=tree)}
+            for name, words in commands.items():
+                moments = first_packets([sys.executable, DEPLOY, *words], server, env=env, cwd=tree)
+                seconds |= {f"{name}: {moment}": value for moment, value in moments.items()}
+            for name, value in seconds.items() if number else ():
+                taken.setdefault(name, []).append(value)
+    (tree / "config.py").unlink()
+    click = statistics.median(taken["click"])
+    for name, values in taken.items():
+        limit = FIRST_PACKET if name.endswith("first packet") else None
+        low, middle, high = (value / click for value in (min(values), statistics.median(values), max(values)))
+        print(f"{name:22} {middle:6.2f} x click, {low:.2f} to {high:.2f}{judged(middle, limit)}", flush=True)
+
+
+def first_packets(argv: list[str], server: socket.socket, *, env: Mapping[str, str], cwd: Path) -> dict[str, float]:
+    """Seconds from a client's start to what comes from it."""
+    begun = time.perf_counter()
+    with subprocess.Popen(argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as client:
+        server.settimeout(30.0)
+        connection, _ = server.accept()
+        moments = {"connection": time.perf_counter() - begun}
+        with connection, connection.makefile("rb") as words:
+            connection.sendall(b"SSH-2.0-OpenSSH_bench\r\n")
+            greeting = words.readline()
+            moments["first packet"] = time.perf_counter() - begun
+            packet = words.read(1)
+        moments["key exchange"] = time.perf_counter() - begun
+        client.kill()
+    if not greeting.startswith(b"SSH-2.0-") or not packet:
+        raise RuntimeError(f"{argv} sent {greeting!r}, then {packet!r}")
+    return moments
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from lab import ALIAS, DEPLOY, Lab, Line, SshServer, interleave, parser_of, report, require, timed
 
-from deployer.words import parse_size
+from deployer.commands.values import parse_size
 
 LIMIT = 1.0
 JOB_ID = "bench"

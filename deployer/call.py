@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from deployer.agent import frames
 from deployer.agent.frames import Frame, ProtocolError, Window
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
-from deployer.inbox import Inbox
 
 if TYPE_CHECKING:
     from deployer.link import Link
@@ -21,6 +22,8 @@ MAX_EVENT = 4 << 20
 """Bytes of one event's value at most, unless its call expects more."""
 ITEM_BYTES = 20
 """A value may have one item for so many of its bytes: in memory an item takes many times what it takes as text."""
+MAX_WAITING = 32
+"""Frames of one call; a caller that is slower keeps the link's reader waiting, and the host by that."""
 
 
 class Call:
@@ -30,7 +33,7 @@ class Call:
         self.id = number
         self.max_event = MAX_EVENT
         self.link = link
-        self._inbox = Inbox()
+        self._inbox = _Inbox()
         self._window = Window()
         self._json = bytearray()
         self._received = self._consumed = 0  # bytes; each counted by one thread alone
@@ -127,6 +130,45 @@ class Call:
     def cancel(self) -> None:
         """Tells the host that nobody waits for the answer any more."""
         self.link.send({"id": self.id, "cancel": True})
+
+
+class _Inbox:
+    """A short queue from the thread that reads a link to the one that takes a call's events.
+
+    Few frames wait in it, so that no host fills this machine's memory.
+    """
+
+    def __init__(self) -> None:
+        self._frames: deque[Frame] = deque()
+        self._error: FerryError | None = None
+        self._changed = threading.Condition()
+
+    def put(self, frame: Frame) -> None:
+        """Waits for room. What comes after the end is dropped."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._frames) < MAX_WAITING or self._error is not None)
+            if self._error is None:
+                self._frames.append(frame)
+            self._changed.notify_all()
+
+    def end(self, error: FerryError) -> None:
+        """Nothing more will come; who takes hears of the error after the frames that are there."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def get(self) -> Frame:
+        """The next frame; waits for it. Raises the error that ended the link."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._frames or self._error is not None)
+            if not self._frames:
+                assert self._error is not None
+                raise self._error
+            self._changed.notify_all()
+            return self._frames.popleft()
+
+    def __len__(self) -> int:
+        return len(self._frames)
 
 
 def error_of(data: Any) -> FerryError:

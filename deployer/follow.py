@@ -11,10 +11,8 @@ from deployer.call import Call
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
 from deployer.link import Link
 from deployer.logview import LogView
+from deployer.patience import BACKOFF_S, GIVE_UP_AFTER_S
 
-GIVE_UP_AFTER_S = 600.0
-"""A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
-BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 Connect = Callable[..., Link]
 """Opens a link: `connect(request=…, payload=…)`."""
 

@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+from deployer.paths import write_whole
+
 _VERSION = 1
 _STILL_NS = 2 * 10**9
 """A file must have been still for so long when it was hashed: coarser clocks may hide a change made just after."""
@@ -59,10 +61,7 @@ class HashCache:
         if self._new == self._old:
             return
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps({"version": _VERSION, "files": self._new}), encoding="ascii")
-            temporary.replace(self._file)
+            write_whole(self._file, json.dumps({"version": _VERSION, "files": self._new}).encode("ascii"))
 
 
 def _key(status: os.stat_result) -> list[int | str]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployer.errors import UsageError
-from deployer.link import Link
-from deployer.transport import Transport, make_transport
+from deployer.transport.choose import make_transport
+from deployer.transport.protocol import Transport
+
+if TYPE_CHECKING:
+    from deployer.link import Link
+    from deployer.transport.ssh import SshTransport
 
 HERE = "this machine"
 
@@ -42,9 +46,16 @@ class Host:
         if self._transport is None:
             self._transport = self._make_transport()
 
+    def load(self) -> None:
+        """After `prefetch`, before work that can wait: see SshTransport."""
+        if self.ssh is not None:
+            self._ssh_transport().load()
+
     def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:
         """A link with its first request under way, and `more` as Link.open takes it. ConnectError, or the host's own
         refusal from the call."""
+        from deployer.link import Link  # the connection begins before this is loaded
+
         if self._link is not None and self._link.lost and self._transport is not None:
             self._transport.close()  # it may not have noticed yet that it is dead
             self._transport = None
@@ -55,14 +66,11 @@ class Host:
 
     def run_shell(self, command: str | None) -> int:
         """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
-        from deployer.transport.ssh import SshTransport
-
-        self.prefetch()
-        assert isinstance(self._transport, SshTransport)
+        transport = self._ssh_transport()
         try:
-            return self._transport.run_shell(command)
+            return transport.run_shell(command)
         finally:
-            self._transport.close()
+            transport.close()
 
     def at(self, ssh: str | None, root: str) -> Host:
         """Another place, entered in the same way."""
@@ -83,6 +91,13 @@ class Host:
         if self._transport is not None:
             self._transport.close()
         self._link = self._transport = None
+
+    def _ssh_transport(self) -> SshTransport:
+        from deployer.transport.ssh import SshTransport
+
+        self.prefetch()
+        assert isinstance(self._transport, SshTransport)
+        return self._transport
 
     def _make_transport(self) -> Transport:
         return make_transport(

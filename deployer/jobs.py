@@ -1,12 +1,11 @@
-"""What can be done with a job that was launched: look at it, stop it, run commands beside it."""
+"""What can be asked of a host about a job that was launched: how it is, its last words, to stop it."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from deployer.agent.layout import JOB_ID
 from deployer.call import Call
@@ -15,8 +14,6 @@ from deployer.host import Host
 
 AT_ONCE = 16
 """Jobs of one host that are stopped at the same time."""
-
-# --- looking and stopping ---------------------------------------------------------------------------------------------
 
 
 def read_status(host: Host, job_id: str) -> dict[str, Any]:
@@ -93,35 +90,3 @@ def _end_of(call: Call, host: str, on_state: Callable[[dict[str, Any]], None]) -
 def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:
     with host.connect(request={"op": "last_lines", "job": job_id, "rank": rank, "lines": lines}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")
-
-
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
-def execute(
-    host: Host, argv: Sequence[str], *, job_id: str | None, stdin: BinaryIO | None, out: BinaryIO, err: BinaryIO
-) -> int:
-    """Runs a command on the host, in a job's code folder when one is given, and returns its exit code."""
-    with host.connect() as link:
-        call = link.call("exec", argv=list(argv), job=job_id)
-        if stdin is None:
-            call.end_data()
-        else:
-            threading.Thread(target=_feed, args=(call, stdin), daemon=True).start()
-        for name, value, data in call.events():
-            if name == "data":
-                stream = out if value["stream"] == "stdout" else err
-                stream.write(data)
-                stream.flush()
-            elif name == "ok":
-                return int(value["exit"])
-    raise HostError("the command ended without an exit code")
-
-
-def _feed(call: Call, stdin: BinaryIO) -> None:
-    try:
-        while data := os.read(stdin.fileno(), 32768):
-            call.send_data(data)
-        call.end_data()
-    except (FerryError, OSError):
-        pass  # the command or the connection has ended: its reader tells

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from deployer.registry import state_dir
+from deployer.paths import state_dir, write_whole
 
 Row = dict[str, Any]
 """One job as `ps` lists it, with `seen_at`, a time of this client."""
@@ -26,17 +25,9 @@ def remember(ssh: str | None, root: str, rows: list[Row], *, asked_at: float | N
 
     asked_at: when the host was asked for all its jobs, in seconds since 1970 on this client.
     """
-    path = _path(ssh, root)
-    temporary = None
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(fd, "w") as f:
-            json.dump({"ssh": ssh, "root": root, "asked_at": asked_at, "jobs": rows}, f)
-        Path(temporary).replace(path)
-    except OSError:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+    answer = {"ssh": ssh, "root": root, "asked_at": asked_at, "jobs": rows}
+    with suppress(OSError):
+        write_whole(_path(ssh, root), json.dumps(answer).encode("ascii"))
 
 
 def note(ssh: str | None, root: str, row: Row) -> None:

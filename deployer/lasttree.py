@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.agent.tree import Entry, dump_entries, load_entries, root_hash
-from deployer.registry import state_dir
+from deployer.paths import state_dir, write_whole
 
 MAX_BYTES = 4 << 20
 """A longer list of files is not remembered: its launches ask, as if nothing were known."""
@@ -59,13 +58,7 @@ class LastTree:
                 os.utime(self.file)
                 return
             data = name.encode("ascii") + zlib.compress(dump_entries(entries), 1)
-            self.file.parent.mkdir(mode=0o700, exist_ok=True)
-            if len(data) > MAX_BYTES:
-                data = name.encode("ascii")
-            descriptor, temporary = tempfile.mkstemp(dir=self.file.parent)
-            with os.fdopen(descriptor, "wb") as f:
-                f.write(data)
-            Path(temporary).replace(self.file)
+            write_whole(self.file, data if len(data) <= MAX_BYTES else name.encode("ascii"))
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 from deployer.agent.tree import Entry, blobs_of
 from deployer.call import Call
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S, Connect, Watcher, follow_to_end
+from deployer.follow import Connect, Watcher, follow_to_end
 from deployer.lasttree import LastTree
 from deployer.link import Link
 from deployer.logview import LogView
+from deployer.manifest import Shipment
+from deployer.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.plan import LaunchPlan, plan_to_json
-from deployer.shipping import News, Shipment, news_for, send_blobs, send_news, send_tree
+from deployer.shipping import News, news_for, send_blobs, send_news, send_tree
 
 ASKED_BYTES = 100
 """What a host's request for one file may take: its hash, quoted."""

@@ -24,7 +24,7 @@ from deployer.command import MAX_WORD, agent_hash, agent_sources, build_command,
 from deployer.errors import FerryError, HostError, LostConnection, UsageError
 
 if TYPE_CHECKING:
-    from deployer.transport import Stream, Transport
+    from deployer.transport.protocol import Stream, Transport
 
 PING_EVERY_S = 10.0
 ANSWER_TIMEOUT_S = 60.0

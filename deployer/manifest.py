@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from deployer.errors import UsageError
 from deployer.hashing import HashCache, hash_file
 from deployer.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
 
-__all__ = ["JUNK", "Ignored", "Reason", "Scan", "scan", "scan_include"]
+__all__ = ["JUNK", "Ignored", "Reason", "Scan", "Shipment", "scan", "scan_include"]
 
 ALWAYS_HASH_BYTES = 200 * 10**6
 """Trees up to this size are hashed whole every time; beyond, unchanged files are known by their stat."""
@@ -37,6 +37,14 @@ class Scan:
         parts = path.split("/")
         prefixes = ("/".join(parts[: n + 1]) for n in range(len(parts)))
         return next((self.ignored.paths[p] for p in prefixes if p in self.ignored.paths), None)
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The trees that a plan names, and where the content of their files is found on this machine."""
+
+    trees: Mapping[str, tuple[Entry, ...]]
+    sources: Mapping[str, str]
 
 
 def scan(project: Path, *, prefix: str = "code/", extra_ignore: str = ".deployignore", hash_cache: Path | None) -> Scan:

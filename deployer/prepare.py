@@ -16,7 +16,9 @@ from deployer import manifest
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.hashing import hash_file
-from deployer.manifest import Scan
+from deployer.manifest import Scan, Shipment
+from deployer.paths import CLIENT_ROOT, state_dir
+from deployer.plain import is_plain
 from deployer.plan import (
     TRAINER_REQUIRES,
     Command,
@@ -27,13 +29,10 @@ from deployer.plan import (
     new_job_id,
     script_of,
 )
-from deployer.shipping import Shipment
-from trainer.config.load import ConfigError, check_config, config_to_yaml, load_config, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
-CLIENT_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -77,19 +76,30 @@ class Prepared:
 
 def read_config(options: Options) -> tuple[Config, Command | None]:
     """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
-    try:
-        config = _config_of_file(options) if options.config else _config_of_command(options)
-        config = with_options(config, options)
-        check_config(config)
-    except ConfigError as error:
-        raise UsageError(error.message, where=error.where, hint=error.hint) from None
+    config = None if options.config else with_options(_config_of_command(options), options)
+    if config is None or not is_plain(config.run.name, config.target):
+        config = _checked(config, options)
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
     return config, command
 
 
+def _checked(config: Config | None, options: Options) -> Config:
+    """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
+    from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
+
+    try:
+        config = config or with_options(_config_of_file(options), options)
+        check_config(config)
+    except ConfigError as error:
+        raise UsageError(error.message, where=error.where, hint=error.hint) from None
+    return config
+
+
 def _config_of_file(options: Options) -> Config:
+    from trainer.config.load import load_config
+
     assert options.config is not None
     overrides = options.overrides
     if options.fsdp_config is not None and options.gpus is not None:  # its num_processes is judged by these
@@ -141,9 +151,15 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or options.gpus is not None or options.config is not None,
-        config_yaml=None if command else config_to_yaml(without_client_keys(config)),
+        config_yaml=None if command else _yaml_for_host(config),
     )
     return Prepared(plan, Shipment(trees, sources), code, payload)
+
+
+def _yaml_for_host(config: Config) -> str:
+    from trainer.config.load import config_to_yaml
+
+    return config_to_yaml(without_client_keys(config))
 
 
 def unusual_project(project: Path) -> str | None:
@@ -268,8 +284,6 @@ def without_client_keys(config: Config) -> Config:
 
 
 def _hash_cache() -> Path:
-    from deployer.registry import state_dir
-
     return state_dir() / "hashes"
 
 
@@ -304,6 +318,8 @@ def _scan_include(project: Path, path: str) -> Scan:
 
 def _not_shipped(config: Config, project: Path) -> Iterator[str]:
     """A line for each path of the config that the host itself must have."""
+    from trainer.config.load import local_data_paths
+
     for path in local_data_paths(config, root=project):
         if _is_hosts_own(path):
             yield f"{path} is not part of the project and does not travel: the host must have it"
@@ -314,6 +330,8 @@ def _is_hosts_own(path: str) -> bool:
 
 
 def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
+    from trainer.config.load import local_data_paths
+
     for path in local_data_paths(config, root=project):
         if _is_hosts_own(path):
             if not remote and not Path(path).expanduser().exists():

@@ -15,7 +15,8 @@ from deployer.host import Host
 from deployer.landing import Landing
 from deployer.link import Link
 from deployer.listing import read_listing
-from deployer.transfer import Patience, Progress, Tell, Transfer
+from deployer.patience import Patience, Tell
+from deployer.transfer import Progress, Transfer
 
 ROUNDS = 3
 """What changes while it is copied is listed and fetched anew, so often in all."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from deployer.agent.layout import JOB_ID, matching_ids, name_ids
-from deployer.errors import UnknownJob, UsageError
+from deployer.errors import UnknownJob
+from deployer.paths import state_dir, write_whole
 
 
 @dataclass(frozen=True)
@@ -30,32 +29,8 @@ class JobRecord:
     """Names of the secrets that this client has given the job: a host is given no others."""
 
 
-def state_dir() -> Path:
-    """The folder of this client's state, 0700; TORCHFERRY_STATE_DIR overrides it."""
-    chosen = os.environ.get("TORCHFERRY_STATE_DIR")
-    if chosen:
-        path = Path(chosen)
-    else:
-        from platformdirs import user_state_path
-
-        path = user_state_path("torchferry", appauthor=False)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
-        ) from None
-    return path
-
-
 def write_record(record: JobRecord) -> None:
-    folder = state_dir() / "jobs"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    fd, temp = tempfile.mkstemp(dir=folder)
-    with os.fdopen(fd, "w") as f:
-        json.dump(asdict(record), f, indent=1)
-    Path(temp).replace(folder / f"{record.job_id}.json")
+    write_whole(_file_of(record), json.dumps(asdict(record), indent=1).encode("ascii"))
 
 
 def read_records() -> list[JobRecord]:
@@ -67,9 +42,13 @@ def read_records() -> list[JobRecord]:
 def written_at(record: JobRecord) -> float:
     """When a record was written, in seconds since 1970; 0.0 when it has gone."""
     try:
-        return (state_dir() / "jobs" / f"{record.job_id}.json").stat().st_mtime
+        return _file_of(record).stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _file_of(record: JobRecord) -> Path:
+    return state_dir() / "jobs" / f"{record.job_id}.json"
 
 
 def _read(path: Path) -> JobRecord | None:

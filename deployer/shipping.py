@@ -29,14 +29,6 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Shipment:
-    """The trees that a plan names, and where the content of their files is found on this machine."""
-
-    trees: Mapping[str, tuple[Entry, ...]]
-    sources: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class News:
     """What the host is sent unasked: the list of what has changed, then the blobs that are new with it."""
 

@@ -13,9 +13,9 @@ from deployer.agent.fetching import DIGEST_BYTES
 from deployer.call import Call
 from deployer.downloads import Download, Piece, Work
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.follow import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.host import Host
 from deployer.link import Link
+from deployer.patience import Patience
 from deployer.transport.ask import nobody_to_ask
 
 CALLS_PER_LINK = 3
@@ -27,31 +27,6 @@ MAX_STREAMS = 4
 END_S = 5.0
 
 Progress = Callable[[int, int], None]
-Tell = Callable[[str], None]
-
-
-class Patience:
-    """Back-off over connections that break; gives up when nothing has come for so long."""
-
-    def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
-        self._tell = tell
-        self._give_up_after_s = give_up_after_s
-        self._tries = 0
-        self._last = time.monotonic()
-
-    def progressed(self) -> None:
-        """Something has come: the next break is a new one."""
-        self._tries, self._last = 0, time.monotonic()
-
-    def wait(self, error: FerryError) -> None:
-        """Waits before the next try. Raises the error, as LostConnection, when it was the last one."""
-        if time.monotonic() - self._last > self._give_up_after_s:
-            raise LostConnection(error.message, where=error.where, hint=error.hint) from error
-        if not self._tries:
-            self._tell(f"{error.message}; trying again")
-        wait_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
-        self._tries += 1
-        time.sleep(wait_s)
 
 
 class Transfer:

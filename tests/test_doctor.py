@@ -22,7 +22,7 @@ from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus import Gpu, Holder
 from deployer.agent.layout import Root
 from deployer.agent.leases import Claim
-from deployer.commands.machine import Contact, check_contact
+from deployer.commands.doctor import Contact, check_contact
 from tests.ferry import REPO, Ferry
 from tests.pythons import make_python
 from tests.smi import fake_smi

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from deployer.commands.values import parse_duration, parse_since, parse_size
 from deployer.errors import UsageError
-from deployer.words import parse_duration, parse_since, parse_size
 from tests.ferry import Ferry
 
 MIXED = "zwölf ✓\n".encode() + b"\xff\xfe\r 10%\r 20%\r\nwith cr lf\r\n\x1b[1mbold\x1b[0m\nno end"

@@ -17,7 +17,7 @@ import pytest
 
 from deployer import lastseen
 from deployer.agent.layout import Job
-from deployer.commands.look import state_of
+from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
 from deployer.errors import HostError
 from deployer.host import Host

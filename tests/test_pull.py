@@ -15,8 +15,8 @@ from deployer.downloads import PIECE_BYTES, RemoteFile
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.host import Host
 from deployer.landing import Landing
+from deployer.patience import Patience
 from deployer.pulling import pull
-from deployer.transfer import Patience
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
 from tests.limits import HANG_S

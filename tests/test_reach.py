@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from deployer.errors import ConnectError
-from deployer.transport import Transport, make_transport
+from deployer.transport.choose import make_transport
+from deployer.transport.protocol import Transport
 from tests.limits import FOREVER_S
 from tests.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
 from tests.ways import (

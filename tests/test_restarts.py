@@ -9,7 +9,7 @@ import pytest
 from deployer.agent import ending, oom
 from deployer.agent.restarts import Past, backoff_s, why_no_restart
 from deployer.agent.stalling import StallWatch, duration
-from deployer.attempts import attempt_line, silence_line
+from deployer.commands.in_words import attempt_line, silence_line
 
 
 def past(code: int = 1, *, state: str = "failed", started: bool = True, words: str = "", step: int | None = 5) -> Past:

@@ -21,9 +21,10 @@ import pytest
 from deployer.command import build_command
 from deployer.errors import FerryError, HostError, LostConnection
 from deployer.link import Link
-from deployer.transport import Transport, make_transport
+from deployer.transport.choose import make_transport
 from deployer.transport.explain import explain_no_answer
 from deployer.transport.local import LocalTransport
+from deployer.transport.protocol import Transport
 from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
 from tests.ways import (
@@ -287,7 +288,7 @@ def test_explain_no_answer_names_the_reason(stderr: str, noise: bytes, status: i
 @both_ways
 def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way: str) -> None:
     code = (
-        "import sys\nfrom deployer.transport import make_transport\n"
+        "import sys\nfrom deployer.transport.choose import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])\ntransport.connect()\n"
         "stream = transport.open('echo up; exec cat')\nprint(stream.read(10))"
     )
@@ -301,7 +302,8 @@ def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way:
 
 def test_local_transport_and_addresses_load_no_ssh_library() -> None:
     code = (
-        "import sys\nfrom deployer.transport import make_transport\nimport deployer.target\nmake_transport(None)\n"
+        "import sys\nimport deployer.target\nfrom deployer.transport.choose import make_transport\n"
+        "make_transport(None)\n"
         "print(sorted({'paramiko', 'fabric', 'cryptography'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
@@ -325,3 +327,13 @@ def test_fabric_can_be_loaded_after_paramiko_was_loaded_without_invoke() -> None
         "assert 'invoke' not in sys.modules\nimport fabric\nprint(fabric.Connection('box').host)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "box\n"
+
+
+def test_paramiko_knows_its_version_without_the_metadata_of_packages_which_can_be_loaded_after_it() -> None:
+    code = (
+        "import sys\nfrom deployer.transport.paramiko_import import import_paramiko\n"
+        "version = import_paramiko().__version__\n"
+        "assert not {'email', 'importlib.metadata'} & set(sys.modules)\nfrom importlib import metadata\n"
+        "print(version == metadata.version('paramiko'), metadata.metadata('paramiko')['Name'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True paramiko\n"

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from deployer.errors import ConnectError
-from deployer.transport import Stream, Transport, make_transport
+from deployer.transport.choose import make_transport
+from deployer.transport.protocol import Stream, Transport
 from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer
 
@@ -99,7 +100,7 @@ def jump_config(server: SshServer, hop: SshServer, folder: Path, **changes: str)
 _CLIENT = """
 import sys
 from deployer.errors import FerryError
-from deployer.transport import make_transport
+from deployer.transport.choose import make_transport
 try:
     transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])
     transport.connect()

@@ -6,12 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from deployer import jobs, render
+from deployer import render
 from deployer.agent.status import FINAL
-from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, state_line
+from deployer.commands.in_words import exit_code_of, state_line
+from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.errors import LostConnection, UsageError
 from deployer.follow import follow_to_end
 from deployer.host import Host
+from deployer.jobs import read_status
 from deployer.registry import JobRecord
 
 
@@ -34,7 +36,7 @@ class Wanted:
 def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
     _check_words(wanted)
-    found = jobs.read_status(host, job_id)
+    found = read_status(host, job_id)
     job_id = found["job_id"]
     nproc = int(found.get("nproc") or 1)
     _check_job(wanted, job_id, nproc)

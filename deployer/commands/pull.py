@@ -10,19 +10,20 @@ from pathlib import Path
 
 import click
 
-from deployer import jobs, render
+from deployer import render
 from deployer.agent.status import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.errors import ConnectError, LostConnection
 from deployer.host import Host
+from deployer.jobs import read_status
+from deployer.patience import Patience
 from deployer.pulling import Pulled, pull
-from deployer.transfer import Patience
 
 
 def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:
     """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended."""
     if target is None:  # the id may be the beginning of one
-        job_id = jobs.read_status(host, job_id)["job_id"]
+        job_id = read_status(host, job_id)["job_id"]
         target = Path("results") / job_id
     try:
         if every_s is not None:
@@ -54,7 +55,7 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
     pulled: Pulled | None = None
     while True:
         try:
-            ended = jobs.read_status(host, job_id)["state"] in FINAL  # asked first: what it wrote last must come too
+            ended = read_status(host, job_id)["state"] in FINAL  # asked first: what it wrote last must come too
             pulled = _pull(host, job_id, target, wish)
             if ended:
                 return pulled

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,29 +11,19 @@ from typing import Any
 
 import click
 
-from deployer import jobs, render
-from deployer.attempts import stall_lines
-from deployer.commands.screen import DETACHED, Screen, exit_code_of, log_view, next_commands
+from deployer import render
+from deployer.commands.dry_run import files_line, show_plan
+from deployer.commands.in_words import exit_code_of, stall_lines
+from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
 from deployer.host import Host
+from deployer.jobs import last_lines
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
-from deployer.plan import (
-    GPUS_RULE,
-    PYTHON_HERE,
-    PYTHON_RULE,
-    has_auto,
-    plan_to_json,
-    render_command,
-    render_cwd,
-    shell_slots,
-)
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.registry import JobRecord
-from trainer.config.accelerate import read_fsdp_config
-from trainer.schema import gpu_count
 
 
 def run(
@@ -56,8 +45,7 @@ def run(
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     read, command = read_config(chosen)
-    for note in read_fsdp_config(chosen.fsdp_config).notes if chosen.fsdp_config is not None else ():
-        render.notice(f"note: {note}")
+    _tell_fsdp_config(chosen.fsdp_config)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = host.at(read.target.ssh, read.target.root)
     if host.ssh is None and host.ssh_key is not None:
@@ -66,10 +54,11 @@ def run(
         _check_platform(host)
         host.prefetch()
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
+        host.load()
     prepared = prepare(read, command, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
-        _dry_run(prepared, host, remote=dry_run == "remote", as_json=as_json)
+        show_plan(prepared, host, remote=dry_run == "remote", as_json=as_json)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
@@ -84,6 +73,16 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
     )
+
+
+def _tell_fsdp_config(path: str | None) -> None:
+    """Says what of such a file has no effect."""
+    if path is None:
+        return
+    from trainer.config.accelerate import read_fsdp_config  # a program of one's own needs none of the trainer's rules
+
+    for note in read_fsdp_config(path).notes:
+        render.notice(f"note: {note}")
 
 
 def _check_platform(host: Host) -> None:
@@ -106,7 +105,7 @@ def _ask(question: str | None, *, yes: bool) -> None:
 
 
 def _describe(prepared: Prepared, host: Host) -> None:
-    render.notice(f"{prepared.plan.job_id} → {host.name}: {_files_line(prepared)}")
+    render.notice(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}")
     _warn(prepared)
 
 
@@ -115,88 +114,11 @@ def _warn(prepared: Prepared) -> None:
         render.notice(f"warning: {render.clean(warning)}")
 
 
-def _files_line(prepared: Prepared) -> str:
-    code = prepared.code
-    line = f"{render.counted(len(code.entries), 'file')}, {render.size(code.total_bytes)}"
-    ignored = code.ignored
-    if ignored.count:
-        patterns = ", ".join(reason.pattern for reason, _ in ignored.reasons[:3])
-        more = len(ignored.reasons) - 3
-        patterns += f" and {render.counted(more, 'more rule')}" if more > 0 else ""
-        at_least = f"{ignored.count // 1000 * 1000:,}+ files"
-        count = at_least if ignored.at_least else render.counted(ignored.count, "file")
-        line += f"; left out {render.clean(patterns)} ({count})"
-    return line
-
-
 def _record(prepared: Prepared, host: Host) -> JobRecord:
     plan = prepared.plan
     results = Path.cwd() / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
     return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport, plan.secret_names)
-
-
-# --- dry run ----------------------------------------------------------------------------------------------------------
-
-
-def _dry_run(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> None:
-    from deployer.command import agent_hash
-
-    plan = prepared.plan
-    slots = shell_slots(plan, root=host.root, agent=agent_hash())
-    why = PYTHON_RULE if plan.python.explicit else f"{PYTHON_RULE}. {PYTHON_HERE}"
-    if remote:
-        with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
-            answer = link.first.result()
-        why = answer.get("no_python", "")
-        slots = {**slots, **{name: render.clean(value) for name, value in answer["slots"].items()}}
-    command, cwd = render_command(plan, slots), render_cwd(plan, slots)
-    if as_json:
-        click.echo(json.dumps(_dry_run_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
-        return
-    click.echo(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}")
-    click.echo(f"# files    {_files_line(prepared)}")
-    for include in plan.includes:
-        click.echo(f"# include  {include.path}")
-    if plan.secret_names:
-        click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
-    if why:
-        click.echo(f"# $PYTHON  {render.clean(why)}")
-    if has_auto(plan.gpus) and not remote:
-        click.echo(f"# $GPUS    {GPUS_RULE}")
-    if not remote:
-        click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
-        if has_auto(plan.gpus):
-            click.echo(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}")
-    click.echo(cwd)
-    click.echo(command)
-
-
-def _devices(prepared: Prepared) -> str:
-    plan = prepared.plan
-    processes = f"{plan.nproc} process{'es' if plan.nproc > 1 else ''}"
-    if plan.device == "cpu":
-        return f"{processes} on the CPU"
-    if plan.device == "any":
-        return f"{processes}, GPUs not restricted"
-    return f"{processes} on GPU {', '.join(plan.gpus)}" + (" when they are free" if plan.policy.queue else "")
-
-
-def _dry_run_json(prepared: Prepared, host: Host, slots: dict[str, str], *, command: str, cwd: str) -> dict[str, Any]:
-    code = prepared.code
-    return {
-        "target": {"ssh": host.ssh, "root": host.root},
-        "command": command,
-        "cwd": cwd,
-        "slots": slots,
-        "plan": plan_to_json(prepared.plan),
-        "files": {
-            "count": len(code.entries),
-            "bytes": code.total_bytes,
-            "ignored": code.ignored.count,
-            "reasons": [[*reason, count] for reason, count in code.ignored.reasons],
-        },
-    }
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -319,7 +241,7 @@ def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) ->
 
 def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
     try:
-        text = jobs.last_lines(host, job_id, rank=rank, lines=15)
+        text = last_lines(host, job_id, rank=rank, lines=15)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deployer import lastseen, render
-from deployer.attempts import attempt_line, number_of
+from deployer.commands.in_words import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
 from deployer.host import HERE
@@ -119,18 +119,6 @@ class Screen(Watcher):
             goes_on = " (the job goes on)" if self.acknowledged else ""
             render.notice(f"{error.message}; trying again{goes_on}")
         self._waiting = True
-
-
-def exit_code_of(final: dict[str, Any]) -> int:
-    """What a command that followed a job to its end returns: the job's own code, 143 when stopped, 125 when lost."""
-    fixed = {"succeeded": 0, "stopped": 143, "lost": 125}
-    return fixed[final["state"]] if final["state"] in fixed else int(final.get("code") or 1)
-
-
-def state_line(found: dict[str, Any]) -> str:
-    """A job's state in words."""
-    more = {"failed": f"exit code {found.get('code')}", "lost": found.get("reason")}.get(found["state"])
-    return f"{found['state']} ({more})" if more else str(found["state"])
 
 
 def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:

@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
-from deployer import jobs, render
+from deployer import render
 from deployer.agent.status import FINAL
 from deployer.agent.stop import DEFAULT_GRACE_S
 from deployer.errors import FerryError, UsageError
 from deployer.host import Host
+from deployer.jobs import stop_jobs
 from deployer.roster import ask_all
 
 _LEFT = "remaining", "gpu_holders"
@@ -37,7 +38,7 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
             render.notice(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}")
 
     try:
-        ends = jobs.stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
+        ends = stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
     except KeyboardInterrupt:
         render.notice("the host goes on stopping " + ", ".join(job_id for _, job_id in places))
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from deployer.transport import STDERR_KEPT
+STDERR_KEPT = 64 * 1024
 
 
 class Drain:

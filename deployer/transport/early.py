@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
 import threading
 from pathlib import Path
 
 import paramiko
 
-from deployer.registry import state_dir
+from deployer.paths import state_dir, write_whole
 from deployer.ssh_config import SshOptions
 
 OPEN_TIMEOUT_S = 60.0
@@ -35,13 +33,8 @@ def may_ask_early(session: paramiko.Transport, options: SshOptions, key: paramik
 
 def note_key(options: SshOptions, key: paramiko.PKey) -> None:
     """Remembers the key that has let us in."""
-    note = _note_of(options)
     with contextlib.suppress(OSError):
-        note.parent.mkdir(mode=0o700, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=note.parent)
-        with os.fdopen(descriptor, "w") as f:
-            f.write(_digest(key))
-        Path(temporary).replace(note)
+        write_whole(_note_of(options), _digest(key).encode("ascii"))
 
 
 def _note_of(options: SshOptions) -> Path:

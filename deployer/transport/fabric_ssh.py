@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.ssh_config import SshOptions
-from deployer.transport import WRITE_TIMEOUT_S
 from deployer.transport.ask import Attempt, Questions
 from deployer.transport.deadline import Deadline
 from deployer.transport.drain import Drain
 from deployer.transport.explain import explain_no_answer
+from deployer.transport.protocol import WRITE_TIMEOUT_S
 from deployer.transport.sockets import connect_tcp
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class FabricTransport:
         if options.jump is None and options.proxy_command is None:
             deadline = Deadline(options.connect_timeout_s)
             begun = connect_tcp(options, timeout_s=options.connect_timeout_s), deadline
+            begun[0].greet()
         importer.join()
         from deployer.transport.dial import dial
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from deployer.errors import LostConnection
-from deployer.transport import WRITE_TIMEOUT_S
 from deployer.transport.drain import Drain
+from deployer.transport.protocol import WRITE_TIMEOUT_S
 
 
 class PipeStream:

@@ -28,6 +28,7 @@ from deployer.transport.host_keys import HostKeys
 from deployer.transport.key_files import UnusableKey
 from deployer.transport.keys import Candidate, Keyring, find_keys
 from deployer.transport.retry import HandshakeCut
+from deployer.transport.sockets import CLIENT_VERSION
 
 WINDOW_BYTES = 4 << 20
 """What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
@@ -74,6 +75,7 @@ class Session(paramiko.Transport):
 
     def __init__(self, sock: Any, options: SshOptions, host_keys: HostKeys) -> None:
         super().__init__(sock, default_window_size=WINDOW_BYTES)
+        self.local_version = CLIENT_VERSION
         self.options = options
         self.service_requested = False
         self.goodbye = ""

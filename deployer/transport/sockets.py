@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import time
+from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError
 from deployer.ssh_config import SshOptions
 from deployer.transport.explain import explain_socket_error
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 QUICK_RECEIPTS = 300
 """Receipts after which the kernel may delay acknowledgements again: the handshake and first exec are over by then."""
+CLIENT_VERSION = "SSH-2.0-Torchferry"
+"""The line with which this client begins every SSH connection (RFC 4253, 4.2)."""
 UNACKNOWLEDGED_MS = 45_000
 """Data that the other side's kernel does not confirm for so long breaks the connection."""
 
@@ -27,6 +34,7 @@ class SshSocket(socket.socket):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected.family, connected.type, connected.proto, fileno=connected.detach())
+        self._said = b""
         self._quick = QUICK_RECEIPTS if self.family != socket.AF_UNIX and hasattr(socket, "TCP_QUICKACK") else 0
         if self.family != socket.AF_UNIX:
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -34,6 +42,21 @@ class SshSocket(socket.socket):
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
         self._acknowledge()
+
+    def greet(self) -> None:
+        """Sends the client's first line now, for which the SSH library need not be there: the server gets on with its
+        own. When the library sends that line, it is told that this has been done."""
+        line = f"{CLIENT_VERSION}\r\n".encode()
+        with contextlib.suppress(OSError):  # whoever reads the answer learns it too
+            self.sendall(line)
+            self._said = line
+
+    def send(self, data: ReadableBuffer, flags: int = 0, /) -> int:
+        if self._said:
+            said, self._said = self._said, b""
+            if bytes(data).startswith(said):
+                return len(said)
+        return super().send(data, flags)
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         data = super().recv(bufsize, flags)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from deployer.errors import UsageError
 from deployer.ssh_config import SshOptions, chosen_config, resolve
-from deployer.transport import Stream
 from deployer.transport.ask import Attempt
 from deployer.transport.known_hosts import host_name_in_files, read_known_keys
+from deployer.transport.protocol import Stream
 
 if TYPE_CHECKING:
     from deployer.target import Target
@@ -49,6 +49,7 @@ class SshTransport:
         self._connect_timeout_s = connect_timeout_s
         self._chosen: FabricTransport | OpenSSHTransport | None = None
         self._attempt: Attempt | None = None
+        self._way_known = threading.Event()
         self._lock = threading.Lock()
 
     @property
@@ -61,7 +62,16 @@ class SshTransport:
         if self._chosen is not None:
             self._chosen.start_connect()
         elif self._attempt is None:
-            self._attempt = Attempt(lambda _: self._choose())
+            self._attempt = Attempt(lambda _: self._settle())
+
+    def load(self) -> None:
+        """Loads what connecting needs, or waits until it is loaded, if this host needs it. For a thread with work that
+        can wait: two threads that load modules hold each other up, and this is what the connection waits for."""
+        self._way_known.wait()
+        from deployer.transport.fabric_ssh import FabricTransport, import_dial
+
+        if isinstance(self._chosen, FabricTransport):
+            import_dial()
 
     def connect(self) -> None:
         """See Transport; connects again when the connection was lost."""
@@ -94,6 +104,12 @@ class SshTransport:
             attempt.finish()
         assert self._chosen is not None
         return self._chosen
+
+    def _settle(self) -> None:
+        try:
+            self._choose()
+        finally:
+            self._way_known.set()
 
     def _choose(self) -> None:
         if self._way == "fabric":

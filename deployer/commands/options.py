@@ -1,30 +1,23 @@
-"""From the words of a command line to values: command classes, shared options, sizes, and which host is meant."""
+"""What commands share on the command line: how their words are told apart, and the options that several have."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Callable
-from datetime import datetime, time, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from deployer.commands.places import DEFAULT_ROOT
+from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
 from deployer.render import as_invoked
-from deployer.transport import WAYS
+from deployer.transport.choose import WAYS
 
-if TYPE_CHECKING:
-    from deployer.host import Host
-    from deployer.registry import JobRecord
-
-DEFAULT_ROOT = "~/.torchferry"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
 PULL_MAX = "2GB"
 
 
@@ -80,16 +73,6 @@ def _check_no_slip(word: str, commands: list[str]) -> None:
     close = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(sorted(commands))}; --help explains them"
     raise UsageError(f"{word} is neither a command nor a config file", hint=hint)
-
-
-class Seconds(click.FloatRange):
-    """A span of time that a clock can wait for: a number, and no more than a year."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = super().convert(value, param, ctx)
-        if not seconds <= 365 * 86400:  # not a number neither
-            self.fail(f"{seconds:g} is not a number of seconds up to a year.", param, ctx)
-        return seconds
 
 
 class WithProgram(Command):
@@ -193,87 +176,11 @@ def with_limits(command: Callable[..., Any]) -> Callable[..., Any]:
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 
-
-# --- from words to values ---------------------------------------------------------------------------------------------
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; for a limit 0 means none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is not a size", hint=f"for example 500MB or {PULL_MAX}")
-    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
-    size = float(match.group(1)) * factor
-    if size >= 1 << 63:
-        raise UsageError(f"{text!r} is more than any disk holds", hint="for a limit 0 means none")
-    return int(size)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of `90s`, `10m`, `1h30m`, `2d`; of `0` too, any other number needs its unit."""
-    text = text.strip()
-    if re.fullmatch(r"[1-9]\d*(\.\d+)?|0+\.\d+", text):
-        raise UsageError(f"{text!r} has no unit", hint=f"{text}s, {text}m, {text}h or {text}d")
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", "0s" if text == "0" else text)
-    if match is None or not any(match.groups()):
-        raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
-    seconds = sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
-    if seconds > 36500 * 86400:
-        raise UsageError(f"{text!r} is longer than a hundred years")
-    return seconds
-
-
-def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
-    """A moment for the host: `ago_s` of a duration (`10m`), `unix_s` of a time (`14:30`, `2026-01-31T14:30`, `…Z`)."""
-    if re.fullmatch(r"[\d.]+[dhms\d.]*", text.strip()):
-        return {"ago_s": parse_duration(text)}
-    now = now or datetime.now().astimezone()
-    try:
-        if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text.strip()):
-            moment = datetime.combine(now, time.fromisoformat(text.strip().zfill(5)), now.tzinfo)
-            return {"unix_s": (moment if moment <= now else moment - timedelta(days=1)).timestamp()}
-        return {"unix_s": datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp()}
-    except ValueError:
-        hint = "for example 10m, 2h, 14:30 or 2026-01-31T14:30"
-        raise UsageError(f"--since {text!r} is neither a duration nor a time", hint=hint) from None
-
-
-def host_of(
-    ssh: str | None,
-    root: str | None,
-    *,
-    ssh_key: str | None,
-    accept_new_host_key: bool,
-    transport: str | None,
-    connect_timeout_s: float | None,
-) -> Host:
-    from deployer.host import Host
-
-    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key, transport or "auto", connect_timeout_s)
-
-
-def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
-    """The named host, or every host that the records name and this machine."""
-    from deployer.registry import read_records
-
-    if ssh is not None or root is not None:
-        return [host_of(ssh, root, **access)]
-    places = {(r.ssh, r.root): r for r in read_records()}
-    hosts = [host_of(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
-    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **access)]
-
-
-def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
-    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
-    from deployer.registry import find_record
-
-    if job_id is None or ssh is not None or root is not None:
-        return host_of(ssh, root, **access), None
-    record = find_record(job_id)
-    return host_of(record.ssh, record.root, **_access(record, **access)), record
-
-
-def _access(record: JobRecord, **access: Any) -> dict[str, Any]:
-    """As the command line says, else as the job was launched."""
-    remembered = {"ssh_key": record.ssh_key, "transport": record.transport}
-    return {**access, **{name: access[name] or value for name, value in remembered.items()}}
+GIVE_UP = click.option(
+    "--give-up",
+    "give_up_s",
+    type=parse_duration,
+    default="10m",
+    metavar="10m",
+    help="Stop following after so long without a connection; the job runs on [10m].",
+)

@@ -1,0 +1,63 @@
+"""`gc`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from deployer import render
+from deployer.errors import UsageError
+from deployer.host import Host
+
+_KINDS = {
+    "tree": "file lists of trees",
+    "blob": "files in the store",
+    "pack": "packs of files in the store",
+    "data": "data sets and wheels",
+    "env": "Python environments",
+    "agent": "agents of other versions",
+    "cache": "caches of compiled code",
+    "spare": "spare copy of a tree",
+    "tmp": "leftovers",
+}
+
+
+def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Shows what no job needs any more (and the ended jobs that the limits give up), asks, removes it."""
+    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
+        raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
+    with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, **limits}) as link:
+        found = link.first.result("gc")
+        if not (dry_run or yes) and (found["jobs"] or found["rest"]):
+            _show_gc(host, found, done=False)
+            render.confirm(f"Remove {render.size(found['total_bytes'])}?", declined="nothing was removed")
+            only = [job["id"] for job in found["jobs"]]
+            found, yes = link.call("gc", only=only, **limits).result("gc"), True
+    if as_json:
+        click.echo(json.dumps({**found, "removed": yes and not dry_run}, indent=1))
+    else:
+        _show_gc(host, found, done=yes and not dry_run)
+
+
+def _show_gc(host: Host, found: dict[str, Any], *, done: bool) -> None:
+    rows = [(f"job {job['id']}", "", render.size(job["size_bytes"]), _age(job["ended_s"])) for job in found["jobs"]]
+    for row in found["rest"]:
+        what = _KINDS.get(row["kind"], row["kind"])
+        rows.append((what, str(row["count"]), render.size(row["size_bytes"]), _age(row["oldest_s"])))
+    if rows:
+        render.table(("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST"), rows)
+    for row in found["kept_jobs"]:
+        jobs = "job" if row["count"] == 1 else "jobs"
+        render.notice(f"kept: {row['count']} {jobs}, {row['what']}, {render.size(row['size_bytes'])}")
+    for path in found["remaining"]:
+        render.notice(f"could not be removed: {path}")
+    size = render.size(found["total_bytes"])
+    free = f"{render.size(found['free_bytes'])} are free on {host.name} below {found['root']}"
+    render.notice(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}")
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else render.age(seconds)

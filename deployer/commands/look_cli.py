@@ -1,0 +1,124 @@
+"""The commands that look at jobs and bring their files home: ps, status, logs, pull."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deployer.commands.options import ACCESS, CONTEXT, GIVE_UP, JSON, PULL_MAX, Command, HostCommand, at_a_place
+from deployer.commands.places import find_host, hosts_of
+from deployer.commands.values import Seconds, parse_duration, parse_since, parse_size
+from deployer.errors import UsageError
+
+
+@click.command(cls=HostCommand, context_settings=CONTEXT)
+@at_a_place
+@click.option("--all", "show_all", is_flag=True, help="Ended jobs too (the last 20 otherwise).")
+@click.option(
+    "-w",
+    "--watch",
+    "every_s",
+    is_flag=False,
+    flag_value=2.0,
+    type=Seconds(min=0.2),
+    metavar="[S]",
+    help="Draw the table anew every S seconds [2].",
+)
+@JSON
+def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
+    """List the jobs of all hosts used from here, or of one."""
+    from deployer.commands import ps as command
+
+    if every_s is None:
+        command.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
+    elif as_json:
+        raise UsageError("ps --json is for scripts and --watch for the eye", hint="give one of the two")
+    else:
+        command.watch(hosts_of(**place), show_all=show_all, every_s=every_s)
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@at_a_place
+@JSON
+def status(job_id: str, as_json: bool, **place: Any) -> None:
+    """Show one job: its true state, metrics, what to do next."""
+    from deployer.commands import status as command
+
+    host, record = find_host(job_id, **place)
+    command.status(host, record.job_id if record else job_id, as_json=as_json)
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@at_a_place
+@click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
+@click.option("--since", type=parse_since, metavar="10m|TIME", help="Begin where the log stood then, to the second.")
+@click.option("--grep", metavar="RE", help="Only lines that match, chosen on the host (after --tail and --since).")
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Only this node's ranks.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Only this attempt [from the latest on].")
+@click.option("--raw", is_flag=True, help="One rank's bytes, unchanged.")
+@click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
+@GIVE_UP
+def logs(job_id: str, give_up_s: float, **options: Any) -> None:
+    """Show a job's log, and follow it while it runs."""
+    from deployer.commands import logs as command
+
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    host, record = find_host(job_id, **place)
+    wanted = command.Wanted(**options)
+    sys.exit(command.logs(host, record.job_id if record else job_id, wanted, give_up_s=give_up_s))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@at_a_place
+@click.option("--checkpoints", is_flag=True, help="Every complete checkpoint too.")
+@click.option("--checkpoint", metavar="STEP|latest", help="This checkpoint too.")
+@click.option("--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}].")
+@click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
+@click.option("--watch", is_flag=True, help="Bring what is new again and again, until the job has ended.")
+@click.option("--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often, with --watch.")
+@click.option("--streams", type=click.IntRange(1, 16), metavar="N", help="Connections [4 for more than 32 MB].")
+@JSON
+def pull(
+    job_id: str,
+    checkpoints: bool,
+    checkpoint: str | None,
+    pull_max: str,
+    target: str | None,
+    watch: bool,
+    every_s: float,
+    streams: int | None,
+    as_json: bool,
+    **place: Any,
+) -> None:
+    """Bring a job's metrics, logs and exported model home.
+
+    A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
+    checkpoint appears whole or not at all.
+    """
+    from deployer.choice import Wish
+    from deployer.commands import pull as command
+
+    if checkpoints and checkpoint:
+        raise UsageError("give --checkpoints or --checkpoint, not both")
+    wish = Wish("all" if checkpoints else checkpoint, parse_size(pull_max) or None, may_lack=watch, streams=streams)
+    host, record = find_host(job_id, **place)
+    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
+    command.pull_job(
+        host,
+        job_id,
+        target=Path(folder) if folder else None,
+        wish=wish,
+        every_s=every_s if watch else None,
+        as_json=as_json,
+    )
+
+
+COMMANDS = (ps, status, logs, pull)

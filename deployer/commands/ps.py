@@ -1,0 +1,74 @@
+"""`ps`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import click
+
+from deployer import render
+from deployer.agent.status import FINAL
+from deployer.commands.in_words import age_of, state_of
+from deployer.errors import FerryError, UsageError
+from deployer.host import Host
+from deployer.lastseen import Row
+from deployer.registry import read_records
+from deployer.roster import Asker, ask_all, rows_of
+
+SHOWN_ENDED = 20
+COLUMNS = ("ID", "STATE", "GPUS", "STEP", "AGE", "WHERE")
+
+
+def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
+    answers = ask_all(hosts)
+    rows = rows_of(hosts, answers, read_records())
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    rows = rows if show_all else without_old(rows)
+    if rows:
+        render.table(COLUMNS, [_cells(row) for row in rows])
+    for host, answer in zip(hosts, answers, strict=True):
+        if isinstance(answer, FerryError):
+            render.notice(f"{host.name} cannot be asked: {answer.message}")
+    if not rows:
+        render.notice("no jobs")
+
+
+def without_old(rows: Sequence[Row]) -> list[Row]:
+    """Without all but the last ended ones."""
+    ended = [row for row in rows if row["state"] in FINAL]
+    return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
+
+
+def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
+    """The table of `ps`, drawn anew every `every_s` seconds until it is interrupted. A host that is slow or gone keeps
+    no other one waiting."""
+    if not sys.stdout.isatty():
+        raise UsageError("ps --watch draws on a terminal, and stdout is none", hint="deploy.py ps --json for a script")
+    askers = [Asker(host) for host in hosts]
+    records = read_records()
+    try:
+        with render.live_table(COLUMNS) as draw:
+            while True:
+                for asker in askers:
+                    asker.ask()
+                deadline = time.monotonic() + every_s
+                answers = [asker.wait(max(0.0, deadline - time.monotonic())) for asker in askers]
+                rows = rows_of(hosts, answers, records)
+                draw([_cells(row) for row in (rows if show_all else without_old(rows))])
+                time.sleep(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for asker in askers:
+            asker.close()
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    step = row.get("step")
+    gpus = ",".join(row.get("gpus") or []) or "-"
+    return row["id"], state_of(row), gpus, "-" if step is None else step, age_of(row), row["where"]

@@ -1,0 +1,60 @@
+"""`status`."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+
+from deployer import lastseen, render
+from deployer.agent.queueing import queue_line
+from deployer.agent.status import FINAL
+from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
+from deployer.commands.screen import next_commands
+from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.host import Host
+from deployer.jobs import read_status
+from deployer.roster import unreachable
+
+
+def status(host: Host, job_id: str, *, as_json: bool) -> None:
+    try:
+        found = read_status(host, job_id)
+    except (ConnectError, LostConnection) as error:
+        _show_last_seen(host, job_id, error, as_json=as_json)
+        raise
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    state = state_line(found) if found["state"] in FINAL else state_of(found)
+    rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.get("path"))]
+    rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
+    rows += [("warning", warning) for warning in found.get("warnings") or []]
+    rows += [("attempt", line) for line in [attempt_line(found)] if line]
+    rows += [("silent", line) for line in [silence_line(found)] if line]
+    rows += [("stalled", line) for line in stall_lines(found)]
+    if found.get("queue"):
+        rows.append(("queue", queue_line(found["queue"], time.time())))
+    rows += _metrics_rows(found.get("latest"))
+    render.facts(found["job_id"], rows)
+    next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
+
+
+def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool) -> None:
+    seen = [row for row in lastseen.recall(host.ssh, host.root) if row["id"] == job_id]
+    if not seen:
+        return
+    row = unreachable(seen[0], error)
+    if as_json:
+        click.echo(json.dumps(row, indent=1))
+    else:
+        render.facts(job_id, [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
+
+
+def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
+    try:
+        metrics = json.loads(latest or "{}")
+    except ValueError:
+        return []
+    return [(f"last {key}", render.number(value)) for key, value in metrics.items() if value is not None][:10]

@@ -1,0 +1,62 @@
+"""From a word of the command line to a value: sizes, durations, moments."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, time, timedelta
+from typing import Any
+
+import click
+
+from deployer.errors import UsageError
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `500MB`, `2GB`, `1.5G`, `1000`; for a limit 0 means none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size", hint="for example 500MB or 2GB")
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}[match.group(2).lower()]
+    size = float(match.group(1)) * factor
+    if size >= 1 << 63:
+        raise UsageError(f"{text!r} is more than any disk holds", hint="for a limit 0 means none")
+    return int(size)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `90s`, `10m`, `1h30m`, `2d`; of `0` too, any other number needs its unit."""
+    text = text.strip()
+    if re.fullmatch(r"[1-9]\d*(\.\d+)?|0+\.\d+", text):
+        raise UsageError(f"{text!r} has no unit", hint=f"{text}s, {text}m, {text}h or {text}d")
+    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", "0s" if text == "0" else text)
+    if match is None or not any(match.groups()):
+        raise UsageError(f"{text!r} is not a duration", hint="for example 90s, 10m, 1h30m or 2d")
+    seconds = sum(float(number or 0) * unit for number, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+    if seconds > 36500 * 86400:
+        raise UsageError(f"{text!r} is longer than a hundred years")
+    return seconds
+
+
+def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
+    """A moment for the host: `ago_s` of a duration (`10m`), `unix_s` of a time (`14:30`, `2026-01-31T14:30`, `…Z`)."""
+    if re.fullmatch(r"[\d.]+[dhms\d.]*", text.strip()):
+        return {"ago_s": parse_duration(text)}
+    now = now or datetime.now().astimezone()
+    try:
+        if re.fullmatch(r"\d\d?:\d\d(:\d\d)?", text.strip()):
+            moment = datetime.combine(now, time.fromisoformat(text.strip().zfill(5)), now.tzinfo)
+            return {"unix_s": (moment if moment <= now else moment - timedelta(days=1)).timestamp()}
+        return {"unix_s": datetime.fromisoformat(text.strip().replace("Z", "+00:00")).timestamp()}
+    except ValueError:
+        hint = "for example 10m, 2h, 14:30 or 2026-01-31T14:30"
+        raise UsageError(f"--since {text!r} is neither a duration nor a time", hint=hint) from None
+
+
+class Seconds(click.FloatRange):
+    """A span of time that a clock can wait for: a number, and no more than a year."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not seconds <= 365 * 86400:  # not a number neither
+            self.fail(f"{seconds:g} is not a number of seconds up to a year.", param, ctx)
+        return seconds

@@ -1,0 +1,44 @@
+"""This client's own places: the folder that it came in, and the one of its state, where files are written whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from deployer.errors import UsageError
+
+CLIENT_ROOT = Path(__file__).resolve().parent.parent
+"""Holds `deployer/`, `trainer/` and `train.py`: a checkout, or the site-packages of an installed client."""
+
+
+def state_dir() -> Path:
+    """The folder of this client's state, 0700; TORCHFERRY_STATE_DIR overrides it."""
+    chosen = os.environ.get("TORCHFERRY_STATE_DIR")
+    if chosen:
+        path = Path(chosen)
+    else:
+        from platformdirs import user_state_path
+
+        path = user_state_path("torchferry", appauthor=False)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(
+            f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
+        ) from None
+    return path
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Gives a file (0600) this content, whole or not at all, and makes its folder (0700) where missing. OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
