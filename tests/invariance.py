@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny import tiny_shape
 from trainer import losses
 from trainer.batch import Batch, LossSum
-from trainer.data.batching import BatchRules, build_batches
+from trainer.config.batch import BatchRules
+from trainer.data.batching import build_batches
 from trainer.data.chat import Encoded
 from trainer.data.loader import Data
 from trainer.dist import Dist

@@ -1,13 +1,49 @@
-"""Rules of the keys that say how large a micro-batch is. Pure."""
+"""How large a micro-batch is, and the rules of the keys that say so. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from trainer.config.broken import Broken
 from trainer.schema import Config
 
 KEY = "train.micro_batch_tokens"
+MULTIPLE = 8
+"""Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What decides the shape of a micro-batch.
+
+    `packing`: every row is seq_len long; otherwise rows end with the longest of their micro-batch. `micro_batch_tokens`
+    bounds rows x length of a micro-batch; without it each has micro_batch_size rows.
+    """
+
+    seq_len: int
+    packing: bool
+    micro_batch_size: int
+    micro_batch_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> BatchRules:
+        train, data = config.train, config.data
+        return cls(data.seq_len, data.packing, train.micro_batch_size, train.micro_batch_tokens)
+
+    def padded(self, length: int) -> int:
+        """The length of rows of which the longest holds `length` tokens."""
+        return self.seq_len if self.packing else min(-(-max(length, 1) // MULTIPLE) * MULTIPLE, self.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch at most, padding counted."""
+        return self.micro_batch_tokens or self.micro_batch_size * self.seq_len
+
+    @property
+    def rows(self) -> int:
+        """Rows of seq_len tokens in it, one at least."""
+        return max(1, self.tokens // self.seq_len)
 
 
 def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:

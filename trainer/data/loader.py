@@ -16,8 +16,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
+from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_of_rank, rows_within
+from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
 from trainer.data.documents import (
