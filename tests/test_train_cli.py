@@ -315,9 +315,9 @@ def test_two_ranks_train_export_and_report_through_torchrun(tmp_path, rows):
     first = json.loads(next(line for line in (run / "metrics.jsonl").open() if '"loss"' in line))
     assert first["start_s"] == pytest.approx(sum(outcome["start_s"].values()), abs=0.1)
     model = AutoModelForCausalLM.from_pretrained(run / "export")
-    prompt, tokens = outcome["greedy"]["prompt_ids"], outcome["greedy"]["tokens"]
-    theirs = model.generate(torch_tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
-    assert theirs[0, len(prompt) :].tolist() == tokens
+    compared = outcome["compared"]
+    for row, predicted in zip(compared["rows"], compared["predicted"], strict=True):
+        assert model(torch_tensor([row])).logits[0].argmax(dim=-1).tolist() == predicted
 
 
 def torch_tensor(values):
