@@ -40,7 +40,7 @@ from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
 from trainer.hostmem import available_bytes
 from trainer.optim.build import build_optimizer
-from trainer.runlock import release_all, taken_by
+from trainer.run_folder import release_all, taken_by
 from trainer.saving import Saver
 from trainer.schema import OptimConfig
 from trainer.step import train_step

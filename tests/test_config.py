@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.keys import ALIASES, known_keys
-from trainer.config.length import length_notes
 from trainer.config.load import (
     ConfigError,
     check_config,
@@ -28,6 +27,7 @@ from trainer.config.load import (
     num_processes,
 )
 from trainer.config.rules import LIMITS
+from trainer.config.train import length_notes
 from trainer.schema import (
     Config,
     DataConfig,

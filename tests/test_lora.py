@@ -28,7 +28,7 @@ from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.compare import sequence_logits
 from trainer.models.decoder import Decoder
-from trainer.models.fingerprint import base_fingerprint
+from trainer.models.freezing import base_fingerprint
 from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer

@@ -22,8 +22,7 @@ from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder
 from trainer.models.compare import random_rows
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
-from trainer.models.fingerprint import base_fingerprint
-from trainer.models.freezing import is_partly_frozen
+from trainer.models.freezing import base_fingerprint, is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.optim.low_bit import torchao_adamw8bit
 from trainer.parallel.tensors import DTYPES

@@ -15,8 +15,8 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.export import export_tensors
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
-from trainer.outcome import write_outcome
 from trainer.run import Result, Run
+from trainer.run_folder import write_outcome
 from trainer.schema import ADAPTER_DIR, EXPORT_DIR
 
 

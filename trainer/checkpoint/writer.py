@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.errors import CheckpointError, SaverLostError, cannot_write
-from trainer.checkpoint.meeting import meeting_at
-from trainer.checkpoint.messages import Outcome, Setup
+from trainer.checkpoint.messages import Outcome, Setup, meeting_at
 from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.region import why_no_shared_memory
 from trainer.checkpoint.retention import Keep

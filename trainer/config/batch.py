@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config.broken import Broken
+from trainer.config.keys import Broken
+from trainer.config.target import num_processes
 from trainer.schema import Config
 
+BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 KEY = "train.micro_batch_tokens"
 MULTIPLE = 8
 """Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
@@ -44,6 +46,27 @@ class BatchRules:
     def rows(self) -> int:
         """Rows of seq_len tokens in it, one at least."""
         return max(1, self.tokens // self.seq_len)
+
+
+def batch_rules(config: Config) -> Iterator[Broken]:
+    t, n = config.train, num_processes(config)
+    total = t.global_batch_size
+    if total is None:
+        return
+    if total < n:
+        message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"
+        yield Broken("train.global_batch_size", message, f"make it {n} or more", ("target.gpu_ranks",))
+    accum = t.grad_accum_steps
+    if accum is not None and t.micro_batch_tokens is None and total != t.micro_batch_size * accum * n:
+        product = f"micro_batch_size {t.micro_batch_size} x grad_accum_steps {accum} x {_processes(n)}"
+        message = f"train.global_batch_size is {total}, but {product} = {t.micro_batch_size * accum * n}"
+        yield Broken(
+            "train.global_batch_size", message, "set only one of global_batch_size and grad_accum_steps", BATCH_KEYS
+        )
+
+
+def _processes(n: int) -> str:
+    return "1 process" if n == 1 else f"{n} processes"
 
 
 def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:

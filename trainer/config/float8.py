@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainer.config.batch import BatchRules
-from trainer.config.broken import Broken
+from trainer.config.keys import Broken
 from trainer.config.parallel import is_compiled
 from trainer.schema import Config
 

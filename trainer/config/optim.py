@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.broken import Broken
 from trainer.config.fields import show
-from trainer.config.keys import field_kinds
+from trainer.config.keys import Broken, field_kinds
 from trainer.schema import Config, LoraConfig
 
 

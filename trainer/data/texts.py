@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
-from trainer.config.corpus import TEXT_SUFFIXES
+from trainer.config.data import TEXT_SUFFIXES
 from trainer.data.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.stdlib_docs import read_stdlib_pairs
 from trainer.errors import DataError
