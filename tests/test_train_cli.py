@@ -19,7 +19,7 @@ from trainer import cli, launch, torchrun
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
 from trainer.launch import HostGpus
-from trainer.metrics import Screen, drop_records_after, render_bar, render_duration, render_train
+from trainer.metrics_log import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 from trainer.watch import diagnose
 

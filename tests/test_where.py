@@ -22,7 +22,7 @@ from tests.tiny import tiny_decoder
 from trainer import loop
 from trainer.dist import Dist
 from trainer.flops import sustained_flops
-from trainer.metrics import MetricsLog, Record
+from trainer.metrics_log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
 from trainer.watch.ceiling import ceiling_of
 from trainer.watch.profiling import step_watchers, where_it_went

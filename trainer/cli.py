@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import click
 
+import trainer
 from trainer import caches, launch
 from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
@@ -172,7 +173,7 @@ def check_torch() -> None:
     imported from here on has its bytecode."""
     torch = find_spec("torch")
     if torch is None:
-        project = Path(__file__).parent.parent
+        project = Path(trainer.__file__).parent.parent
         extra = "-e '.[train]'" if (project / "pyproject.toml").exists() else "'torchferry[train]'"
         raise ConfigError(f"torch is not installed for this Python ({sys.executable})", hint=f"pip install {extra}")
     caches.use_bytecode_cache(torch, os.environ)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.metrics import Record
+from trainer.metrics_log import Record
 from trainer.run import Run
 from trainer.step import StepValues
 from trainer.words import first_few

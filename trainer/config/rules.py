@@ -19,11 +19,13 @@ from trainer.config.data import (
 from trainer.config.fields import show
 from trainer.config.float8 import float8_rules, float8_without_effect
 from trainer.config.keys import Broken, Places, field_kinds, get_key, scalar_texts
-from trainer.config.optim import groups_rules, lora_rules, optim_without_effect
 from trainer.config.target import environment_rules, gpu_rules
 from trainer.config.train import (
     best_rules,
+    groups_rules,
     length_rules,
+    lora_rules,
+    optim_without_effect,
     saving_without_effect,
     schedule_rules,
     watching_rules,
