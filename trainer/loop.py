@@ -34,25 +34,23 @@ def train(
     """
     run.module.train()
     total = run.data.train.total_steps
-    multiplier = lr_multiplier(run.config.optim, total)
-    peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
+    lr = learning_rate(run)
     memory = PeakMemory(run.dist.device)
     evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside, memory=memory)
     with stop_requests(run.run_dir) as is_stop_requested, long_lived() as set_aside:
         saver.prepare()
-        flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
             run.dist.startup.enter("evaluation")
             evaluator.evaluate(0, is_stop_requested=is_stop_requested)
         steps = Reader(run, memory)
         run.dist.startup.enter("first step")
         step, stopping = run.start_step, False
-        border = Border(run, steps, evaluator, saver, flags, is_stop_requested)
+        border = Border(run, steps, evaluator, saver, is_stop_requested)
         around = watchers(run)
         try:
             while step < total and not stopping and not evaluator.early_stop:
                 with watched(around, step + 1) as seen:
-                    values = train_step(run, step, lr=peak * multiplier(step))
+                    values = train_step(run, step, lr=lr(step))
                     seen.append(values)
                 step += 1
                 saver.after_step()
@@ -71,7 +69,7 @@ def train(
             saver.finish()
             raise
         saver.finish()
-        flags.read(keep=0)
+        border.flags.read(keep=0)
     return Result(
         step,
         stopped=step < total and evaluator.early_stop is None,
@@ -83,7 +81,14 @@ def train(
     )
 
 
-@dataclass(frozen=True)
+def learning_rate(run: Run) -> Callable[[int], float]:
+    """Its value after so many steps."""
+    multiplier = lr_multiplier(run.config.optim, run.data.train.total_steps)
+    peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
+    return lambda step: peak * multiplier(step)
+
+
+@dataclass
 class Border:
     """What is due between two steps: the ranks agree whether to stop, evaluate, and save."""
 
@@ -91,8 +96,10 @@ class Border:
     steps: Reader
     evaluator: Evaluator
     saver: Saver
-    flags: FlagBoard
     is_stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.flags = FlagBoard(self.run.dist, width=1)
 
     def cross(self, step: int) -> bool:
         """Do what is due after `step` steps; whether the run was asked to stop, the same on every rank."""
