@@ -1,4 +1,4 @@
-"""`train.py tokenize`: the words of the command line. Imports no torch; the work is `trainer.tokenizing`'s."""
+"""`train.py tokenize`: the words of the command line. No torch; the work is `trainer.tokenizing`'s."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ class TrainLoader:
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        Rows without targets fill up (see `trainer.data.batching`). The next steps are laid out in a thread meanwhile.
+        Rows without targets fill up (see `trainer.data.batching`).
+        The next steps are laid out in a thread meanwhile.
         """
         return self._ahead.take(step, total_steps=self.total_steps)
 
