@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from trainer.models.generate import sequence_logits
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
@@ -16,6 +15,7 @@ from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels,
 from tests.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
 from trainer.losses import sft_loss
+from trainer.models.compare import sequence_logits
 from trainer.models.decoder import DecoderShape, logits_head
 
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
