@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny import tiny_shape
 from trainer import losses
 from trainer.batch import Batch, LossSum
-from trainer.data.batching import BatchRules, build_batches
+from trainer.config.batch import BatchRules
+from trainer.data.batching import build_batches
 from trainer.data.chat import Encoded
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.metrics import MetricsLog
+from trainer.metrics_log import MetricsLog
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, logits_head
 from trainer.models.hf import init_random, named_weights

@@ -228,13 +228,12 @@ def test_memory_is_used_again_and_grows_where_the_state_is_larger_than_expected(
 def test_memory_of_the_device_is_reserved_once_when_saves_can_be_beside_the_training():
     model, optimizer = start_with_momentum()
     writer = Writer(ALONE, beside=FORKED)
-    assert not writer.can_reserve()
+    assert not writer.reserve()
     writer.prepare(model, optimizer)
     while not writer.is_ready():
         time.sleep(0.05)
-    assert writer.can_reserve()
-    writer.reserve()
-    assert not writer.can_reserve()
+    assert writer.reserve()
+    assert not writer.reserve()
     writer.close()
 
 
@@ -248,7 +247,7 @@ def test_no_memory_of_the_device_is_reserved_where_no_saver_has_come_up():
     writer.prepare(model, optimizer)
     while not writer.is_ready():
         time.sleep(0.05)
-    assert not writer.can_reserve()
+    assert not writer.reserve()
     writer.close()
 
 

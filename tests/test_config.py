@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.ferry import REPO
 from trainer.config.keys import known_keys
-from trainer.config.length import length_notes
 from trainer.config.load import (
     ConfigError,
     config_from_dict,
@@ -26,6 +25,7 @@ from trainer.config.load import (
     local_data_paths,
     num_processes,
 )
+from trainer.config.train import length_notes
 from trainer.schema import (
     Config,
     DataConfig,

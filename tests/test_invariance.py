@@ -24,7 +24,8 @@ from tests.invariance import (
 )
 from tests.oracles.measure import scaled_difference
 from tests.ranks import run_ranks
-from trainer.data.batching import BatchRules, build_batches
+from trainer.config.batch import BatchRules
+from trainer.data.batching import build_batches
 from trainer.dist import Dist
 
 BACKENDS = {1: ("pytorch", "ddp", "fsdp"), 2: ("ddp", "fsdp"), 3: ("ddp", "fsdp"), 4: ("ddp", "fsdp")}

@@ -18,9 +18,14 @@ from tests.tiny import ALONE, packed_batch, tiny_shape
 from tests.trainings import STEPS, build, losses, poison, train, train_rank, training_on
 from trainer import loop
 from trainer.batch import Batch, LossSum
+from trainer.data.loader import build_data
+from trainer.data.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.finishing import rows_to_compare
 from trainer.models.build import check_length
+from trainer.models.compare import random_rows, rows_of
+from trainer.models.shapes import shape_from_config
 from trainer.reading import NonFiniteError
 from trainer.recipes import sft
 from trainer.step import train_step
@@ -295,3 +300,17 @@ def test_second_interrupt_ends_a_single_process_at_once(tmp_path, monkeypatch):
         assert is_stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         is_stop_requested()
+
+
+# --- the rows that an export is compared by ---------------------------------------------------------------------------
+
+
+def test_rows_to_compare_are_held_out_ones_and_without_any_those_of_the_last_step(rows, tmp_path):
+    run = build(rows, tmp_path, steps=2)
+    shape = shape_from_config(run.config.model, 320)
+    assert rows_to_compare(run, 2, shape) == rows_of(run.data.eval.batches())
+    config = replace(run.config, data=replace(run.config.data, eval_fraction=0.0))
+    run.data = build_data(config, ALONE, load_tokenizer(config))
+    assert rows_to_compare(run, 2, shape) == rows_of(run.data.train.step_batches(1))
+    assert rows_to_compare(run, 1, shape) != rows_to_compare(run, 2, shape)
+    assert rows_to_compare(run, run.start_step, shape) == random_rows(320)

@@ -23,11 +23,12 @@ from trainer.config.load import config_from_dict, config_notes, config_to_dict, 
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.flops import Flops, flops_of
-from trainer.models.adapter_export import verify_adapter, write_adapter
+from trainer.models.adapter_export import plain_adapted, verify_adapter, write_adapter
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
+from trainer.models.compare import sequence_logits
 from trainer.models.decoder import Decoder
-from trainer.models.fingerprint import base_fingerprint
+from trainer.models.freezing import base_fingerprint
 from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer
@@ -268,7 +269,8 @@ def reader(request, monkeypatch):
 
 def test_written_adapter_is_read_back(tmp_path, reader):
     tensors, spec = written(tmp_path / "a")
-    assert len(verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, prompt_ids=[1, 2, 3])) == 20
+    (predicted,) = verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, rows=[[1, 2, 3]])
+    assert predicted == sequence_logits(plain_adapted(SHAPE, tensors, spec), [1, 2, 3]).argmax(dim=-1).tolist()
 
 
 def test_adapter_that_is_not_what_was_written_is_refused(tmp_path, reader):
@@ -278,7 +280,7 @@ def test_adapter_that_is_not_what_was_written_is_refused(tmp_path, reader):
     stored["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"][0, 0] += 1
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"is not what was written.*Changed: .*layers.0.mlp.up_proj.lora_B.weight"):
-        verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, prompt_ids=[1, 2, 3])
+        verify_adapter(tmp_path / "a", tensors, spec=spec, shape=SHAPE, rows=[[1, 2, 3]])
 
 
 def test_adapter_with_values_that_are_not_finite_is_not_written(tmp_path):
@@ -356,7 +358,7 @@ def test_run_exports_an_adapter_that_peft_loads_and_a_merged_model(whole_run, ba
     model = AutoModelForCausalLM.from_pretrained(base)
     adapted = peft.PeftModel.from_pretrained(model, whole_run / "export/adapter").eval()
     merged = AutoModelForCausalLM.from_pretrained(whole_run / "export").eval()
-    ids = torch.tensor([outcome["greedy"]["prompt_ids"]])
+    ids = torch.tensor(outcome["compared"]["rows"][:1])
     with torch.no_grad():
         torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
     assert adapted.peft_config["default"].base_model_name_or_path == base

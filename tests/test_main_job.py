@@ -59,16 +59,18 @@ def test_outcome_says_where_the_start_went_torchrun_included(main_job):
     assert started["launcher"] > 0
 
 
-def test_greedy_tokens_of_the_export_in_transformers_equal_the_trainers_own(main_job):
+def test_export_in_transformers_predicts_what_the_trainer_did_on_rows_of_the_runs_data(main_job):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(main_job.results / "export", dtype=torch.float32)
-    greedy = main_job.outcome()["greedy"]
-    ids = torch.tensor([greedy["prompt_ids"]])
-    with torch.no_grad():
-        out = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, eos_token_id=None)
-    assert out[0, ids.shape[1] :].tolist() == greedy["tokens"]
-    assert AutoTokenizer.from_pretrained(main_job.results / "export").chat_template
+    tokenizer = AutoTokenizer.from_pretrained(main_job.results / "export")
+    compared = main_job.outcome()["compared"]
+    assert [len(row) for row in compared["rows"]] == [64, 64]
+    for row, predicted in zip(compared["rows"], compared["predicted"], strict=True):
+        assert tokenizer.decode(row).startswith("<|im_start|>user")
+        with torch.no_grad():
+            assert model(torch.tensor([row])).logits[0].argmax(dim=-1).tolist() == predicted
+    assert tokenizer.chat_template
 
 
 def test_results_are_home_and_the_log_was_on_the_screen(main_job):

@@ -15,9 +15,9 @@ from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
 from tests.tiny import ALONE, export_model, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
+from trainer.models.compare import check_logits, random_rows, rows_of, sequence_logits
 from trainer.models.decoder import Decoder, DecoderShape, logits_head
 from trainer.models.export import plain_decoder, verify_export, write_export
-from trainer.models.generate import greedy, sequence_logits
 from trainer.models.hf import gather_full, load_pretrained
 from trainer.models.shapes import model_folder, shape_from_config, shape_to_hf_config
 from trainer.schema import ModelConfig
@@ -84,8 +84,8 @@ def test_greedy_tokens_equal_transformers_generate(tmp_path):
     theirs = save_hf(shape, tmp_path)
     prompt = [3, 14, 15, 92]
     with torch.no_grad():
-        tokens = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0)
-    assert greedy(from_folder(tmp_path, shape), prompt, 20) == tokens[0, 4:].tolist()
+        tokens = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0)[0].tolist()
+    assert sequence_logits(from_folder(tmp_path, shape), tokens)[3:-1].argmax(dim=-1).tolist() == tokens[4:]
 
 
 def test_rotary_buffer_is_rebuilt_after_to_empty():
@@ -225,13 +225,28 @@ def test_random_weights_depend_on_the_seed_alone():
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_says_what_transformers_generates_and_leaves_no_other_folder(shape, tmp_path):
-    decoder = tiny_decoder(**shape.__dict__)
-    tokens = export_model(tmp_path / "out", decoder, shape=shape, prompt_ids=[1, 2, 3], dist=ALONE)
+def test_an_export_predicts_what_transformers_does_and_leaves_no_other_folder(shape, tmp_path):
+    decoder, rows = tiny_decoder(**shape.__dict__), random_rows(shape.vocab_size)
+    predicted = export_model(tmp_path / "out", decoder, shape=shape, rows=rows, dist=ALONE)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    said = theirs.generate(torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
-    assert tokens == said[0, 3:].tolist()
+    with torch.no_grad():
+        assert predicted == theirs(torch.tensor(rows)).logits.argmax(dim=-1).tolist()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_rows_to_compare_are_beginnings_of_documents_and_no_padding():
+    batch = packed_batch([[3, 4], [], [100], [2]], length=128)
+    first, second = rows_of([batch])
+    assert first == batch.input_ids[0, :3].tolist()
+    assert second == batch.input_ids[2, :64].tolist()
+    assert rows_of([packed_batch([[]], length=8)]) == []
+
+
+def test_logits_further_apart_than_their_scale_allows_are_refused():
+    ours = torch.tensor([[1.0, 30.0, 2.0], [4.0, 0.0, 1.0]])
+    assert check_logits([ours + 0.002], [ours], "it") == [[1, 0]]
+    with pytest.raises(ModelError, match=r"^it computes other logits: off by 0\.004, allowed 0\.003"):
+        check_logits([ours, ours + 0.004], [ours, ours], "it")
 
 
 def test_an_export_has_a_head_only_when_untied(tmp_path):
@@ -251,7 +266,7 @@ def test_an_export_config_says_rope_and_dtype_in_both_spellings(tmp_path):
     assert config["rope_scaling"]["rope_type"] == "llama3"
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
-    verify_export(tmp_path, shape, tensors=tensors, prompt_ids=[1], dtype=torch.bfloat16)
+    verify_export(tmp_path, shape, tensors=tensors, rows=[[1]], dtype=torch.bfloat16)
 
 
 def test_a_tensor_that_is_not_finite_is_not_exported(tmp_path):
@@ -269,7 +284,7 @@ def test_an_export_with_another_function_does_not_verify(tmp_path):
     tensors = gather_full(decoder, ALONE)
     write_export(tmp_path, replace(decoder.shape, rope_theta=100.0), tensors=tensors, tokenizer=None)
     with pytest.raises(ModelError, match="computes other logits"):
-        verify_export(tmp_path, decoder.shape, tensors=tensors, prompt_ids=[1, 2])
+        verify_export(tmp_path, decoder.shape, tensors=tensors, rows=[[1, 2]])
 
 
 def test_an_export_with_another_weight_does_not_verify(tmp_path):
@@ -277,7 +292,7 @@ def test_an_export_with_another_weight_does_not_verify(tmp_path):
     write_export(tmp_path, tiny_shape(), tensors=tensors, tokenizer=None)
     tensors["model.norm.weight"][0] = 2.0
     with pytest.raises(ModelError, match=r"other weights than were written: model\.norm\.weight"):
-        verify_export(tmp_path, tiny_shape(), tensors=tensors, prompt_ids=[1])
+        verify_export(tmp_path, tiny_shape(), tensors=tensors, rows=[[1]])
 
 
 def test_gathered_weights_build_a_plain_decoder_with_the_same_logits():

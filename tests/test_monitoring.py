@@ -23,11 +23,12 @@ from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.finishing import finish
-from trainer.metrics import MetricsLog, render_train
+from trainer.metrics_log import MetricsLog, render_train
 from trainer.reading import NonFiniteError, PeakMemory, Window
 from trainer.recipes import sft
 from trainer.run import Run
 from trainer.schema import Config
+from trainer.watch.profiling import step_watchers
 from trainer.watch.summary import summarize
 from trainer.watch.trackers import check_trackers, numbers_of, open_trackers
 
@@ -224,7 +225,7 @@ def test_evaluation_of_rows_that_no_rank_count_divides_is_token_exact(rows, tmp_
 
 
 def trace(dist: Dist, rows: str, run_dir: str) -> None:
-    loop.train(build(rows, Path(run_dir), dist, backend="ddp", steps=4, profile_steps=[2, 4]))
+    loop.train(build(rows, Path(run_dir), dist, backend="ddp", steps=4, profile_steps=[2, 4]), watchers=step_watchers)
 
 
 def test_named_steps_are_traced_by_every_rank_for_chrome(rows, tmp_path):
@@ -241,13 +242,15 @@ def test_named_steps_are_traced_by_every_rank_for_chrome(rows, tmp_path):
 def test_trace_that_the_disk_does_not_take_is_one_warning(rows, tmp_path, capsys):
     (tmp_path / "profile").write_text("a file where the folder should be")
     run = build(rows, tmp_path, steps=2, profile_steps=[1])
-    assert loop.train(run).step == 2
+    assert loop.train(run, watchers=step_watchers).step == 2
     assert "warning: " in capsys.readouterr().out
 
 
 def test_step_to_trace_that_lies_before_a_resume_is_noted(rows, tmp_path, capsys):
     loop.train(build(rows, tmp_path, stop_after_steps=2))
-    loop.train(build(rows, tmp_path, stop_after_steps=1, profile_steps=[2], memory_snapshot_steps=[3]))
+    loop.train(
+        build(rows, tmp_path, stop_after_steps=1, profile_steps=[2], memory_snapshot_steps=[3]), watchers=step_watchers
+    )
     assert "note: train.profile_steps holds 2, and this start goes on after step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 

@@ -208,7 +208,7 @@ def export_after_evaluation(dist: Dist, cfg: Config, folder: Path) -> dict[str, 
     module = prepared(dist, cfg, tiny_shape())[1]
     with torch.no_grad():
         sft_loss(module, micro_batches(dist, 1)[0])
-    export_model(folder, module, shape=tiny_shape(), prompt_ids=[1, 2], dist=dist)
+    export_model(folder, module, shape=tiny_shape(), rows=[[1, 2]], dist=dist)
     return {
         "done": (folder / "config.json").exists(),
         "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0,
@@ -230,7 +230,7 @@ def export_not_finite(dist: Dist, folder: Path) -> str:
     module = prepared(dist, config("fsdp"), tiny_shape())[1]
     local_tensor(module.model.norm.weight).data.fill_(float("nan"))
     with pytest.raises((ModelError, DistError)) as caught:
-        export_model(folder, module, shape=tiny_shape(), prompt_ids=[1], dist=dist)
+        export_model(folder, module, shape=tiny_shape(), rows=[[1]], dist=dist)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -28,7 +28,7 @@ from trainer.checkpoint.loading import read_info
 from trainer.checkpoint.saver_process import Launched, launch_saver
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
-from trainer.runlock import release_all, taken_by
+from trainer.run_folder import release_all, taken_by
 from trainer.saving import Saver
 from trainer.step import train_step
 

@@ -24,7 +24,7 @@ from trainer.checkpoint.integrity import damages
 from trainer.checkpoint.loading import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft
-from trainer.runlock import release_all, taken_by
+from trainer.run_folder import release_all, taken_by
 
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
 
@@ -81,7 +81,7 @@ def test_sigterm_during_a_save_waits_for_it_saves_again_and_stops(rows, tmp_path
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trainer.runlock import taken_by
+from trainer.run_folder import taken_by
 assert taken_by(Path(sys.argv[1])) is None
 print("held", flush=True)
 sys.stdin.read()

@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.gradients import assert_same_grads, config, full_grads, prepared
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, tiny_shape
-from trainer.data.batching import BatchRules, build_batches
+from trainer.config.batch import BatchRules
+from trainer.data.batching import build_batches
 from trainer.data.chat import Encoded
 from trainer.dist import Dist, sum_over_ranks
 from trainer.losses import sft_loss

@@ -21,7 +21,7 @@ from trainer import cli, launch, torchrun
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
 from trainer.launch import HostGpus
-from trainer.metrics import Screen, drop_records_after, render_bar, render_duration, render_train
+from trainer.metrics_log import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 from trainer.watch import diagnose
 
@@ -316,9 +316,9 @@ def test_two_ranks_train_export_and_report_through_torchrun(tmp_path, rows):
     first = json.loads(next(line for line in (run / "metrics.jsonl").open() if '"loss"' in line))
     assert first["start_s"] == pytest.approx(sum(outcome["start_s"].values()), abs=0.1)
     model = AutoModelForCausalLM.from_pretrained(run / "export")
-    prompt, tokens = outcome["greedy"]["prompt_ids"], outcome["greedy"]["tokens"]
-    theirs = model.generate(torch_tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
-    assert theirs[0, len(prompt) :].tolist() == tokens
+    compared = outcome["compared"]
+    for row, predicted in zip(compared["rows"], compared["predicted"], strict=True):
+        assert model(torch_tensor([row])).logits[0].argmax(dim=-1).tolist() == predicted
 
 
 def torch_tensor(values):

@@ -22,10 +22,10 @@ from tests.trainings import build
 from trainer import loop
 from trainer.dist import Dist
 from trainer.flops import sustained_flops
-from trainer.metrics import MetricsLog, Record
+from trainer.metrics_log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
 from trainer.watch.ceiling import ceiling_of
-from trainer.watch.profiling import where_it_went
+from trainer.watch.profiling import step_watchers, where_it_went
 from trainer.watch.where import (
     CLASSES,
     COMMUNICATION,
@@ -265,7 +265,7 @@ def test_stretch_that_somebody_named_is_no_operator():
 
 
 def test_named_step_leaves_a_table_in_log_and_files(rows, tmp_path, capsys):
-    loop.train(build(rows, tmp_path, steps=2, profile_steps=[2]))
+    loop.train(build(rows, tmp_path, steps=2, profile_steps=[2]), watchers=step_watchers)
     text = (tmp_path / "profile" / "step_000002_rank_0.txt").read_text()
     assert text.startswith("where step 2 of rank 0 went, by operator, as there is no device:\n")
     assert text in capsys.readouterr().out
@@ -295,7 +295,7 @@ class SlowDisk(MetricsLog):
 def seconds_of_steps(dist: Dist, rows: str, run_dir: str) -> list[float]:
     run = build(rows, Path(run_dir), dist, backend="ddp", steps=3, eval_every=0, profile_steps=[2])
     run.log = SlowDisk(FILE_S if dist.rank else FILE_S / 2)
-    loop.train(run)
+    loop.train(run, watchers=step_watchers)
     return run.log.step_s
 
 
@@ -311,7 +311,7 @@ def test_time_of_steps_is_without_that_of_writing_a_trace_on_any_rank(rows, tmp_
 def test_traced_step_that_compiles_says_so(rows, tmp_path):
     run = build(rows, tmp_path, steps=2, profile_steps=[1])
     run = replace(run, loss_fn=compiling(run.loss_fn))
-    loop.train(run)
+    loop.train(run, watchers=step_watchers)
     text = (tmp_path / "profile" / "step_000001_rank_0.txt").read_text()
     assert "note: step 1 includes compilation, of " in text
 

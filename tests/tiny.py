@@ -71,8 +71,8 @@ def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: 
 
 
 def export_model(
-    folder: Path, module: nn.Module, *, prompt_ids: list[int], shape: DecoderShape, dist: Dist
-) -> list[int]:
+    folder: Path, module: nn.Module, *, rows: list[list[int]], shape: DecoderShape, dist: Dist
+) -> list[list[int]]:
     """Export a model without a tokenizer, however it is spread; every rank calls this."""
     tensors = gather_full(module, dist)
-    return export_tensors(folder, tensors, shape=shape, tokenizer=None, prompt_ids=prompt_ids, dist=dist)
+    return export_tensors(folder, tensors, shape=shape, tokenizer=None, rows=rows, dist=dist)

@@ -17,11 +17,10 @@ from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import flops_of, peak_flops
 from trainer.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
-from trainer.metrics import MetricsLog
+from trainer.metrics_log import MetricsLog
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
-from trainer.models.fingerprint import trained_part
-from trainer.models.freezing import is_partly_frozen
+from trainer.models.freezing import is_partly_frozen, trained_part
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.backend import Backend

@@ -15,13 +15,14 @@ from typing import NoReturn
 
 import click
 
+import trainer
 from trainer import caches, launch
 from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.errors import UserError
 from trainer.hostmem import available_cores
-from trainer.runlock import IN_USE_HINT, PATIENCE_S, release_all, taken_by
+from trainer.run_folder import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
 from trainer.watch.startup import Startup
 
@@ -172,7 +173,7 @@ def check_torch() -> None:
     imported from here on has its bytecode."""
     torch = find_spec("torch")
     if torch is None:
-        project = Path(__file__).parent.parent
+        project = Path(trainer.__file__).parent.parent
         extra = "-e '.[train]'" if (project / "pyproject.toml").exists() else "'torchferry[train]'"
         raise ConfigError(f"torch is not installed for this Python ({sys.executable})", hint=f"pip install {extra}")
     caches.use_bytecode_cache(torch, os.environ)

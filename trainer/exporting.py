@@ -20,9 +20,9 @@ from trainer.files import expanded, lack_of_room
 from trainer.finishing import export, render_export
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder
+from trainer.models.compare import random_rows
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
-from trainer.models.fingerprint import base_fingerprint
-from trainer.models.freezing import is_partly_frozen
+from trainer.models.freezing import base_fingerprint, is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.optim.low_bit import torchao_adamw8bit
 from trainer.parallel.tensors import DTYPES
@@ -141,6 +141,7 @@ def export_checkpoint(
         tokenizer=tokenizer,
         base_name=source.config.model.name,
         merged=merged or source.config.lora.merge_export,
+        rows=random_rows(source.shape.vocab_size),
         dist=ALONE,
         dtype=DTYPES[dtype],
     )

@@ -10,15 +10,14 @@ import torch
 
 from trainer.dist import Dist, on_rank0
 from trainer.models.adapter_export import export_adapter
+from trainer.models.compare import Rows, random_rows, rows_of
 from trainer.models.decoder import DecoderShape
 from trainer.models.export import export_tensors
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
-from trainer.outcome import write_outcome
 from trainer.run import Result, Run
+from trainer.run_folder import write_outcome
 from trainer.schema import ADAPTER_DIR, EXPORT_DIR
-
-GREEDY_QUESTION = "What does os.path.join do?"
 
 
 def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> int:
@@ -35,7 +34,7 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
         "reason": result.reason,
         "export": None,
         "adapter": None,
-        "greedy": None,
+        "compared": None,
         "start_s": run.dist.startup.report.to_dict() if run.dist.startup.report else None,
     }
     run.dist.progress.enter("exporting")
@@ -47,6 +46,7 @@ def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> 
             tokenizer=tokenizer,
             base_name=run.config.model.name,
             merged=run.config.lora.merge_export,
+            rows=rows_to_compare(run, result.step, shape) if run.dist.is_main else [],
             dist=run.dist,
         )
         for line in render_export(run.run_dir, outcome):
@@ -67,26 +67,26 @@ def export(
     tokenizer: Any,
     base_name: str | None,
     merged: bool,
+    rows: Rows,
     dist: Dist,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
     """Write the trained model into `folder`, or its adapters below it, reopened and compared; every rank calls this.
 
     Adapters go to FOLDER/adapter in PEFT's format (fp32, of the model `base_name`); the model with them merged only
-    where `merged` asks for it. Returns the outcome's entries `export`, `adapter` and `greedy`: what the trainer's own
-    model says to a fixed question, for anyone to compare with what another library makes of the export.
+    where `merged` asks for it. `rows`: of rank 0, the tokens to compare by. Returns the outcome's entries `export`,
+    `adapter` and `compared`: these rows and what the trainer's own model predicts after each token, for anyone to
+    compare with what another library makes of the export.
     """
-    prompt_ids, spec = greedy_prompt(tokenizer), lora_of(module)
+    spec = lora_of(module)
     tensors = gather_full(module, dist)
     written: dict[str, Any] = {"export": None, "adapter": None}
     if spec is None or merged:
         whole = tensors if spec is None or tensors is None else merge(tensors, spec)
-        tokens = export_tensors(
-            folder, whole, shape=shape, tokenizer=tokenizer, prompt_ids=prompt_ids, dist=dist, dtype=dtype
-        )
+        predicted = export_tensors(folder, whole, shape=shape, tokenizer=tokenizer, rows=rows, dist=dist, dtype=dtype)
         written["export"] = folder.name
     if spec is not None:
-        tokens = on_rank0(
+        predicted = on_rank0(
             dist,
             lambda: export_adapter(
                 folder / ADAPTER_DIR,
@@ -95,13 +95,21 @@ def export(
                 shape=shape,
                 base_name=base_name,
                 tokenizer=tokenizer,
-                prompt_ids=prompt_ids,
+                rows=rows,
             ),
         )
         if not merged:
             on_rank0(dist, lambda: remove_model(folder))
         written["adapter"] = f"{folder.name}/{ADAPTER_DIR}"
-    return {**written, "greedy": {"prompt_ids": prompt_ids, "tokens": tokens}}
+    return {**written, "compared": {"rows": rows, "predicted": predicted}}
+
+
+def rows_to_compare(run: Run, step: int, shape: DecoderShape) -> list[list[int]]:
+    """Rows of the run's own data: held out, else of the last step; random ones where this start has not trained."""
+    rows = rows_of(run.data.eval.batches())
+    if not rows and step > run.start_step:
+        rows = rows_of(run.data.train.step_batches(step - 1))
+    return rows or random_rows(shape.vocab_size)
 
 
 def remove_model(folder: Path) -> None:
@@ -122,14 +130,6 @@ def render_export(run_dir: Path, written: dict[str, Any]) -> list[str]:
             f"adapter exported to {run_dir / written['adapter']}: reopened with {reader}, same tensors and logits"
         )
     return lines
-
-
-def greedy_prompt(tokenizer: Any) -> list[int]:
-    """The token ids of one fixed question: up to where the assistant begins, or plain without a chat template."""
-    if not tokenizer.chat_template:
-        return list(tokenizer(GREEDY_QUESTION)["input_ids"])
-    turns = [{"role": "user", "content": GREEDY_QUESTION}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
 def render_outcome(outcome: dict[str, Any], total_steps: int) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.batch import Batch, LossSum
+from trainer.config.batch import BatchRules
 from trainer.config.parallel import why_no_graphs
 from trainer.models.decoder import DecoderShape
 from trainer.schema import Config
@@ -126,5 +127,5 @@ def decide_graphs(config: Config, shape: DecoderShape, *, backend: str, compiled
         return False
     if config.parallel.cuda_graphs is not None:
         return config.parallel.cuda_graphs
-    tokens = config.train.micro_batch_size * config.data.seq_len
+    tokens = BatchRules.of(config).tokens
     return 6 * shape.num_params * tokens / LIKELY_FLOPS < LAUNCH_S_PER_LAYER * shape.num_layers

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 from trainer.checkpoint.writer import Beside
 from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
-from trainer.garbage import long_lived
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
-from trainer.reading import NonFiniteError, Reader
+from trainer.reading import NonFiniteError, PeakMemory, Reader
 from trainer.run import Result, Run
 from trainer.saving import DEFAULT, Saver
-from trainer.step import train_step
+from trainer.step import StepWatcher, is_watched, train_step, watched
 from trainer.stopping import stop_requests
-from trainer.watch.profiling import is_watched, step_watchers, watched
 
 
-def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Result:
+def train(
+    run: Run,
+    *,
+    watchers: Callable[[Run], Sequence[StepWatcher]] = lambda run: (),
+    at: AtPoint = nothing,
+    beside: Beside = DEFAULT,
+) -> Result:
     """Train from `run.start_step` to the last step, or until asked to stop; evaluated and saved on the way.
 
     Raises NonFiniteError after `train.max_nonfinite_steps` skipped steps in a row, on every rank at the same step.
-    `at` hears of each point that a save passes; `beside` says how saves beside the training are made.
+    `watchers` gives, before the first step, what stands around each. `at` hears of each point that a save passes;
+    `beside` says how saves beside the training are made.
     """
     run.module.train()
     total = run.data.train.total_steps
-    multiplier = lr_multiplier(run.config.optim, total)
-    peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
-    evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside)
-    must_judge_first = run.config.train.nonfinite == "abort"  # a save would have the next attempt start behind the step
+    lr = learning_rate(run)
+    memory = PeakMemory(run.dist.device)
+    evaluator, saver = Evaluator(run), Saver(run, at=at, beside=beside, memory=memory)
     with stop_requests(run.run_dir) as is_stop_requested, long_lived() as set_aside:
         saver.prepare()
-        flags = FlagBoard(run.dist, width=1)
         if run.start_step == 0:
             run.dist.startup.enter("evaluation")
             evaluator.evaluate(0, is_stop_requested=is_stop_requested)
-        steps = Reader(run)
+        steps = Reader(run, memory)
         run.dist.startup.enter("first step")
         step, stopping = run.start_step, False
-        watchers = step_watchers(run)
+        border = Border(run, steps, evaluator, saver, is_stop_requested)
+        around = watchers(run)
         try:
             while step < total and not stopping and not evaluator.early_stop:
-                with watched(watchers, step + 1) as seen:
-                    values = train_step(run, step, lr=peak * multiplier(step))
+                with watched(around, step + 1) as seen:
+                    values = train_step(run, step, lr=lr(step))
                     seen.append(values)
                 step += 1
                 saver.after_step()
-                if saver.can_reserve():
-                    with steps.memory.left_out():
-                        saver.reserve()
                 for note in run.data.train.take_notes():
                     run.log.note(note)
                 steps.push(values)
@@ -57,30 +63,13 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
                 if is_watched(run, step):
                     steps.drain()
                     steps.restart_clock()
-                flags.post([int(is_stop_requested())])
-                (asked,) = flags.read()
-                stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
-                ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
-                if saves and not (ends or evaluates or must_judge_first) and saver.goes_beside():
-                    with steps.memory.left_out():  # without a drain: the device may still be busy with the step
-                        saver.save(step, must_succeed=False)
-                elif ends or evaluates or saves:
-                    steps.drain(at_end=ends)
-                    # a run that is asked to stop saves at once and looks at nothing more
-                    if evaluates and (not stopping or step == total):
-                        evaluator.evaluate(step, is_stop_requested=is_stop_requested)
-                    ending = stopping or evaluator.early_stop is not None
-                    if saves or ending:
-                        exports = run.config.run.export and not stopping
-                        with steps.memory.left_out():  # a copy in memory that is free anyway
-                            saver.save(step, must_succeed=ending or step == total, then_export=exports)
-                    steps.restart_clock()
+                stopping = border.cross(step)
             steps.drain(at_end=True)
         except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
             saver.finish()
             raise
         saver.finish()
-        flags.read(keep=0)
+        border.flags.read(keep=0)
     return Result(
         step,
         stopped=step < total and evaluator.early_stop is None,
@@ -90,3 +79,68 @@ def train(run: Run, *, at: AtPoint = nothing, beside: Beside = DEFAULT) -> Resul
         reason=evaluator.early_stop if step < total else None,
         unsaved=saver.unsaved,
     )
+
+
+def learning_rate(run: Run) -> Callable[[int], float]:
+    """Its value after so many steps."""
+    multiplier = lr_multiplier(run.config.optim, run.data.train.total_steps)
+    peak = peak_learning_rate(run.config.optim, run.data.train.global_batch_size)
+    return lambda step: peak * multiplier(step)
+
+
+@dataclass
+class Border:
+    """What is due between two steps: the ranks agree whether to stop, evaluate, and save."""
+
+    run: Run
+    steps: Reader
+    evaluator: Evaluator
+    saver: Saver
+    is_stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.flags = FlagBoard(self.run.dist, width=1)
+
+    def cross(self, step: int) -> bool:
+        """Do what is due after `step` steps; whether the run was asked to stop, the same on every rank."""
+        run, steps, evaluator, saver = self.run, self.steps, self.evaluator, self.saver
+        total = run.data.train.total_steps
+        self.flags.post([int(self.is_stop_requested())])
+        (asked,) = self.flags.read()
+        stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
+        ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
+        # a save would have the next attempt start behind a step that ends the run
+        must_judge_first = run.config.train.nonfinite == "abort"
+        if saves and not (ends or evaluates or must_judge_first) and saver.goes_beside():
+            saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
+        elif ends or evaluates or saves:
+            steps.drain(at_end=ends)
+            # a run that is asked to stop saves at once and looks at nothing more
+            if evaluates and (not stopping or step == total):
+                evaluator.evaluate(step, is_stop_requested=self.is_stop_requested)
+            ending = stopping or evaluator.early_stop is not None
+            if saves or ending:
+                exports = run.config.run.export and not stopping
+                saver.save(step, must_succeed=ending or step == total, then_export=exports)
+            steps.restart_clock()
+        return stopping
+
+
+@contextmanager
+def long_lived() -> Iterator[Callable[[], None]]:
+    """Give a function that sets what lives now aside, to be called once that is most of what will: until the end of the
+    block Python's collections go through younger objects alone.
+
+    A full collection goes through every object there is, beside torch and what its compiler made for some 250 ms, in
+    which no kernel is launched (docs/performance.md); it comes now and then, and on each rank at another step. What is
+    set aside is freed as ever once nothing refers to it.
+    """
+
+    def set_aside() -> None:
+        gc.collect()  # a cycle that is garbage already would stay
+        gc.freeze()
+
+    try:
+        yield set_aside
+    finally:
+        gc.unfreeze()

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from trainer.batch import Batch
+from trainer.config.batch import BatchRules
 from trainer.config.load import config_to_dict
 from trainer.config.parallel import recompute_mode
-from trainer.data.batching import BatchRules
 from trainer.data.steps import micro_batches
 from trainer.dist import Dist, DistError, gather
 from trainer.kernels.support import give_up_triton, why_no_triton
@@ -105,9 +105,8 @@ def largest_batch(config: Config) -> Batch:
     """The micro-batch that takes most memory: full rows of one document each, every token but the last a target."""
     rules = BatchRules.of(config)
     length = rules.padded(rules.seq_len)
-    rows = max(1, rules.micro_batch_tokens // length) if rules.micro_batch_tokens else rules.micro_batch_size
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return Batch(tokens, tokens.clone(), torch.arange(length).repeat(rows, 1), torch.zeros_like(tokens))
+    tokens = torch.zeros(rules.rows, length, dtype=torch.int64)
+    return Batch(tokens, tokens.clone(), torch.arange(length).repeat(rules.rows, 1), torch.zeros_like(tokens))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from trainer import launch
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
-from trainer.runlock import IN_USE_HINT, release_all, taken_by
+from trainer.run_folder import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.watch import diagnose
 from trainer.watch.heartbeat import SILENT_S

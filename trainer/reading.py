@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.metrics import Record
+from trainer.metrics_log import Record
 from trainer.run import Run
 from trainer.step import StepValues
 from trainer.words import first_few
@@ -23,15 +23,15 @@ class NonFiniteError(Exception):
 class Reader:
     """Reads each step's values one step late and turns them into records."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, memory: PeakMemory) -> None:
         self._run = run
+        self._memory = memory
         self._late: StepValues | None = None
         self._newest: tuple[StepValues, float] | None = None
         """The step read last, and its gradient norm."""
         self._window = Window()
         self._skipped_in_a_row = 0
         self._clock = StepClock(run.dist.device)
-        self.memory = PeakMemory(run.dist.device)
         self._start_s: float | None = None
         """For the first record: how long the start took."""
 
@@ -98,7 +98,7 @@ class Reader:
             "mfu": mfu,
             "step_s": round(window.seconds / window.steps, 5),
             "data_wait_s": round(window.wait / window.steps, 5),
-            "mem_gib": self.memory.gib(),
+            "mem_gib": self._memory.gib(),
             "epoch": round(run.data.train.epoch_at(late.step), 4),
         }
         started = {} if self._start_s is None else {"start_s": self._start_s}

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.agreeing import on_all
-from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, on_all
 from trainer.checkpoint.folders import (
     STATE_FILE,
     incomplete_in,

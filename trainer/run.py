@@ -15,7 +15,7 @@ from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import NO_FLOPS, Flops
 from trainer.graphs import GraphedMicroBatches
-from trainer.metrics import MetricsLog
+from trainer.metrics_log import MetricsLog
 from trainer.parallel.backend import Backend
 from trainer.schema import Config
 

@@ -9,6 +9,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.retention import METRIC, Keep
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.checkpoint.writing import AtPoint, nothing
+from trainer.reading import PeakMemory
 from trainer.run import Run
 from trainer.schema import CHECKPOINTS_DIR
 
@@ -28,9 +29,12 @@ class Saver:
         *,
         at: AtPoint = nothing,
         beside: Beside = DEFAULT,
+        memory: PeakMemory | None = None,
         patience_s: tuple[float, float] = PATIENCE_S,
     ) -> None:
+        """`memory`: what does not count the copies that saves make."""
         self._run = run
+        self._memory = memory or PeakMemory(run.dist.device)
         self._patience_s = patience_s
         train = run.config.train
         # what is saved only at the end is waited for anyway, and needs no copy
@@ -61,17 +65,11 @@ class Saver:
             self._run.log.note(f"note: saves stop the training, train.async_save has no effect: {reason}")
 
     def after_step(self) -> None:
-        """Tell the outcome of a save that has ended meanwhile."""
+        """Tell the outcome of a save that has ended meanwhile, and take, once in a run, the memory of the GPU that the
+        first save would have to wait for."""
         if self._writer.has_ended():
             self._tell()
-
-    def can_reserve(self) -> bool:
-        """Whether `reserve` has something to do yet: once in a run."""
-        return self._writer.can_reserve()
-
-    def reserve(self) -> None:
-        """Take the memory of the GPU that the first save would have to wait for; after a step."""
-        self._writer.reserve()
+        self._writer.reserve(self._memory.left_out)
 
     def save(self, step: int, *, must_succeed: bool, then_export: bool = False) -> None:
         """Save; one that fails on the way is only reported, for the training is worth more than it.
@@ -81,14 +79,15 @@ class Saver:
         in `unsaved`, on every rank alike.
         """
         self._run.dist.progress.enter("saving")
-        if self._writer.saving_step != step:
-            self._wait_for_earlier()
-            self._start(step)
-        if must_succeed:
-            if self._writer.was_lost():
-                self._tell(goes_on="it is saved again")
+        with self._memory.left_out():  # a copy in memory that is free anyway
+            if self._writer.saving_step != step:
+                self._wait_for_earlier()
                 self._start(step)
-            self._tell(must_succeed=not then_export, goes_on="the model is exported all the same")
+            if must_succeed:
+                if self._writer.was_lost():
+                    self._tell(goes_on="it is saved again")
+                    self._start(step)
+                self._tell(must_succeed=not then_export, goes_on="the model is exported all the same")
 
     def finish(self) -> None:
         """Wait for the save that is under way, tell its outcome, and end."""

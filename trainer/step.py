@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -33,6 +35,26 @@ class StepValues:
         if self.ready is not None:
             self.ready.synchronize()
         return self.values.tolist()
+
+
+StepWatcher = Callable[[int, list[StepValues]], AbstractContextManager[None]]
+"""What stands around a step, whose number counts from 1; the step leaves its values in the list."""
+
+
+@contextmanager
+def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepValues]]:
+    """The step, with everybody watching who wants to; put the step's values into the list."""
+    values: list[StepValues] = []
+    with ExitStack() as stack:
+        for watcher in watchers:
+            stack.enter_context(watcher(step, values))
+        yield values
+
+
+def is_watched(run: Run, step: int) -> bool:
+    """Whether the config names this step to be watched: what was written about it since is no time of the next one."""
+    train = run.config.train
+    return step in train.profile_steps or step in train.memory_snapshot_steps
 
 
 def train_step(run: Run, step: int, *, lr: float) -> StepValues:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from trainer.config.length import length_notes
 from trainer.config.load import config_notes
+from trainer.config.train import length_notes
 from trainer.models.lora import render_lora
 from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling

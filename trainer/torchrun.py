@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).absolute().parent.parent)  # not this folder: its names would hide other packages
+    # not this folder: its names would hide other packages
+    sys.path[0] = str(next(folder.parent for folder in Path(__file__).absolute().parents if folder.name == "trainer"))
 
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
 from trainer.watch.diagnose import FAILURE_FILE

@@ -15,8 +15,8 @@ from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels,
 from tests.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
 from trainer.losses import sft_loss
+from trainer.models.compare import sequence_logits
 from trainer.models.decoder import DecoderShape, logits_head
-from trainer.models.generate import sequence_logits
 
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = [5, 9, 7, 3, 8]
@@ -138,7 +138,7 @@ def reloaded(folder: Path) -> Iterator[tuple[nn.Module, nn.Module]]:
     """A model of every family, and what transformers makes of its export."""
     for shape, own in shapes_of("", folder):
         decoder, _ = both_models(own / "given", shape)
-        export_model(own / "out", decoder, shape=shape, prompt_ids=[1, 2, 3], dist=ALONE)
+        export_model(own / "out", decoder, shape=shape, rows=[[1, 2, 3]], dist=ALONE)
         yield decoder, AutoModelForCausalLM.from_pretrained(own / "out", dtype=torch.float32).eval()
 
 

@@ -24,7 +24,7 @@ from trainer.losses import sft_loss
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import Fit, fit_into, free_bytes
 from trainer.memory.plans import usable
-from trainer.metrics import MetricsLog
+from trainer.metrics_log import MetricsLog
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from trainer.building import seed_everything
 from trainer.calibration.bench import Bench
-from trainer.calibration.sizes import given_batch, rows_of, search, sizes
+from trainer.calibration.sizes import given_batch, search, sizes
 from trainer.calibration.verdict import HEADER, Calibration
+from trainer.config.batch import BatchRules
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist, on_rank0
 from trainer.models.attention import fastest_kernels
@@ -49,7 +50,7 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     return Calibration(
         timed=tuple(timed),
         ended=ended,
-        configured=rows_of(config),
+        configured=BatchRules.of(config).rows,
         global_batch=given_batch(config, dist.world_size),
         by_accumulation=config.train.grad_accum_steps is not None,
         by_tokens=config.train.micro_batch_tokens is not None,

@@ -75,12 +75,6 @@ def given_batch(config: Config, world_size: int) -> int | None:
     return global_batch_size(config, world_size) if given else None
 
 
-def rows_of(config: Config) -> int:
-    """Rows of seq_len tokens in the config's micro-batch."""
-    tokens = config.train.micro_batch_tokens
-    return max(1, tokens // config.data.seq_len) if tokens else config.train.micro_batch_size
-
-
 def with_rows(config: Config, rows: int, world_size: int) -> Config:
     """The config with another micro-batch and, where it says how many rows a step has, as many."""
     train, batch = config.train, given_batch(config, world_size)

@@ -1,11 +1,15 @@
-"""What is told when a checkpoint cannot be written or read."""
+"""What is told when a checkpoint cannot be written or read, and how all ranks come to tell the same."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.dist import Group, gather
 from trainer.words import first_line, render_bytes
 
 DAMAGED = "If a file is damaged, remove this folder: an earlier checkpoint is taken then"
@@ -33,3 +37,24 @@ def first_cause(error: BaseException) -> str:
     """The kind and first line of an error, or of the first rank's error that torch has wrapped into one."""
     failures = getattr(error, "failures", {})
     return first_line(next((failure[0] for failure in failures.values()), error))
+
+
+Failure = Callable[[str], CheckpointError]
+"""From a reason to the error that tells it."""
+
+
+def on_all(act: Callable[[], None], group: Group, failure: Failure) -> None:
+    """Do something on every rank; when it fails on some, raise the first one's CheckpointError on all."""
+    caught: BaseException | None = None
+    try:
+        act()
+    except (Exception, CheckpointException) as error:
+        caught = error
+    reasons = gather(None if caught is None else _reason(caught, failure), group)
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise CheckpointError(reason if len(reasons) == 1 else f"rank {rank}: {reason}") from caught
+
+
+def _reason(error: BaseException, failure: Failure) -> str:
+    return str(error) if isinstance(error, CheckpointError) else str(failure(first_cause(error)))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.agreeing import on_all
-from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause
+from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause, on_all
 from trainer.checkpoint.folders import STATE_FILE, is_complete, missing
 from trainer.checkpoint.integrity import Manifest, damages, share
 from trainer.checkpoint.random_state import read_random_state, set_random_state

@@ -1,23 +1,60 @@
-"""What the trainer and its saver process say to each other, over a socket between the two alone."""
+"""What the trainer and its saver process say to each other, over a socket between the two alone.
+
+The savers of a run find each other where their trainers did: in the same key-value store.
+"""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch.distributed as torch_dist
 
 from trainer.checkpoint.states import State
 from trainer.checkpoint.writing import Order
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """A key-value store that every saver can reach: that of the trainers, under a name of its own."""
+
+    address: str
+    """A host, or the path of a file."""
+    port: int | None
+    """None: of a file."""
+    name: str
+
+    def open(self, timeout_s: float) -> torch_dist.Store:
+        """A connection of this process's own."""
+        if self.port is None:
+            store: torch_dist.Store = torch_dist.FileStore(self.address, -1)  # it does not count who uses it
+        else:
+            timeout = timedelta(seconds=timeout_s)
+            store = torch_dist.TCPStore(self.address, self.port, is_master=False, timeout=timeout)
+        return torch_dist.PrefixStore(self.name, store)
+
+
+def meeting_at(store: torch_dist.Store | None, name: str) -> Meeting | None:
+    """Where savers can meet that know the trainers' store only by this; None where they cannot."""
+    while isinstance(store, torch_dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, torch_dist.TCPStore):
+        return Meeting(store.host, store.port, name)
+    if isinstance(store, torch_dist.FileStore):
+        return Meeting(store.path, None, name)  # type: ignore[attr-defined]  # torch's stub lacks it
+    return None
+
+
+@dataclass(frozen=True)
 class Setup:
-    """To the saver, first: its place among the savers, and where they meet (see `meeting`; None: it is alone)."""
+    """To the saver, first: its place among the savers, and where they meet (None: it is alone)."""
 
     rank: int
     world_size: int
-    meeting: Any
+    meeting: Meeting | None
     timeout_s: float
 
 

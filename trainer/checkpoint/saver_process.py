@@ -20,7 +20,7 @@ from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive
 from trainer.checkpoint.region import Region
 from trainer.checkpoint.states import State
 from trainer.checkpoint.writing import AtPoint, Order, nothing
-from trainer.runlock import held_descriptors
+from trainer.run_folder import held_descriptors
 
 NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Sent to the whole process group by a terminal or a scheduler; the trainer decides what becomes of a save."""

@@ -48,7 +48,10 @@ def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
 def _joined(setup: Setup, connection: Connection) -> Group:
     """The group of all savers, once all are here; None for a saver that is alone."""
     try:
-        store = torch_dist.HashStore() if setup.world_size == 1 else setup.meeting.open(setup.timeout_s)
+        store: torch_dist.Store = torch_dist.HashStore()
+        if setup.world_size > 1:
+            assert setup.meeting is not None, "the trainers have looked for one"
+            store = setup.meeting.open(setup.timeout_s)
         timeout = timedelta(seconds=setup.timeout_s)
         # also for one: a sharded tensor needs it
         torch_dist.init_process_group(

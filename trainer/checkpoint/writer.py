@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -21,8 +22,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.errors import CheckpointError, SaverLostError, cannot_write
-from trainer.checkpoint.meeting import meeting_at
-from trainer.checkpoint.messages import Outcome, Setup
+from trainer.checkpoint.messages import Outcome, Setup, meeting_at
 from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.region import why_no_shared_memory
 from trainer.checkpoint.retention import Keep
@@ -131,17 +131,18 @@ class Writer:
         """Whether saver and memory are there, or none will be: `start` then waits for nothing but an earlier save."""
         return self._beside is None or (self._ready is not None and self._ready.done())
 
-    def can_reserve(self) -> bool:
-        """Whether `reserve` has something to do yet: once, when saves can be beside the training; never where this
-        rank's saver was lost before it was up."""
+    def reserve(self, around: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
+        """Take beforehand, `around` it, what memory of the GPU a copy is made in; between two steps, no other rank is
+        waited for. Whether it was done now: once, when saves can be beside the training, and never where this rank's
+        saver was lost before it was up."""
         if self._to_reserve == 0 or self._beside is None or self._ready is None:
             return False
-        return self._ready.done() and not self._ready.result()
-
-    def reserve(self) -> None:
-        """Take beforehand what memory of the GPU a copy is made in, between two steps; no other rank is waited for."""
+        if not self._ready.done() or self._ready.result():
+            return False
         size, self._to_reserve = self._to_reserve, 0
-        self._staging.reserve(size)
+        with around():
+            self._staging.reserve(size)
+        return True
 
     def start(
         self,

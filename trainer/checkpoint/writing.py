@@ -11,8 +11,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from trainer.checkpoint.agreeing import on_all
-from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause
+from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause, on_all
 from trainer.checkpoint.folders import commit, make_empty, step_name
 from trainer.checkpoint.integrity import Manifest
 from trainer.checkpoint.random_state import write_random_state

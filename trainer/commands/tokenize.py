@@ -1,4 +1,4 @@
-"""`train.py tokenize`: the words of the command line. Imports no torch; the work is `trainer.tokenizing`'s."""
+"""`train.py tokenize`: the words of the command line. No torch; the work is `trainer.tokenizing`'s."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokenize(
 ) -> None:
     from tqdm import tqdm
 
-    from trainer.config.corpus import TOKEN_SUFFIX
+    from trainer.config.data import TOKEN_SUFFIX
     from trainer.data.tokenizer import load_tokenizer
     from trainer.schema import Config, DataConfig
     from trainer.tokenizing import read_all_texts, write_token_file

@@ -1,13 +1,72 @@
-"""Rules of the keys that say how large a micro-batch is. Pure."""
+"""How large a micro-batch is, and the rules of the keys that say so. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from trainer.config.broken import Broken
+from trainer.config.keys import Broken
+from trainer.config.target import num_processes
 from trainer.schema import Config
 
+BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 KEY = "train.micro_batch_tokens"
+MULTIPLE = 8
+"""Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What decides the shape of a micro-batch.
+
+    `packing`: every row is seq_len long; otherwise rows end with the longest of their micro-batch. `micro_batch_tokens`
+    bounds rows x length of a micro-batch; without it each has micro_batch_size rows.
+    """
+
+    seq_len: int
+    packing: bool
+    micro_batch_size: int
+    micro_batch_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> BatchRules:
+        train, data = config.train, config.data
+        return cls(data.seq_len, data.packing, train.micro_batch_size, train.micro_batch_tokens)
+
+    def padded(self, length: int) -> int:
+        """The length of rows of which the longest holds `length` tokens."""
+        return self.seq_len if self.packing else min(-(-max(length, 1) // MULTIPLE) * MULTIPLE, self.seq_len)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a micro-batch at most, padding counted."""
+        return self.micro_batch_tokens or self.micro_batch_size * self.seq_len
+
+    @property
+    def rows(self) -> int:
+        """Rows of seq_len tokens in it, one at least."""
+        return max(1, self.tokens // self.seq_len)
+
+
+def batch_rules(config: Config) -> Iterator[Broken]:
+    t, n = config.train, num_processes(config)
+    total = t.global_batch_size
+    if total is None:
+        return
+    if total < n:
+        message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"
+        yield Broken("train.global_batch_size", message, f"make it {n} or more", ("target.gpu_ranks",))
+    accum = t.grad_accum_steps
+    if accum is not None and t.micro_batch_tokens is None and total != t.micro_batch_size * accum * n:
+        product = f"micro_batch_size {t.micro_batch_size} x grad_accum_steps {accum} x {_processes(n)}"
+        message = f"train.global_batch_size is {total}, but {product} = {t.micro_batch_size * accum * n}"
+        yield Broken(
+            "train.global_batch_size", message, "set only one of global_batch_size and grad_accum_steps", BATCH_KEYS
+        )
+
+
+def _processes(n: int) -> str:
+    return "1 process" if n == 1 else f"{n} processes"
 
 
 def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:

@@ -1,6 +1,6 @@
 """docs/config.md from the schema itself: `python -m trainer.config.docs --write`; without --write to standard output.
 
-What a key means is the docstring below it in `trainer/schema.py`; its type and its default are the dataclass's own;
+What a key means is the docstring below it in `trainer/schema/`; its type and its default are the dataclass's own;
 its limits are those that the config is checked against; its names elsewhere are those that an error would correct.
 """
 
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 HEAD = """\
 # Every key of a config
 
-Made from `trainer/schema.py` by `make docs`: change it there.
+Made from `trainer/schema/` by `make docs`: change it there.
 
 A config is a `.py` file that defines `config = Config(...)` with these classes, or YAML with the same sections and
 keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
@@ -103,9 +103,11 @@ def render_page() -> str:
 def field_docs() -> dict[tuple[str, str], str]:
     """(class, field) -> the docstring that follows the field; of fields that share one, each has it."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            found |= {(node.name, field): text for field, text in _docs_of(node)}
+    sections = {kind.__module__ for kind in vars(schema).values() if dataclasses.is_dataclass(kind)}
+    for section in sorted(sections):
+        for node in ast.parse(inspect.getsource(sys.modules[section])).body:
+            if isinstance(node, ast.ClassDef):
+                found |= {(node.name, field): text for field, text in _docs_of(node)}
     return found
 
 

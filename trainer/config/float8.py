@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.broken import Broken
+from trainer.config.batch import BatchRules
+from trainer.config.keys import Broken
 from trainer.config.parallel import is_compiled
 from trainer.schema import Config
 
@@ -22,7 +23,7 @@ def why_no_float8(config: Config) -> str | None:
         return "parallel.compile is false, and casts to float8 that are not compiled take longer than they save"
     if not config.data.packing:
         return f"data.packing is false: rows are of any length, and float8 needs multiples of {MULTIPLE} tokens"
-    tokens = config.train.micro_batch_size * config.data.seq_len
+    tokens = BatchRules.of(config).tokens
     if tokens % MULTIPLE:
         return f"train.micro_batch_size x data.seq_len is {tokens}, not a multiple of {MULTIPLE}, which float8 needs"
     return None

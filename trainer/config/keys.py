@@ -172,3 +172,18 @@ def get_key(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold: the key to look at first, what is wrong, what to do, the other keys in it."""
+
+    key: str
+    message: str
+    hint: str = ""
+    others: tuple[str, ...] = ()
+
+    def place(self, places: Places) -> str:
+        """Where the first of the keys stands, or the command line if it gave one of them: it came last."""
+        found = [places.of(key) for key in (self.key, *self.others)]
+        return COMMAND_LINE if COMMAND_LINE in found else found[0]

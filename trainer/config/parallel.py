@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.broken import Broken
+from trainer.config.keys import Broken
 from trainer.schema import Config, ParallelConfig, gpu_count
 
 STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"

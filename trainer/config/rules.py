@@ -7,17 +7,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainer.config import parallel as config_parallel
-from trainer.config.batch import micro_batch_tokens_rules, micro_batch_without_effect
-from trainer.config.broken import Broken
-from trainer.config.corpus import TEXT_SUFFIXES, TOKEN_SUFFIX, corpus_rules, corpus_without_effect
-from trainer.config.data import data_rules, data_without_effect
+from trainer.config.batch import batch_rules, micro_batch_tokens_rules, micro_batch_without_effect
+from trainer.config.data import (
+    TEXT_SUFFIXES,
+    TOKEN_SUFFIX,
+    corpus_rules,
+    corpus_without_effect,
+    data_rules,
+    data_without_effect,
+)
 from trainer.config.fields import show
 from trainer.config.float8 import float8_rules, float8_without_effect
-from trainer.config.keys import Places, field_kinds, get_key, scalar_texts
-from trainer.config.length import warmup_steps
-from trainer.config.optim import groups_rules, lora_rules, optim_without_effect
-from trainer.config.saving import best_rules, saving_without_effect
-from trainer.config.target import environment_rules, gpu_rules, num_processes
+from trainer.config.keys import Broken, Places, field_kinds, get_key, scalar_texts
+from trainer.config.target import environment_rules, gpu_rules
+from trainer.config.train import (
+    best_rules,
+    groups_rules,
+    length_rules,
+    lora_rules,
+    optim_without_effect,
+    saving_without_effect,
+    schedule_rules,
+    watching_rules,
+    watching_without_effect,
+)
 from trainer.errors import ConfigError
 from trainer.schema import Config, ModelConfig, as_sources
 
@@ -114,7 +127,6 @@ POLICY_KEYS = (
 )
 RUN_OUTPUTS = ("export", "trackers", "tracker_project")
 """Of `run`, what the trainer alone writes."""
-BATCH_KEYS = ("train.grad_accum_steps", "train.micro_batch_size", "target.gpu_ranks")
 
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
@@ -127,12 +139,12 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         _script,
         _model,
         data_rules,
-        _length,
-        _batch,
+        length_rules,
+        batch_rules,
         micro_batch_tokens_rules,
         corpus_rules,
-        _schedule,
-        _watching,
+        schedule_rules,
+        watching_rules,
         groups_rules,
         lora_rules,
         float8_rules,
@@ -220,76 +232,6 @@ def _model(config: Config) -> Iterator[Broken]:
         )
 
 
-def _length(config: Config) -> Iterator[Broken]:
-    t = config.train
-    if t.steps is not None and t.epochs is not None:
-        message = f"train.steps is {t.steps} and train.epochs is {t.epochs:g}: only one may say how long to train"
-        hint = "set the other to null; in a .py config steps=None, since it has a default"
-        yield Broken("train.epochs", message, hint, ("train.steps",))
-    if t.steps is None and t.epochs is None:
-        yield Broken("train.steps", "neither train.steps nor train.epochs is given", "set one of them")
-
-
-def _batch(config: Config) -> Iterator[Broken]:
-    t, n = config.train, num_processes(config)
-    total = t.global_batch_size
-    if total is None:
-        return
-    if total < n:
-        message = f"train.global_batch_size is {total}, less than one row for each of {n} processes"
-        yield Broken("train.global_batch_size", message, f"make it {n} or more", ("target.gpu_ranks",))
-    accum = t.grad_accum_steps
-    if accum is not None and t.micro_batch_tokens is None and total != t.micro_batch_size * accum * n:
-        product = f"micro_batch_size {t.micro_batch_size} x grad_accum_steps {accum} x {_processes(n)}"
-        message = f"train.global_batch_size is {total}, but {product} = {t.micro_batch_size * accum * n}"
-        yield Broken(
-            "train.global_batch_size", message, "set only one of global_batch_size and grad_accum_steps", BATCH_KEYS
-        )
-
-
-def _processes(n: int) -> str:
-    return "1 process" if n == 1 else f"{n} processes"
-
-
-def _schedule(config: Config) -> Iterator[Broken]:
-    o, steps = config.optim, config.train.steps
-    if o.min_learning_rate > o.learning_rate:
-        message = f"optim.min_learning_rate is {o.min_learning_rate:g}, more than learning_rate, {o.learning_rate:g}"
-        yield Broken("optim.min_learning_rate", message, "", ("optim.learning_rate",))
-    if o.decay_steps is not None and o.schedule != "wsd":
-        message = (
-            f"optim.decay_steps is {o.decay_steps}, but optim.schedule is {o.schedule}; only wsd has a decay of its own"
-        )
-        yield Broken("optim.decay_steps", message, "drop decay_steps or set optim.schedule=wsd", ("optim.schedule",))
-    warmup = 0 if steps is None else warmup_steps(o, steps)
-    if steps is not None and warmup > steps:
-        message = f"optim.warmup_steps is {warmup}, more than train.steps, {steps}"
-        yield Broken("optim.warmup_steps", message, f"set optim.warmup_steps={steps // 10}", ("train.steps",))
-    if steps is not None and o.decay_steps is not None and warmup + o.decay_steps > steps:
-        total = f"optim.warmup_steps {warmup} + decay_steps {o.decay_steps} = {warmup + o.decay_steps}"
-        yield Broken(
-            "optim.decay_steps", f"{total}, more than train.steps, {steps}", "", ("train.steps", "optim.warmup_steps")
-        )
-
-
-def _watching(config: Config) -> Iterator[Broken]:
-    train, data = config.train, config.data
-    if train.early_stop_patience is not None and not data.eval and data.eval_fraction == 0:
-        message = f"train.early_stop_patience is {train.early_stop_patience}, but there is no held-out data to judge by"
-        hint = "set data.eval or data.eval_fraction, or drop train.early_stop_patience"
-        yield Broken("train.early_stop_patience", message, hint, ("data.eval_fraction",))
-    if train.early_stop_patience is not None and train.eval_every == 0:
-        message = (
-            f"train.early_stop_patience is {train.early_stop_patience}, but train.eval_every is 0: nothing is evaluated"
-        )
-        yield Broken("train.early_stop_patience", message, "set train.eval_every", ("train.eval_every",))
-    for key, steps in (("profile_steps", train.profile_steps), ("memory_snapshot_steps", train.memory_snapshot_steps)):
-        late = [step for step in steps if train.steps is not None and step > train.steps]
-        if late:
-            message = f"train.{key} holds {late[0]}, more than train.steps, {train.steps}"
-            yield Broken(f"train.{key}", message, "", ("train.steps",))
-
-
 def config_notes(config: Config, *, backend: str, deployed: bool) -> list[str]:
     """One line for the keys that are set but have no effect beside the others; to be shown, not to stop at.
 
@@ -320,7 +262,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     yield from corpus_without_effect(config)
     yield from float8_without_effect(config)
     yield from config_parallel.without_effect(config, backend)
-    yield from _watching_without_effect(config)
+    yield from watching_without_effect(config)
     yield from optim_without_effect(config)
     yield from saving_without_effect(config)
     yield from data_without_effect(config)
@@ -329,15 +271,3 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
     else:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
         yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"
-
-
-def _watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
-    train = config.train
-    if train.nonfinite == "abort":
-        yield ["train.max_nonfinite_steps"], ", train.nonfinite is abort: the first such step ends the run"
-    if train.early_stop_patience is None:
-        yield ["train.early_stop_min_delta"], " without train.early_stop_patience"
-    if "wandb" not in config.run.trackers:
-        yield ["run.tracker_project"], ", wandb is none of run.trackers"
-    if config.target.device == "cpu":
-        yield ["train.memory_snapshot_steps"], " on the CPU: it shows a GPU's allocations"

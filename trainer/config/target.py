@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainer.config.broken import Broken
 from trainer.config.fields import show
+from trainer.config.keys import Broken
 from trainer.schema import AUTO_GPUS, Config, gpu_count
 
 GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Fa-f]{4,}[0-9A-Fa-f-]*")

@@ -14,12 +14,9 @@ import numpy as np
 import torch
 
 from trainer.batch import IGNORE, Batch
+from trainer.config.batch import BatchRules
 from trainer.data.chat import Encoded
 from trainer.data.packing import PackedRow, build_row
-from trainer.schema import Config
-
-MULTIPLE = 8
-"""Unpacked rows are padded to a multiple of it: matrix products are slower on other sizes."""
 
 
 class Ranks(Protocol):
@@ -30,29 +27,6 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class BatchRules:
-    """What decides the shape of a micro-batch.
-
-    `packing`: every row is seq_len long; otherwise rows end with the longest of their micro-batch. `micro_batch_tokens`
-    bounds rows x length of a micro-batch; without it each has micro_batch_size rows.
-    """
-
-    seq_len: int
-    packing: bool
-    micro_batch_size: int
-    micro_batch_tokens: int | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> BatchRules:
-        train, data = config.train, config.data
-        return cls(data.seq_len, data.packing, train.micro_batch_size, train.micro_batch_tokens)
-
-    def padded(self, length: int) -> int:
-        """The length of rows of which the longest holds `length` tokens."""
-        return self.seq_len if self.packing else min(-(-max(length, 1) // MULTIPLE) * MULTIPLE, self.seq_len)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.config.corpus import is_token_file
+from trainer.config.data import is_token_file
 from trainer.data.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
 from trainer.data.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
 from trainer.data.loader import Data, TrainLoader, lay_out

@@ -16,8 +16,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
+from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_of_rank, rows_within
+from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.chat import check_template
 from trainer.data.documents import (
@@ -196,7 +197,8 @@ class TrainLoader:
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        Rows without targets fill up (see `trainer.data.batching`). The next steps are laid out in a thread meanwhile.
+        Rows without targets fill up (see `trainer.data.batching`).
+        The next steps are laid out in a thread meanwhile.
         """
         return self._ahead.take(step, total_steps=self.total_steps)
 

@@ -12,8 +12,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
+from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
-from trainer.data.batching import BatchRules, Ranks, build_batches, padding_share, rows_of_rank
+from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank
 from trainer.data.chat import Encoded
 from trainer.data.documents import Source
 from trainer.data.report import SplitReport

@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
-from trainer.config.corpus import TEXT_SUFFIXES
+from trainer.config.data import TEXT_SUFFIXES
 from trainer.data.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.stdlib_docs import read_stdlib_pairs
 from trainer.errors import DataError
@@ -29,8 +29,8 @@ def read_texts(spec: str, *, split: str = TRAIN, limit: int | None = None) -> It
     """The first `limit` documents of `spec`, in its own order.
 
     `spec`: a .txt or .md file, or a folder of them at any depth (a document each); a file or data set as
-    `trainer.data.sources.read_records` takes it, with a column `text` (a document a row); or `builtin:stdlib-docs`.
-    Raises DataError for anything that cannot be read, and where there is no document at all.
+    `trainer.data.sources.read_records` takes it, with a column `text` (a document a row);
+    or `builtin:stdlib-docs`. Raises DataError for anything that cannot be read, and where there is no document at all.
     """
     found = 0
     for text in islice(_read(spec, split), limit):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config.corpus import TOKEN_SUFFIX
+from trainer.config.data import TOKEN_SUFFIX
 from trainer.data.chat import Encoded
 from trainer.errors import DataError
 

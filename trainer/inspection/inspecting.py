@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.config.length import length_notes, warmup_steps
 from trainer.config.load import config_notes, num_processes
+from trainer.config.train import length_notes, warmup_steps
 from trainer.data.loader import Data
 from trainer.data.report import DataReport
 from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size

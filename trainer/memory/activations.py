@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.config.batch import BatchRules
 from trainer.config.parallel import is_compiled, recompute_mode
 from trainer.kernels.support import why_no_triton
 from trainer.losses import CHUNK_TOKENS, CHUNK_TOKENS_IN_TORCH
@@ -58,9 +59,8 @@ class Micro:
 
     @classmethod
     def of(cls, config: Config, *, dense: bool) -> Micro:
-        train, data = config.train, config.data
-        n = train.micro_batch_tokens or train.micro_batch_size * data.seq_len
-        return cls(n, data.seq_len, data.packing and dense, DTYPES[train.precision].itemsize)
+        rules = BatchRules.of(config)
+        return cls(rules.tokens, rules.seq_len, rules.packing and dense, DTYPES[config.train.precision].itemsize)
 
 
 @dataclass(frozen=True)

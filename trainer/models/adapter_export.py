@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainer.errors import ModelError
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
+from trainer.models.compare import Rows, check_logits, sequence_logits
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.export import plain_decoder
-from trainer.models.generate import greedy, sequence_logits
 from trainer.models.hf import named_weights
 from trainer.models.lora import LoraSpec, attach, linear_names, split_adapter
 from trainer.models.shapes import shape_to_hf_config
@@ -34,11 +34,12 @@ def export_adapter(
     shape: DecoderShape,
     base_name: str | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    prompt_ids: Sequence[int],
-) -> list[int]:
+    rows: Rows,
+) -> list[list[int]]:
     """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after it has been verified.
 
-    `tensors`: the whole model's and its adapters', on the CPU. Returns our greedy tokens after `prompt_ids`.
+    `tensors`: the whole model's and its adapters', on the CPU. Returns what our model
+    predicts after each token of `rows`.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -46,10 +47,10 @@ def export_adapter(
     write_adapter(partial, pairs, spec=spec, shape=shape, base_name=base_name)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
-    tokens = verify_adapter(partial, tensors, spec=spec, shape=shape, prompt_ids=prompt_ids)
+    predicted = verify_adapter(partial, tensors, spec=spec, shape=shape, rows=rows)
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
-    return tokens
+    return predicted
 
 
 def write_adapter(
@@ -92,32 +93,18 @@ def peft_config(spec: LoraSpec, shape: DecoderShape, base_name: str | None) -> d
 
 @torch.no_grad()
 def verify_adapter(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    spec: LoraSpec,
-    shape: DecoderShape,
-    prompt_ids: Sequence[int],
-    n: int = 20,
-) -> list[int]:
-    """Open an adapter again, with PEFT where it is installed, and compare it: names, tensors, and a forward pass.
+    folder: Path, tensors: Mapping[str, Tensor], *, spec: LoraSpec, shape: DecoderShape, rows: Rows
+) -> list[list[int]]:
+    """Open an adapter again, with PEFT where it is installed, and compare it: names, tensors, and a pass over each row.
 
-    Raises ModelError for another tensor, or for logits further apart than 1e-4 of their scale. Returns the `n` tokens
-    of our greedy decoding, over which the pass goes too.
+    Raises ModelError for another tensor, or for logits further apart than 1e-4 of their scale. Returns our most
+    probable token after each of a row's.
     """
     base, pairs = split_adapter(tensors)
     ours = plain_adapted(shape, tensors, spec)
-    tokens = greedy(ours, prompt_ids, n)
-    ids = [*prompt_ids, *tokens]
-    expected = sequence_logits(ours, ids)
-    if find_spec("peft"):
-        got = _logits_of_peft(folder, shape, base, pairs, ids)
-    else:
-        got = _logits_of_files(folder, shape, base, pairs, ids)
-    error, limit = (got - expected).abs().max().item(), 1e-4 * max(1.0, expected.abs().max().item())
-    if not error <= limit:
-        raise ModelError(f"the adapter in {folder} computes other logits: off by {error:.3g}, allowed {limit:.3g}")
-    return tokens
+    expected = [sequence_logits(ours, ids) for ids in rows]
+    read = _logits_of_peft if find_spec("peft") else _logits_of_files
+    return check_logits(read(folder, shape, base, pairs, rows), expected, f"the adapter in {folder}")
 
 
 def plain_adapted(shape: DecoderShape, tensors: Mapping[str, Tensor], spec: LoraSpec) -> Decoder:
@@ -130,8 +117,8 @@ def plain_adapted(shape: DecoderShape, tensors: Mapping[str, Tensor], spec: Lora
 
 
 def _logits_of_peft(
-    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], ids: Sequence[int]
-) -> Tensor:
+    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
+) -> list[Tensor]:
     """What PEFT computes from the folder over the base, after its tensors have been compared."""
     import transformers
     from peft import PeftModel, get_peft_model_state_dict
@@ -143,20 +130,19 @@ def _logits_of_peft(
     adapted = PeftModel.from_pretrained(model, folder)
     loaded = {name.removeprefix(PREFIX): value for name, value in get_peft_model_state_dict(adapted).items()}
     _check_tensors(folder, loaded, pairs)
-    logits: Tensor = adapted.eval()(torch.tensor([list(ids)])).logits
-    return logits[0]
+    return [adapted.eval()(torch.tensor([list(ids)])).logits[0] for ids in rows]
 
 
 def _logits_of_files(
-    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], ids: Sequence[int]
-) -> Tensor:
+    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
+) -> list[Tensor]:
     """What our own reader makes of the folder, where PEFT is not installed."""
     decoder = plain_decoder(shape, base)
     spec = read_spec(folder, linear_names(decoder))
     attach(decoder, spec)
     load_adapter(decoder, folder)
     _check_tensors(folder, split_adapter(dict(named_weights(decoder)))[1], pairs)
-    return sequence_logits(decoder.eval(), ids)
+    return [sequence_logits(decoder.eval(), ids) for ids in rows]
 
 
 def _check_tensors(folder: Path, loaded: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.optim import base_dtype
+from trainer.config.train import base_dtype
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec

@@ -1,15 +1,26 @@
-"""Which parameters stay as they are, and how these are stored."""
+"""Which parameters stay as they are, how these are stored, and what names the base that they make.
+
+A checkpoint leaves the base out: what a run trains over which base is kept in it, and compared at a resume.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
+from trainer.models.lora import lora_of
 from trainer.models.patterns import matching
+from trainer.schema import Config
+
+SAMPLES = 64
+SAMPLE_BYTES = 4096
 
 
 def freeze(decoder: Decoder, patterns: Sequence[str]) -> None:
@@ -36,3 +47,36 @@ def store_as(decoder: Decoder, dtype: torch.dtype) -> None:
     """Store the parameters of a decoder on the meta device in `dtype`; buffers stay as they are."""
     for parameter in decoder.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def trained_part(config: Config, module: nn.Module, folder: Path | None, dist: Dist) -> dict[str, str]:
+    """Base, adapters and trained tensors as words; empty where the whole model is trained. Every rank calls this."""
+    if not is_partly_frozen(module):
+        return {}
+    names = sorted(name.removeprefix("module.") for name, p in module.named_parameters() if p.requires_grad)
+    part = {"base": on_rank0(dist, lambda: base_fingerprint(config, folder))}
+    spec = lora_of(module)
+    if spec is not None:
+        part |= {"lora.rank": str(spec.rank), "lora.alpha": f"{spec.alpha:g}", "lora.rslora": str(spec.rslora).lower()}
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return {**part, "trained": f"{len(names)} tensors ({digest})"}
+
+
+def base_fingerprint(config: Config, folder: Path | None) -> str:
+    """Names the weights that a run starts from: the same for the same weights, wherever their folder is."""
+    if folder is None or config.model.init == "random":
+        return f"random by seed {config.train.seed}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        _update_with_samples(digest, path)
+    return f"sha256 {digest.hexdigest()[:16]}"
+
+
+def _update_with_samples(digest: hashlib._Hash, path: Path) -> None:
+    """Evenly spread pieces, the first (names and shapes) and the last among them: a whole 7B model takes a minute."""
+    last = max(0, path.stat().st_size - SAMPLE_BYTES)
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(last * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))

@@ -1,8 +1,9 @@
-"""The optimizer that a config asks for."""
+"""The optimizer that a config asks for, over what this rank holds of each sharded parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.groups import parameter_groups
 from trainer.optim.low_bit import build_adamw8bit, is_quantised
-from trainer.optim.shards import ShardAdamW
+from trainer.parallel.tensors import local_tensor
 from trainer.schema import OptimConfig
 
 
@@ -37,3 +38,17 @@ def state_bytes(parameters: Iterable[Tensor], config: OptimConfig) -> float:
     total = sum(p.numel() for p in trained)
     small = sum(p.numel() for p in trained if is_quantised(p)) if config.optimizer == "adamw8bit" else 0
     return 2 * (4 * (total - small) + (1 + 4 / BLOCK) * small) / max(1, total)
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """Its state is sharded as the parameters are; its step sees this rank's shards as plain tensors.
+
+    An update needs nothing of other ranks. Among DTensors torch makes a DTensorSpec for each parameter's step count
+    anew, milliseconds of the host, and torch 2.11 keeps them all (https://github.com/pytorch/pytorch/issues/188174).
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
+        return has_complex

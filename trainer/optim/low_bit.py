@@ -74,20 +74,7 @@ def build_adamw8bit(
             counted = [1.0 - found_inf] * len(states)  # one tensor for all instead of a list would be waited for
             torch._foreach_add_([state["step"] for state in states], counted)
             rows = [_local(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
-            large = _columns([row for row in rows if hasattr(row[2], "codes")])
-            small = _columns([row for row in rows if not hasattr(row[2], "codes")])
-            small_step = _in_one_kernel_ if device.type == "cuda" else adamw8bit_
-            for step, columns in ((adamw8bit_, large), (small_step, small)):
-                step(
-                    *columns,
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    found_inf=found_inf,
-                    grad_scale=grad_scale,
-                )
+            _step_rows_(rows, group, device, found_inf=found_inf, grad_scale=grad_scale)
 
         def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
             # the count is on the device, where torchao would have it on the host: there, a step could not be skipped
@@ -99,17 +86,7 @@ def build_adamw8bit(
             if not (is_quantised(parameter) and local.numel()):
                 return torch.zeros_like(parameter.detach())
             state: Tensor = self._subclass_zeros(local, signed, self.block_size)
-            if not isinstance(parameter, DTensor):
-                return state
-            sharded = DTensor.from_local(
-                state,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            return sharded.to(parameter.device)
+            return _sharded_as(parameter, state) if isinstance(parameter, DTensor) else state
 
     optimizer: torch.optim.Optimizer = OneKernelAdamW8bit(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
     return optimizer
@@ -118,6 +95,39 @@ def build_adamw8bit(
 def is_quantised(parameter: Tensor) -> bool:
     """Whether the state of a parameter, of its whole shape, is kept in 8 bits."""
     return parameter.ndim >= 2 and parameter.numel() >= SMALLEST and parameter.shape[1:].numel() % BLOCK == 0
+
+
+def _sharded_as(parameter: DTensor, state: Tensor) -> Tensor:
+    """This rank's part of a parameter's state as a tensor that is spread as the parameter is."""
+    sharded = DTensor.from_local(
+        state,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return sharded.to(parameter.device)
+
+
+def _step_rows_(
+    rows: list[_Row], group: dict[str, Any], device: torch.device, *, found_inf: Tensor, grad_scale: Tensor | None
+) -> None:
+    """Update parameters of one group and device: those with 8-bit moments, and then those with fp32 ones."""
+    large = _columns([row for row in rows if hasattr(row[2], "codes")])
+    small = _columns([row for row in rows if not hasattr(row[2], "codes")])
+    small_step = _in_one_kernel_ if device.type == "cuda" else adamw8bit_
+    for step, columns in ((adamw8bit_, large), (small_step, small)):
+        step(
+            *columns,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            found_inf=found_inf,
+            grad_scale=grad_scale,
+        )
 
 
 def _in_one_kernel_(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from trainer.config.length import warmup_steps
+from trainer.config.train import warmup_steps
 from trainer.schema import OptimConfig
 
 Multiplier = Callable[[int], float]

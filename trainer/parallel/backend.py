@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from trainer.config.batch import BatchRules
 from trainer.config.parallel import recompute_mode
 from trainer.dist import Dist
 from trainer.errors import ConfigError
@@ -115,8 +116,7 @@ class Backend:
         return "\n".join(lines)
 
     def _budget(self, decoder: Decoder) -> float:
-        train, share = self.config.train, self.options.activation_budget
-        n = train.micro_batch_tokens or train.micro_batch_size * self.config.data.seq_len
+        n, share = BatchRules.of(self.config).tokens, self.options.activation_budget
         c, casts = self.compute_dtype.itemsize, self.plan.backend != "fsdp"
         return partition_budget(decoder.blocks[0], decoder, n=n, c=c, share=share, casts=casts)
 

@@ -25,6 +25,7 @@ from trainer.probing import probe
 from trainer.schema import Config
 from trainer.telling import tell_plan
 from trainer.watch.oom import oom_advice
+from trainer.watch.profiling import step_watchers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -62,5 +63,5 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
         )
         tell_plan(train, [*precision.lines, *memory.fit.lines])
         probe(train, memory)
-        result = loop.train(train)
+        result = loop.train(train, watchers=step_watchers)
         return finish(train, result, shape=shape, tokenizer=tokenizer)

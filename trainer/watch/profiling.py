@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,11 @@ from trainer.dist import gather
 from trainer.flops import sustained_flops
 from trainer.models.float8 import uses_float8
 from trainer.run import Run
-from trainer.step import NAMES, StepValues
+from trainer.step import NAMES, StepValues, StepWatcher
 from trainer.watch.ceiling import Ceiling, ceiling_of
 from trainer.watch.where import Event, StepTime, where_kernels_went, where_operators_went
 
 PROFILE_DIR = "profile"
-
-StepWatcher = Callable[[int, list[StepValues]], AbstractContextManager[None]]
-"""What stands around a step, whose number counts from 1; the step leaves its values in the list."""
 
 
 def step_watchers(run: Run) -> list[StepWatcher]:
@@ -44,22 +41,6 @@ def step_watchers(run: Run) -> list[StepWatcher]:
             continue  # config_notes says so
         watchers += [partial(watcher, run)] if steps else []
     return watchers
-
-
-def is_watched(run: Run, step: int) -> bool:
-    """Whether somebody has watched this step, and written about it since."""
-    train = run.config.train
-    return step in train.profile_steps or step in train.memory_snapshot_steps
-
-
-@contextmanager
-def watched(watchers: Sequence[StepWatcher], step: int) -> Iterator[list[StepValues]]:
-    """The step, with everybody watching who wants to; put the step's values into the list."""
-    values: list[StepValues] = []
-    with ExitStack() as stack:
-        for watcher in watchers:
-            stack.enter_context(watcher(step, values))
-        yield values
 
 
 @contextmanager

@@ -1,12 +1,17 @@
-"""One run at a time writes into a run folder."""
+"""A run folder: one run at a time writes into it, and its last file, outcome.json, tells how that ended."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from trainer.files import replace_text
+from trainer.schema import OUTCOME_FILE
 
 LOCK_FILE = "control/trainer.lock"
 """Held by rank 0 as long as its process or its saver's lives, however they end. It holds that process's host and id."""
@@ -53,3 +58,9 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:
+    """Write outcome.json in one piece: whoever follows the run may read it at any time."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in outcome.items()]
+    replace_text(run_dir / OUTCOME_FILE, "{\n " + ",\n ".join(lines) + "\n}\n")  # a list of token ids on one line

@@ -1,0 +1,53 @@
+"""A whole config, and the section `run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer.schema.data import DataConfig
+from trainer.schema.model import LoraConfig, ModelConfig
+from trainer.schema.optim import OptimConfig
+from trainer.schema.parallel import ParallelConfig
+from trainer.schema.target import TargetConfig
+from trainer.schema.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The name and the outputs of a run."""
+
+    name: str = "run"
+    """Begins the name of the run folder and the id of a job."""
+    dir: str = "runs"
+    """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
+    export: bool = True
+    """Write the final model in Hugging Face format, reopened and compared."""
+    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
+    tracker_project: str = "torchferry"
+    """The project of Weights & Biases that the run belongs to."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole job. `configs/NAME.py` defines `config = Config(...)`; YAML files say the same."""
+
+    recipe: Literal["sft", "pretrain"] = "sft"
+    """What is trained; `sft`: a causal language model on conversations; `pretrain`: one on plain text."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    files: list[str] = field(default_factory=list)
+    """Git-ignored data or model paths to ship, relative to the project; like `--include`."""
+    script: str | None = None
+    """A program of your own, run instead of the trainer; the trainer's sections are then not allowed to be set."""
+    args: list[str] = field(default_factory=list)
+    """Arguments of `script`."""
+    torchrun: bool = True
+    """Start `script` under torchrun, one process per entry of gpu_ranks."""

@@ -1,0 +1,76 @@
+"""The section `data`: what is read, and how much of each source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of a mixture; a plain text in its place is its path alone."""
+
+    path: str
+    """As the entries of `data.train`: a file, a data set or `builtin:stdlib-docs`."""
+    weight: float | None = None
+    """Its share of the rows, relative to the other sources' weights; all sources have one or none has. None: every
+    source gives its own rows once an epoch."""
+    repeat: float = 1.0
+    """How often an epoch holds each of its rows; 0.5: half of them. Not together with `weight`."""
+    limit: int | None = None
+    """Conversations read from it at most; None: all."""
+
+
+def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
+    """The entries of `data.train` or `data.eval`, each with its settings."""
+    return [SourceConfig(entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, how it becomes tokens, and which of them are targets."""
+
+    train: list[str | SourceConfig] = field(default_factory=lambda: ["builtin:stdlib-docs"])
+    """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping
+    {path, weight, repeat, limit} in place of a text says how much of it. With recipe=pretrain: .tokens files as
+    `train.py tokenize` makes them, .txt or .md files or folders of them, or rows with a column `text`."""
+    eval: list[str | SourceConfig] = field(default_factory=list)
+    """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
+    eval_fraction: float = 0.05
+    """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
+    train_split: str = "train"
+    """Split of the Hugging Face data sets in `train`."""
+    eval_split: str = "test"
+    """Split of those in `eval`."""
+    schema: Literal[
+        "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
+    ] = "auto"
+    """The columns of a row; `auto`: by their names. messages and conversations hold turns, the others two texts."""
+    tokenizer: str = "auto"
+    """`auto`: the model's own when it has a name, else `builtin:bytes`; or a name or folder."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the tokenizer's template."""
+    system_prompt: str | None = None
+    """Put before conversations that have no system turn."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Which tokens are targets: the assistant's turns with their end token (the template's newline after it is
+    none), or everything."""
+    seq_len: int = 512
+    """Tokens per row of a batch."""
+    packing: bool = True
+    """Several conversations per row; they never see each other."""
+    overlong: Literal["drop", "truncate"] = "truncate"
+    """A conversation longer than seq_len: left out and counted, or its end cut off."""
+    max_train_rows: int | None = None
+    """Conversations read from `train` at most; None: all."""
+    max_eval_rows: int | None = 256
+    """Held-out conversations at most; None: all."""
+    shuffle: bool = True
+    """A new order of the rows in every epoch, by train.seed; false: as read."""
+    workers: int = 0
+    """Processes that tokenize the data at the start; 0: the training process does it."""
+    streaming: bool = False
+    """Begin after the first window instead of reading everything first; each rank reads, needs `train.steps`."""
+    stream_window: int = 4096
+    """Conversations that are shuffled and packed together when streaming; two windows are held in memory."""

@@ -1,0 +1,50 @@
+"""The section `target`: where a job runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+def gpu_count(gpu_ranks: Sequence[int | str]) -> int:
+    """How many GPUs `target.gpu_ranks` names, or asks for as auto:N."""
+    auto = AUTO_GPUS.fullmatch(str(gpu_ranks[0])) if len(gpu_ranks) == 1 else None
+    return int(auto[1]) if auto else len(gpu_ranks)
+
+
+AUTO_GPUS = re.compile(r"auto:([1-9][0-9]?)")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Where the job runs and on which devices."""
+
+    gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
+    """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in order.
+    ["auto:2"]: the two freest, chosen on the host when the job starts."""
+    train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
+    """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto`: CUDA, and an error where there is none. `cpu`: a gloo process for each of gpu_ranks, no visible GPU."""
+    ssh: str | None = None
+    """`[user@]host[:port]` or an alias of ~/.ssh/config; None: this machine. `--ssh` overrides it."""
+    python: str | None = None
+    """The interpreter on the host; None: found or built there."""
+    root: str = "~/.torchferry"
+    """Folder on the host that holds code, jobs and environments."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the job. Not for secrets: see `secrets`."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables taken from the client's environment; their values are written nowhere."""
+    queue: bool = False
+    """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
+    max_restarts: int = 0
+    """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
+    max_runtime_s: float | None = None
+    """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
+    stall_timeout_s: float | None = None
+    """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
+    log_max_gb: float = 10.0
+    """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
