@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deployer.agent.layout import AGENT_DIR
+from deployer.agent.host.layout import AGENT_DIR
 from deployer.agent.tree import content_hash
 
 MAX_WORD = 96 * 1024

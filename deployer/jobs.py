@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from deployer.agent.layout import JOB_ID
+from deployer.agent.host.layout import JOB_ID
 from deployer.call import Call
 from deployer.errors import FerryError, HostError
 from deployer.host import Host

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from deployer.agent.layout import JOB_ID, matching_ids, name_ids
+from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
 from deployer.errors import UnknownJob
 from deployer.paths import state_dir, write_whole
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from deployer.agent import supervise
+from deployer.agent.host.layout import Job, Root
+from deployer.agent.host.processes import is_running, process_of
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job, Root
-from deployer.agent.procs import is_running, process_of
 from deployer.agent.status import FINAL
 from tests.ferry import Ferry
 from tests.limits import HANG_S

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.layout import Job, Root
-from deployer.agent.machine import own_identity
+from deployer.agent.host.layout import Job, Root
+from deployer.agent.host.machine import own_identity
 from deployer.agent.status import utc, write_status
 from deployer.agent.store import Store
 from deployer.agent.tree import EXECUTABLE, FILE, Entry, content_hash, entry_of_link, root_hash

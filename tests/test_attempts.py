@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from deployer.agent import supervise
+from deployer.agent.host.layout import Job
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job
 from deployer.agent.status import read_status
 from deployer.agent.stop import request_stop
 from tests.ferry import REPO, Ferry
@@ -268,7 +268,7 @@ MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 STARTS_IN_GROUP = """
 import json, os, sys
 from deployer.agent import supervise
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 open(sys.argv[2] + '/cgroup.procs', 'w').write('0')
 plan = json.load(open(sys.argv[1] + '/job.json'))['plan']
 launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import checks_gpu, checks_host, checks_net, checks_root, checkup, hostfacts
-from deployer.agent.cgroups import Limits
+from deployer.agent import checks_gpu, checks_host, checks_net, checks_root, checkup
 from deployer.agent.checks_gpu import Card, GpuFacts, Report
 from deployer.agent.checks_host import Python
 from deployer.agent.checks_net import Network
-from deployer.agent.disk import Disk
 from deployer.agent.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus import Gpu, Holder
-from deployer.agent.layout import Root
+from deployer.agent.host import facts as hostfacts
+from deployer.agent.host.cgroups import Limits
+from deployer.agent.host.disk import Disk
+from deployer.agent.host.layout import Root
 from deployer.agent.leases import Claim
 from deployer.commands.doctor import Contact, check_contact
 from tests.ferry import REPO, Ferry

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from deployer.agent.host.layout import Job
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job
 from deployer.agent.stop import request_stop
 from deployer.errors import HostError
 from deployer.follow import Watcher, follow_to_end

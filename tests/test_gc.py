@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from deployer.agent import gc, spare
-from deployer.agent.files import remove_folder
 from deployer.agent.garbage import (
     AGENT,
     BLOB,
@@ -24,9 +23,10 @@ from deployer.agent.garbage import (
     SPARE,
     TREE,
 )
-from deployer.agent.layout import Root
-from deployer.agent.locks import hold
-from deployer.agent.machine import own_identity
+from deployer.agent.host.files import remove_folder
+from deployer.agent.host.layout import Root
+from deployer.agent.host.locks import hold
+from deployer.agent.host.machine import own_identity
 from deployer.agent.packs import PackWriter
 from deployer.agent.status import write_status
 from deployer.agent.stop import request_stop

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.errors import AgentError
 from deployer.agent.frames import Frame
 from deployer.agent.garbage import (
     BLOB,
     SPARE,
     TREE,
 )
-from deployer.agent.layout import Root
-from deployer.agent.locks import hold, is_held
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import Root
+from deployer.agent.host.locks import hold, is_held
 from deployer.agent.start import launch
 from deployer.agent.storelock import store_alone, store_in_use
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.errors import AgentError
 from deployer.agent.gpus import Gpu, holders, list_gpus, see
-from deployer.agent.procs import is_running, process_of
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.processes import is_running, process_of
 from tests.jobs import wait_for
 from tests.smi import fake_smi
 

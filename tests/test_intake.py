@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.errors import AgentError
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import Root
 from deployer.agent.intake import PACK_FROM, SMALL_BYTES, Intake, Planter
-from deployer.agent.layout import Root
 from deployer.agent.store import Store
 from deployer.agent.tree import FILE, Entry, content_hash
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployer.agent.layout import matching_ids, name_ids
+from deployer.agent.host.layout import matching_ids, name_ids
 
 IDS = ["sft-2-a1b2", "sft-1-c3d4", "sft", "a1b2-9-ffff", "other-5-a1b2"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.errors import AgentError
+from deployer.agent.host.errors import AgentError
 from deployer.agent.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
 from deployer.agent.sharing import claim_gpus
 from tests.ferry import Ferry

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.agent import loggrep
-from deployer.agent.errors import AgentError
-from deployer.agent.layout import Job
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import Job
 from deployer.agent.loggrep import LineFilter, Match
 from deployer.agent.logkeeping import LogLimit, first_to_keep
 from deployer.agent.logs import Chunk, Dropped, LogReader

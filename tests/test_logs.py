@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent import logs
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 from deployer.agent.logs import CHUNK_BYTES, LogReader
 
 

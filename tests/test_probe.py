@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import hostfacts, probe
-from deployer.agent.cgroups import Limits, read_limits
-from deployer.agent.disk import mount_of, read_disk
-from deployer.agent.layout import Root
+from deployer.agent.host import environment
+from deployer.agent.host import facts as hostfacts
+from deployer.agent.host.cgroups import Limits, read_limits
+from deployer.agent.host.disk import mount_of, read_disk
+from deployer.agent.host.layout import Root
 
 
 def test_of_the_container_s_environment_only_what_matters_is_taken() -> None:
     data = b"PATH=/opt/conda/bin:/bin\0HF_HOME=/data\0CUDA_HOME=/cuda\0LANG=C\0CONDA_PREFIX=/opt/conda\0X=HF_\0broken\0"
-    assert probe.parse_container_env(data) == {
+    assert environment.parse_container_env(data) == {
         "PATH": "/opt/conda/bin:/bin",
         "HF_HOME": "/data",
         "CUDA_HOME": "/cuda",
@@ -29,7 +30,7 @@ def test_the_container_s_environment_is_that_of_process_1() -> None:
         names = {item.partition(b"=")[0].decode() for item in Path("/proc/1/environ").read_bytes().split(b"\0")}
     except OSError:
         names = set()
-    assert set(probe.container_env()) <= names
+    assert set(environment.container_env()) <= names
 
 
 def test_the_session_wins_and_lists_of_folders_are_joined() -> None:
@@ -40,7 +41,7 @@ def test_the_session_wins_and_lists_of_folders_are_joined() -> None:
         "LD_LIBRARY_PATH": "/cuda/lib",
         "NCCL_DEBUG": "INFO",
     }
-    assert probe.job_environment(session, container) == {
+    assert environment.job_environment(session, container) == {
         "PATH": "/usr/bin:/bin:/opt/conda/bin",
         "HF_HOME": "/mine",
         "HOME": "/root",
@@ -53,7 +54,7 @@ def test_the_session_wins_and_lists_of_folders_are_joined() -> None:
     ("name", "secret"), [("HF_TOKEN", True), ("wandb_api_key", True), ("DB_PASSWORD", True), ("HF_HOME", False)]
 )
 def test_secrets_are_known_by_their_names(name: str, secret: bool) -> None:
-    assert probe.is_secret(name) == secret
+    assert environment.is_secret(name) == secret
 
 
 def test_facts_describe_this_host(tmp_path: Path) -> None:

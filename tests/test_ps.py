@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deployer import lastseen
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
 from deployer.errors import HostError

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from deployer.agent.host.layout import Job
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job
 from deployer.errors import HostError, UsageError
 from deployer.host import Host
 from deployer.plan import LaunchPlan, plan_to_json

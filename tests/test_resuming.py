@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployer.agent.files import read_text
+from deployer.agent.host.files import read_text
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import build, losses, train, training_on

@@ -17,8 +17,8 @@ from packaging.specifiers import SpecifierSet
 
 from deployer.agent import checkpy
 from deployer.agent.building import read_lock
-from deployer.agent.errors import AgentError
-from deployer.agent.layout import Root
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import Root
 from deployer.agent.runtime import candidates, find_python, resolve_python
 from tests.pythons import make_python, make_wheel
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 from deployer.agent.status import FINAL, read_status
 from tests.ferry import Ferry
 from tests.hosts import SharedHost, start_hosts

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 from tests.ferry import Ferry
 from tests.jobs import end_of, wait_for
 from tests.limits import FOREVER_S, HANG_S

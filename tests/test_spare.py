@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent import spare
-from deployer.agent.layout import Root
+from deployer.agent.host.layout import Root
 from deployer.agent.store import Store
 from tests.storing import keep
 

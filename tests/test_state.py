@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from deployer.agent import listing
-from deployer.agent.files import write_json
+from deployer.agent.host.files import write_json
+from deployer.agent.host.layout import Job, Root
+from deployer.agent.host.machine import own_identity
+from deployer.agent.host.processes import Process, is_running, job_processes, process_of, send
 from deployer.agent.inventory import read_inventory
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job, Root
-from deployer.agent.machine import own_identity
-from deployer.agent.procs import Process, is_running, job_processes, process_of, send
 from deployer.agent.status import read_status, write_status
 from deployer.agent.stop import read_stop, request_stop
 from tests.jobs import make_job, make_plan, wait_for

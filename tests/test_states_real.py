@@ -16,9 +16,9 @@ import pytest
 
 from deployer.agent import adopting, ending
 from deployer.agent.ending import read_ranks
+from deployer.agent.host.layout import Job, Root
+from deployer.agent.host.locks import is_held
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job, Root
-from deployer.agent.locks import is_held
 from deployer.agent.status import read_status, write_status
 from deployer.agent.stop import read_stop, request_stop
 from tests import stubborn

@@ -17,8 +17,8 @@ import pytest
 
 from deployer.agent.gpufree import Held, device_holders, still_held
 from deployer.agent.gpus import Gpu, Holder
+from deployer.agent.host.layout import Job
 from deployer.agent.judge import judge
-from deployer.agent.layout import Job
 from deployer.agent.status import FINAL
 from deployer.agent.stop import request_stop
 from deployer.commands import stop as command

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.errors import AgentError
-from deployer.agent.layout import Root
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import Root
 from deployer.agent.store import Store
 from deployer.agent.tree import Entry, content_hash, entry_of_link, root_hash
 from deployer.manifest import scan

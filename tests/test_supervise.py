@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from deployer.agent import rank, supervise
-from deployer.agent.errors import AgentError
+from deployer.agent.host.errors import AgentError
+from deployer.agent.host.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
+from deployer.agent.host.processes import Process, command_of, job_processes
 from deployer.agent.judge import judge
-from deployer.agent.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
 from deployer.agent.prepare import fill, job_env
-from deployer.agent.procs import Process, command_of, job_processes
 from deployer.agent.status import read_status, write_status
 from deployer.agent.stop import request_stop
 from tests.ferry import REPO
@@ -436,7 +436,7 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
 SPAWNS_AND_DIES = """
 import json, os, signal, sys
 from deployer.agent import supervise
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 for path in sys.argv[1:]:
     plan = json.load(open(path + '/job.json'))['plan']
     launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.layout import Job
+from deployer.agent.host.layout import Job
 from tests.ferry import Ferry
 from tests.jobs import said
 from tests.sshd import ALIAS, login_user, start_sshd

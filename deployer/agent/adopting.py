@@ -7,12 +7,12 @@ import time
 from typing import Any, Dict
 
 from . import supervise
-from .errors import AgentError
+from .host.errors import AgentError
+from .host.layout import Job, Root
+from .host.locks import locked
+from .host.machine import boot_id, this_machine
+from .host.processes import SWEEP_S, describe, end_all, job_processes
 from .judge import judge
-from .layout import Job, Root
-from .locks import locked
-from .machine import boot_id, this_machine
-from .procs import SWEEP_S, describe, end_all, job_processes
 from .status import FINAL, supervisor_of, write_status
 
 

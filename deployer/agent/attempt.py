@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence,
 from . import progress, stalling
 from .children import Children
 from .ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
-from .errors import AgentError
-from .files import read_json, remove
-from .layout import AGENT_DIR, Job, Root
+from .host.errors import AgentError
+from .host.files import read_json, remove
+from .host.layout import AGENT_DIR, Job, Root
+from .host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from .logkeeping import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
-from .procs import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from .status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from .statusfile import StatusFile, say
 from .stop import StopRequest, new_stop, read_stop, request_stop

@@ -8,8 +8,8 @@ import zlib
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import tree
-from .errors import AgentError
 from .frames import Frame
+from .host.errors import AgentError
 from .intake import Blob, Intake, Planter
 from .spare import Spare, discard
 from .store import Store

@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 from . import gpus
 from .checks_host import Python
-from .errors import AgentError
 from .findings import FAIL, OK, WARN, Check, check
+from .host.errors import AgentError
 
 CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
 PACKAGES = ("torch", "pip", *CUDA_RUNTIMES)

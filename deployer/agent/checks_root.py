@@ -8,8 +8,8 @@ from typing import Any, Dict, List, Sequence
 
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
 from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from .host.layout import Root
 from .inventory import read_inventory
-from .layout import Root
 from .leases import TICKET, Claim
 from .status import FINAL
 

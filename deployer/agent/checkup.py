@@ -13,13 +13,15 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, hostfacts, leases, listing, probe, runtime
-from .cgroups import read_limits
+from . import checks_gpu, checks_host, checks_net, checks_root, leases, listing, runtime
 from .checks_host import Python
-from .disk import read_disk
-from .files import read_text
 from .findings import Check, Found, run_check
-from .layout import Root
+from .host import environment
+from .host import facts as hostfacts
+from .host.cgroups import read_limits
+from .host.disk import read_disk
+from .host.files import read_text
+from .host.layout import Root
 from .wire import Call
 
 Examination = Tuple[str, Callable[[], Found]]
@@ -27,7 +29,7 @@ Examination = Tuple[str, Callable[[], Found]]
 
 def doctor(root: Root, call: Call) -> Dict[str, Any]:
     """Facts about this host and checks of it, each with what to do."""
-    env = probe.job_environment(dict(os.environ), probe.container_env())
+    env = environment.job_environment(dict(os.environ), environment.container_env())
     facts, checks = examine(root, env, client_time=call.head.get("client_time"))
     call.send_event("doctor", {"facts": facts, "checks": checks})
     return {}
@@ -92,7 +94,7 @@ def _gpu_facts(reading: "Future[checks_gpu.GpuFacts]") -> Dict[str, Any]:
 def _session(ahead_s: Optional[float]) -> List[Examination]:
     user = hostfacts.user_name()
     shell = hostfacts.login_shell()
-    container = probe.container_env()
+    container = environment.container_env()
     lingers = os.path.exists("/var/lib/systemd/linger/" + user)
     clock = [] if ahead_s is None else [("clock", lambda: checks_host.check_clock(ahead_s))]
     return [

@@ -9,10 +9,10 @@ import subprocess
 import threading
 from typing import Any, Dict
 
-from . import probe
-from .errors import AgentError
 from .frames import ProtocolError
-from .layout import Root
+from .host import environment
+from .host.errors import AgentError
+from .host.layout import Root
 from .requests import find_job
 from .wire import Call
 
@@ -20,7 +20,7 @@ from .wire import Call
 def execute(root: Root, call: Call) -> Dict[str, Any]:
     """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
     argv = call.head["argv"]
-    env = probe.job_environment(dict(os.environ), probe.container_env())
+    env = environment.job_environment(dict(os.environ), environment.container_env())
     cwd = find_job(root, call.head["job"]).code if call.head.get("job") else os.path.expanduser("~")
     try:
         process = subprocess.Popen(

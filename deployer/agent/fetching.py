@@ -9,8 +9,8 @@ import os
 import stat
 from typing import Any, Dict, Iterator, List, Optional
 
-from .errors import AgentError
-from .layout import CHECKPOINT_MARKER, Root
+from .host.errors import AgentError
+from .host.layout import CHECKPOINT_MARKER, Root
 from .requests import find_job
 from .wire import Call
 

@@ -8,9 +8,9 @@ import time
 from typing import Any, Callable, Collection, Dict, List, Optional
 
 from . import logs, logtimes
-from .errors import AgentError
+from .host.errors import AgentError
+from .host.layout import Job, Root
 from .judge import judge
-from .layout import Job, Root
 from .loggrep import LineFilter, Match
 from .requests import find_job
 from .status import FINAL

@@ -8,8 +8,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from .disk import existing_folder
-from .files import remove, remove_folder
 from .garbage import (
     AGENT,
     BLOB,
@@ -29,10 +27,12 @@ from .garbage import (
     leftovers,
     totals,
 )
+from .host.disk import existing_folder
+from .host.files import remove, remove_folder
+from .host.layout import Job, Root
+from .host.locks import take_lock
 from .inventory import read_inventory
 from .judge import judge
-from .layout import Job, Root
-from .locks import take_lock
 from .status import FINAL
 from .storelock import store_alone
 from .wire import Call

@@ -11,7 +11,7 @@ from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, 
 
 from . import gpus
 from .gpus import BUSY_MIB, Gpu, Holder
-from .procs import command_of
+from .host.processes import command_of
 
 WAIT_S = 5.0
 """The driver frees a dead process's memory a little later."""

@@ -10,8 +10,8 @@ import threading
 from typing import Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .blobwriter import BlobWriter, not_announced
-from .disk import fail
-from .errors import AgentError
+from .host.disk import fail
+from .host.errors import AgentError
 from .packs import PackWriter
 from .spare import Spare
 from .store import Store

@@ -15,10 +15,10 @@ from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Option
 
 from . import packs
 from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
+from .host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
+from .host.locks import is_held
+from .host.machine import this_machine
 from .judge import judge
-from .layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
-from .locks import is_held
-from .machine import this_machine
 from .status import FINAL, read_plan, supervisor_of
 from .tree import LINK, Entry, blobs_of, root_hash
 

@@ -8,8 +8,8 @@ import subprocess
 import time
 from typing import Any, Collection, Dict, List, Optional, Sequence
 
-from .errors import AgentError
 from .gpus import Sight
+from .host.errors import AgentError
 from .leases import LEASE, SHARED, TICKET, Claim, Held, claiming, read_claims, take_over
 from .queueing import grant, queue_view
 from .sharing import lease, of_others, see_for

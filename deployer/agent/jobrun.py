@@ -11,10 +11,10 @@ from . import progress, stalling
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
 from .ending import Ending
-from .files import read_json
-from .layout import Job
-from .machine import own_identity
-from .procs import Process, describe, end_all
+from .host.files import read_json
+from .host.layout import Job
+from .host.machine import own_identity
+from .host.processes import Process, describe, end_all
 from .status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
 from .statusfile import StatusFile, say
 from .stop import StopRequest, read_stop
@@ -189,10 +189,10 @@ class JobRun:
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
-        from . import probe
+        from .host import environment
 
         record = read_json(self.job.record) or {}
-        base_env = probe.job_environment(dict(os.environ), probe.container_env())
+        base_env = environment.job_environment(dict(os.environ), environment.container_env())
         self.input = {"env": record.get("env") or {}, "secrets": {}, "base_env": base_env, **self.input}
 
     def _limit_runtime(self) -> None:

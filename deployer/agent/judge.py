@@ -9,11 +9,11 @@ import time
 from typing import Any, Dict, List
 
 from .ending import RankRecord, decide_ending, read_ranks, with_outcome
-from .files import read_json
-from .layout import Job
-from .locks import is_held
-from .machine import boot_id, is_alive, this_machine
-from .procs import Process, is_running, job_processes
+from .host.files import read_json
+from .host.layout import Job
+from .host.locks import is_held
+from .host.machine import boot_id, is_alive, this_machine
+from .host.processes import Process, is_running, job_processes
 from .status import (
     FINAL,
     LOST,

@@ -7,9 +7,9 @@ import time
 from typing import Any, Dict, List, Optional
 
 from . import progress
-from .files import read_json
+from .host.files import read_json
+from .host.layout import Job, Root
 from .judge import judge
-from .layout import Job, Root
 from .status import LOST, TOOL_FAILED, gpus_of
 
 _SHOWN = (

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import re
 from typing import Dict, List, NamedTuple, Set
 
-from .errors import AgentError
+from .host.errors import AgentError
 from .logs import Chunk
 
 LINE_BYTES = 256 << 10

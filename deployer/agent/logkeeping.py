@@ -9,7 +9,7 @@ import os
 import time
 from typing import Dict, Optional
 
-from .files import write_json
+from .host.files import write_json
 from .logs import DROPPED_FILE, LIMIT_KEY, Dropped
 from .logtimes import EVERY_S, TimeIndex, sizes_of
 

@@ -9,8 +9,8 @@ import os
 import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
-from .files import write_whole
-from .layout import Job
+from .host.files import write_whole
+from .host.layout import Job
 from .logs import attempts, line_start, log_files, log_name
 
 TIMES_FILE = "times.jsonl"

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
-from .errors import AgentError
-from .layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from .host.errors import AgentError
+from .host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 

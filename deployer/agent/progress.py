@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from .layout import CHECKPOINT_MARKER, Job
+from .host.layout import CHECKPOINT_MARKER, Job
 from .logs import RANK_LOG, last_lines
 
 MAX_LINE = 300

@@ -8,10 +8,10 @@ import signal
 from typing import Any, Dict
 
 from . import adopting, listing, progress
-from .errors import AgentError
+from .host.errors import AgentError
+from .host.layout import Job, Root, matching_ids, name_ids
+from .host.processes import Process, send
 from .judge import judge
-from .layout import Job, Root, matching_ids, name_ids
-from .procs import Process, send
 from .status import FINAL, supervisor_of
 from .stop import request_stop
 from .wire import Call

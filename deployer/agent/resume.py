@@ -8,14 +8,14 @@ import time
 from typing import Any, Dict, Optional
 
 from . import progress
-from .errors import AgentError
-from .files import read_json, remove, write_json, write_whole
 from .following import follow_job
+from .host.errors import AgentError
+from .host.files import read_json, remove, write_json, write_whole
+from .host.layout import Job, Root
+from .host.locks import locked
+from .host.machine import is_alive
 from .judge import judge
-from .layout import Job, Root
-from .locks import locked
 from .logs import LogReader
-from .machine import is_alive
 from .requests import find_job
 from .start import check_root, plan_hash, start_next
 from .status import FINAL, read_plan, read_status, supervisor_of

@@ -9,8 +9,8 @@ import threading
 from typing import Any, BinaryIO, Callable, Dict
 
 from . import frames
-from .layout import AGENT_DIR, Root
-from .locks import hold
+from .host.layout import AGENT_DIR, Root
+from .host.locks import hold
 from .wire import Conversation, Handler, Sender
 
 BYTECODE_ROOM_BYTES = 64 << 20

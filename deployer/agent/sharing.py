@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Sequence
 
 from . import gpus
-from .errors import AgentError
 from .gpus import Sight
-from .layout import Root
+from .host.errors import AgentError
+from .host.layout import Root
 from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
 from .queueing import any_overlap, freest, grant, queue_of, queue_view, refusal
 from .wire import Call

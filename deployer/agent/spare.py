@@ -14,10 +14,10 @@ import subprocess
 import time
 from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
-from .errors import AgentError
-from .layout import Root
-from .locks import take_lock
-from .procs import own_process_argv
+from .host.errors import AgentError
+from .host.layout import Root
+from .host.locks import take_lock
+from .host.processes import own_process_argv
 from .store import Store
 from .storelock import store_in_use
 from .tree import Entry

@@ -8,8 +8,8 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from . import progress
 from .ending import Ending, RankRecord
-from .layout import Job
-from .procs import is_running
+from .host.layout import Job
+from .host.processes import is_running
 from .status import FAILED
 from .stopping import child_of
 

@@ -12,13 +12,14 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, probe, spare, supervise, tree
+from . import logs, spare, supervise, tree
 from .bring import bring_trees, pass_over, trees_of
-from .errors import AgentError
-from .files import read_json, write_whole
 from .following import follow_job
-from .layout import AGENT_DIR, FORMAT_VERSION, Job, Root
-from .locks import locked
+from .host import environment
+from .host.errors import AgentError
+from .host.files import read_json, write_whole
+from .host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
+from .host.locks import locked
 from .status import QUEUED, read_status
 from .stop import request_stop
 from .store import Store
@@ -116,7 +117,7 @@ def _job(root: Root, job_id: str) -> Job:
 
 
 def _base_env() -> Dict[str, str]:
-    return probe.job_environment(dict(os.environ), probe.container_env())
+    return environment.job_environment(dict(os.environ), environment.container_env())
 
 
 def _wants_gpus(plan: Dict[str, Any]) -> bool:

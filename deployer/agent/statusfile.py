@@ -7,8 +7,8 @@ import os
 import time
 from typing import Any, Dict
 
-from .files import remove
-from .layout import Job
+from .host.files import remove
+from .host.layout import Job
 from .status import write_status
 
 RESERVE_BYTES = 64 << 10

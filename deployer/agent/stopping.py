@@ -9,7 +9,7 @@ import time
 from typing import Callable, List, Optional, Sequence, Set
 
 from .ending import RankRecord
-from .procs import Process, Subreaper, kill_all, send
+from .host.processes import Process, Subreaper, kill_all, send
 from .stop import StopRequest
 
 LAUNCHER_S = 10.0

@@ -14,10 +14,10 @@ import re
 from typing import List, Optional, Sequence, Set
 
 from .blobwriter import BlobWriter
-from .disk import fail, free_bytes, megabytes, no_room
-from .errors import AgentError
-from .files import remove, remove_folder, write_whole
-from .layout import Root
+from .host.disk import fail, free_bytes, megabytes, no_room
+from .host.errors import AgentError
+from .host.files import remove, remove_folder, write_whole
+from .host.layout import Root
 from .packs import Packs, names, read_index
 from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
 from .treefiles import Copier, in_threads, make_folders, make_link, make_read_only, write_file

@@ -13,10 +13,10 @@ import time
 from typing import Any, Dict
 
 from .children import AWAITED
-from .errors import AgentError
-from .layout import SUPERVISOR_ENV, Job
-from .locks import take_lock
-from .procs import own_process_argv
+from .host.errors import AgentError
+from .host.layout import SUPERVISOR_ENV, Job
+from .host.locks import take_lock
+from .host.processes import own_process_argv
 from .status import read_plan, read_status
 
 START_S = 30.0

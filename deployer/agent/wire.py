@@ -16,8 +16,8 @@ import traceback
 from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
 
 from . import frames
-from .errors import AgentError
 from .frames import Frame, ProtocolError, Window
+from .host.errors import AgentError
 
 IDLE_S = 50.0
 """The agent ends this long after the last frame from the client (which pings every few seconds); with END_S below, a

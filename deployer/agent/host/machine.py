@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 from typing import NamedTuple
 
-from .procs import Process, is_running, process_of
+from .processes import Process, is_running, process_of
 
 
 class Identity(NamedTuple):

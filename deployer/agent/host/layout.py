@@ -21,7 +21,7 @@ RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor 
 
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder
 
-AGENT_DIR = os.path.dirname(os.path.abspath(__file__))
+AGENT_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """This agent's own folder, with `rank.py` at its top: ROOT/agent/HASH/agent on a host."""
 
 JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")

@@ -12,10 +12,10 @@ from typing import Any, Dict, List, Mapping, Optional
 
 from .cgroups import read_limits
 from .disk import read_disk
+from .environment import container_env
 from .files import read_text
 from .layout import Root
 from .machine import this_machine
-from .probe import container_env
 
 
 def host_facts(root: Root) -> Dict[str, Any]:
