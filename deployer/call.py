@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from deployer.agent import frames
-from deployer.agent.frames import Frame, ProtocolError, Window
+from deployer.agent.wire import frames
+from deployer.agent.wire.frames import Frame, ProtocolError, Window
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
 
 if TYPE_CHECKING:

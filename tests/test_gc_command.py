@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.frames import Frame
 from deployer.agent.garbage import (
     BLOB,
     SPARE,
@@ -26,6 +25,7 @@ from deployer.agent.host.locks import hold, is_held
 from deployer.agent.start import launch
 from deployer.agent.storelock import store_alone, store_in_use
 from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
+from deployer.agent.wire.frames import Frame
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_plan, wait_for
 from tests.limits import HANG_S

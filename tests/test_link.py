@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.agent import frames
-from deployer.agent.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
 from deployer.agent.loader import install
 from deployer.agent.serve import HANDLERS, load_handler
-from deployer.agent.wire import Call, Sender
+from deployer.agent.wire import frames
+from deployer.agent.wire.conversation import Call, Sender
+from deployer.agent.wire.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
 from deployer.command import agent_hash, agent_sources, build_command, build_word
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
 from deployer.follow import Watcher

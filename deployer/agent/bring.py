@@ -8,12 +8,12 @@ import zlib
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import tree
-from .frames import Frame
 from .host.errors import AgentError
 from .intake import Blob, Intake, Planter
 from .spare import Spare, discard
 from .store import Store
-from .wire import Call
+from .wire.conversation import Call
+from .wire.frames import Frame
 
 MAX_UNPACKED = 1 << 20
 """Bytes that the body of one frame may hold once it is unpacked."""

@@ -22,7 +22,7 @@ from .host.cgroups import read_limits
 from .host.disk import read_disk
 from .host.files import read_text
 from .host.layout import Root
-from .wire import Call
+from .wire.conversation import Call
 
 Examination = Tuple[str, Callable[[], Found]]
 

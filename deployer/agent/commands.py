@@ -9,12 +9,12 @@ import subprocess
 import threading
 from typing import Any, Dict
 
-from .frames import ProtocolError
 from .host import environment
 from .host.errors import AgentError
 from .host.layout import Root
 from .requests import find_job
-from .wire import Call
+from .wire.conversation import Call
+from .wire.frames import ProtocolError
 
 
 def execute(root: Root, call: Call) -> Dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Optional
 from .host.errors import AgentError
 from .host.layout import CHECKPOINT_MARKER, Root
 from .requests import find_job
-from .wire import Call
+from .wire.conversation import Call
 
 CHECKPOINTS = "checkpoints"
 DIGEST_BYTES = 16

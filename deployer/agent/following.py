@@ -14,7 +14,7 @@ from .judge import judge
 from .loggrep import LineFilter, Match
 from .requests import find_job
 from .status import FINAL
-from .wire import Call
+from .wire.conversation import Call
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 SEARCH_S = 3.0

@@ -35,7 +35,7 @@ from .inventory import read_inventory
 from .judge import judge
 from .status import FINAL
 from .storelock import store_alone
-from .wire import Call
+from .wire.conversation import Call
 
 
 def gc(root: Root, call: Call) -> Dict[str, Any]:

@@ -14,7 +14,7 @@ from .host.processes import Process, send
 from .judge import judge
 from .status import FINAL, supervisor_of
 from .stop import request_stop
-from .wire import Call
+from .wire.conversation import Call
 
 
 def find_job(root: Root, job_id: str) -> Job:

@@ -21,7 +21,7 @@ from .start import check_root, plan_hash, start_next
 from .status import FINAL, read_plan, read_status, supervisor_of
 from .stop import request_stop
 from .storelock import store_in_use
-from .wire import Call
+from .wire.conversation import Call
 
 GONE_S = 10.0
 """A supervisor that has written its last word may take so long to be gone."""

@@ -8,10 +8,10 @@ import sys
 import threading
 from typing import Any, BinaryIO, Callable, Dict
 
-from . import frames
 from .host.layout import AGENT_DIR, Root
 from .host.locks import hold
-from .wire import Conversation, Handler, Sender
+from .wire import frames
+from .wire.conversation import Conversation, Handler, Sender
 
 BYTECODE_ROOM_BYTES = 64 << 20
 ADOPT_AFTER_S = 1.0

@@ -15,7 +15,7 @@ from .host.errors import AgentError
 from .host.layout import Root
 from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
 from .queueing import any_overlap, freest, grant, queue_of, queue_view, refusal
-from .wire import Call
+from .wire.conversation import Call
 
 _MINE = "mine"
 

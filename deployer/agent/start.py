@@ -24,7 +24,7 @@ from .status import QUEUED, read_status
 from .stop import request_stop
 from .store import Store
 from .storelock import store_in_use
-from .wire import Call
+from .wire.conversation import Call
 
 if TYPE_CHECKING:
     from .leases import Held

@@ -15,9 +15,9 @@ import time
 import traceback
 from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
 
+from ..host.errors import AgentError
 from . import frames
 from .frames import Frame, ProtocolError, Window
-from .host.errors import AgentError
 
 IDLE_S = 50.0
 """The agent ends this long after the last frame from the client (which pings every few seconds); with END_S below, a
