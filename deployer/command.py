@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.host.layout import AGENT_DIR
-from deployer.agent.tree import content_hash
+from deployer.agent.store.tree import content_hash
 
 MAX_WORD = 96 * 1024
 """Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployer.agent.tree import Entry, dump_entries, load_entries, root_hash
+from deployer.agent.store.tree import Entry, dump_entries, load_entries, root_hash
 from deployer.paths import state_dir, write_whole
 
 MAX_BYTES = 4 << 20

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deployer.agent.tree import Entry, blobs_of
+from deployer.agent.store.tree import Entry, blobs_of
 from deployer.call import Call
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.follow import Connect, Watcher, follow_to_end

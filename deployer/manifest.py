@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployer.agent.tree import EXECUTABLE, FILE, Entry, entry_of_link
+from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
 from deployer.hashing import HashCache, hash_file
 from deployer.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer import manifest
-from deployer.agent.tree import EXECUTABLE, FILE, Entry, root_hash
+from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.hashing import hash_file
 from deployer.manifest import Scan, Shipment

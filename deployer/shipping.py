@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deployer.agent.tree import Entry, dump_entries, new_blobs
+from deployer.agent.store.tree import Entry, dump_entries, new_blobs
 from deployer.agent.wire import frames
 from deployer.call import Call
 from deployer.errors import HostError, UsageError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployer import lasttree
-from deployer.agent.tree import Entry, content_hash, root_hash
+from deployer.agent.store.tree import Entry, content_hash, root_hash
 from deployer.errors import HostError, UsageError
 from deployer.follow import Watcher
 from deployer.lasttree import LastTree

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import gc, spare
+from deployer.agent import gc
 from deployer.agent.garbage import (
     AGENT,
     BLOB,
@@ -27,11 +27,12 @@ from deployer.agent.host.files import remove_folder
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold
 from deployer.agent.host.machine import own_identity
-from deployer.agent.packs import PackWriter
 from deployer.agent.status import write_status
 from deployer.agent.stop import request_stop
-from deployer.agent.store import Store
-from deployer.agent.tree import content_hash
+from deployer.agent.store import spare
+from deployer.agent.store.content import Store
+from deployer.agent.store.packs import PackWriter
+from deployer.agent.store.tree import content_hash
 from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
 from tests.storing import DAY_S, disk, ended, keep, make_old
 

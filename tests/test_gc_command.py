@@ -23,8 +23,8 @@ from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold, is_held
 from deployer.agent.start import launch
-from deployer.agent.storelock import store_alone, store_in_use
-from deployer.agent.tree import FILE, Entry, content_hash, dump_entries, root_hash
+from deployer.agent.store.lock import store_alone, store_in_use
+from deployer.agent.store.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from deployer.agent.wire.frames import Frame
 from tests.ferry import Ferry
 from tests.jobs import end_of, make_plan, wait_for

@@ -10,9 +10,9 @@ import pytest
 
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
-from deployer.agent.intake import PACK_FROM, SMALL_BYTES, Intake, Planter
-from deployer.agent.store import Store
-from deployer.agent.tree import FILE, Entry, content_hash
+from deployer.agent.store.content import Store
+from deployer.agent.store.intake import PACK_FROM, SMALL_BYTES, Intake, Planter
+from deployer.agent.store.tree import FILE, Entry, content_hash
 
 
 @pytest.fixture

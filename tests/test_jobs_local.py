@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.tree import dump_entries
+from deployer.agent.store.tree import dump_entries
 from deployer.errors import UsageError
 from deployer.follow import Watcher
 from deployer.host import Host

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import spare
 from deployer.agent.host.layout import Root
-from deployer.agent.store import Store
+from deployer.agent.store import spare
+from deployer.agent.store.content import Store
 from tests.storing import keep
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
-from deployer.agent.store import Store
-from deployer.agent.tree import Entry, content_hash, entry_of_link, root_hash
+from deployer.agent.store.content import Store
+from deployer.agent.store.tree import Entry, content_hash, entry_of_link, root_hash
 from deployer.manifest import scan
 
 

@@ -34,7 +34,7 @@ from .host.locks import take_lock
 from .inventory import read_inventory
 from .judge import judge
 from .status import FINAL
-from .storelock import store_alone
+from .store.lock import store_alone
 from .wire.conversation import Call
 
 

@@ -20,7 +20,7 @@ from .requests import find_job
 from .start import check_root, plan_hash, start_next
 from .status import FINAL, read_plan, read_status, supervisor_of
 from .stop import request_stop
-from .storelock import store_in_use
+from .store.lock import store_in_use
 from .wire.conversation import Call
 
 GONE_S = 10.0

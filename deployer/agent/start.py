@@ -12,8 +12,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, spare, supervise, tree
-from .bring import bring_trees, pass_over, trees_of
+from . import logs, supervise
 from .following import follow_job
 from .host import environment
 from .host.errors import AgentError
@@ -22,8 +21,10 @@ from .host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
 from .host.locks import locked
 from .status import QUEUED, read_status
 from .stop import request_stop
-from .store import Store
-from .storelock import store_in_use
+from .store import spare, tree
+from .store.bring import bring_trees, pass_over, trees_of
+from .store.content import Store
+from .store.lock import store_in_use
 from .wire.conversation import Call
 
 if TYPE_CHECKING:

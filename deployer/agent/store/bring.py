@@ -7,13 +7,13 @@ import json
 import zlib
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
+from ..host.errors import AgentError
+from ..wire.conversation import Call
+from ..wire.frames import Frame
 from . import tree
-from .host.errors import AgentError
+from .content import Store
 from .intake import Blob, Intake, Planter
 from .spare import Spare, discard
-from .store import Store
-from .wire.conversation import Call
-from .wire.frames import Frame
 
 MAX_UNPACKED = 1 << 20
 """Bytes that the body of one frame may hold once it is unpacked."""

@@ -9,9 +9,9 @@ import os
 from contextlib import contextmanager
 from typing import Iterator
 
-from .host.errors import AgentError
-from .host.layout import Root
-from .host.locks import take_lock
+from ..host.errors import AgentError
+from ..host.layout import Root
+from ..host.locks import take_lock
 
 WAIT_S = 10.0
 """How long a collection waits for launches."""

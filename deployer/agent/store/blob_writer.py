@@ -7,9 +7,9 @@ import hashlib
 import os
 from typing import Union
 
-from .host.disk import fail
-from .host.errors import AgentError
-from .host.files import remove
+from ..host.disk import fail
+from ..host.errors import AgentError
+from ..host.files import remove
 
 
 class BlobWriter:

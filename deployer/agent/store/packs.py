@@ -11,7 +11,7 @@ import os
 import struct
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from .host.layout import Root
+from ..host.layout import Root
 
 _LENGTH = struct.Struct(">Q")
 

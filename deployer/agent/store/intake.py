@@ -9,14 +9,14 @@ import shutil
 import threading
 from typing import Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from .blobwriter import BlobWriter, not_announced
-from .host.disk import fail
-from .host.errors import AgentError
+from ..host.disk import fail
+from ..host.errors import AgentError
+from .blob_writer import BlobWriter, not_announced
+from .content import Store
 from .packs import PackWriter
 from .spare import Spare
-from .store import Store
 from .tree import LINK, Entry, content_hash
-from .treefiles import make_folders, write_file
+from .tree_files import make_folders, write_file
 
 SMALL_BYTES = 1 << 20
 """A blob up to this size is taken as one piece, into a pack when many come."""

@@ -13,14 +13,14 @@ import os
 import re
 from typing import List, Optional, Sequence, Set
 
-from .blobwriter import BlobWriter
-from .host.disk import fail, free_bytes, megabytes, no_room
-from .host.errors import AgentError
-from .host.files import remove, remove_folder, write_whole
-from .host.layout import Root
+from ..host.disk import fail, free_bytes, megabytes, no_room
+from ..host.errors import AgentError
+from ..host.files import remove, remove_folder, write_whole
+from ..host.layout import Root
+from .blob_writer import BlobWriter
 from .packs import Packs, names, read_index
 from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
-from .treefiles import Copier, in_threads, make_folders, make_link, make_read_only, write_file
+from .tree_files import Copier, in_threads, make_folders, make_link, make_read_only, write_file
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
 

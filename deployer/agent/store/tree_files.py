@@ -11,7 +11,7 @@ import threading
 from io import RawIOBase
 from typing import Callable, Iterator, List, Sequence
 
-from .host.errors import AgentError
+from ..host.errors import AgentError
 from .tree import EXECUTABLE, Entry, folders_of
 
 _FICLONE = 0x40049409
