@@ -17,12 +17,12 @@ from deployer.agent.checks_host import Python
 from deployer.agent.checks_net import Network
 from deployer.agent.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
-from deployer.agent.gpus import Gpu, Holder
+from deployer.agent.gpus.leases import Claim
+from deployer.agent.gpus.nvidia import Gpu, Holder
 from deployer.agent.host import facts as hostfacts
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
-from deployer.agent.leases import Claim
 from deployer.commands.doctor import Contact, check_contact
 from tests.ferry import REPO, Ferry
 from tests.pythons import make_python

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent.gpus import Gpu, holders, list_gpus, see
+from deployer.agent.gpus.nvidia import Gpu, holders, list_gpus, see
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.processes import is_running, process_of
 from tests.jobs import wait_for

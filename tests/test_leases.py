@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from deployer.agent.gpus.claim import claim_gpus
+from deployer.agent.gpus.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
 from deployer.agent.host.errors import AgentError
-from deployer.agent.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
-from deployer.agent.sharing import claim_gpus
 from tests.ferry import Ferry
 from tests.jobs import make_plan, wait_for
 from tests.limits import HANG_S

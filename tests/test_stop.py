@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.gpufree import Held, device_holders, still_held
-from deployer.agent.gpus import Gpu, Holder
+from deployer.agent.gpus.freed import Held, device_holders, still_held
+from deployer.agent.gpus.nvidia import Gpu, Holder
 from deployer.agent.host.layout import Job
 from deployer.agent.judge import judge
 from deployer.agent.status import FINAL

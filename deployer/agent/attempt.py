@@ -24,7 +24,7 @@ from .stop import StopRequest, new_stop, read_stop, request_stop
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
-    from .jobgpus import JobGpus
+    from .gpus.held import JobGpus
     from .oom import OomWatch
 
 SIBLINGS_S = 5.0

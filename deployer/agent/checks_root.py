@@ -8,9 +8,9 @@ from typing import Any, Dict, List, Sequence
 
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
 from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from .gpus.leases import TICKET, Claim
 from .host.layout import Root
 from .inventory import read_inventory
-from .leases import TICKET, Claim
 from .status import FINAL
 
 MUCH_BYTES = 10**9

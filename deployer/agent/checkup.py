@@ -13,9 +13,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, leases, listing, runtime
+from . import checks_gpu, checks_host, checks_net, checks_root, listing, runtime
 from .checks_host import Python
 from .findings import Check, Found, run_check
+from .gpus import leases
 from .host import environment
 from .host import facts as hostfacts
 from .host.cgroups import read_limits

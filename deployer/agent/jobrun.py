@@ -20,7 +20,7 @@ from .statusfile import StatusFile, say
 from .stop import StopRequest, read_stop
 
 if TYPE_CHECKING:
-    from .jobgpus import JobGpus
+    from .gpus.held import JobGpus
 
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
@@ -105,7 +105,7 @@ class JobRun:
         devices = self.status.values.get("devices") if self.adopted else None
         if not held and not devices:
             return None
-        from .jobgpus import JobGpus  # a job without GPUs starts sooner
+        from .gpus.held import JobGpus  # a job without GPUs starts sooner
 
         gpus = JobGpus(self.plan, self._env(), held)
         if devices:
@@ -243,7 +243,7 @@ class JobRun:
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
         if self.plan.get("device") != "cuda" or self.attempt is None:
             return None, []
-        from .gpufree import wait_until_free
+        from .gpus.freed import wait_until_free
 
         pids = {process.pid for process in self._seen}
         names = gpus_of(self.plan, self.status.values)

@@ -35,7 +35,7 @@ HANDLERS = {
     "exec": "commands:execute",
     "doctor": "checkup:doctor",
     "gc": "gc:gc",
-    "gpus": "sharing:report",
+    "gpus": "gpus.claim:report",
 }
 """Request -> module below this package and function."""
 

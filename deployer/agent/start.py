@@ -28,7 +28,7 @@ from .store.lock import store_in_use
 from .wire.conversation import Call
 
 if TYPE_CHECKING:
-    from .leases import Held
+    from .gpus.leases import Held
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
@@ -94,9 +94,9 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     env = _base_env()
     found = {"root": root.path, "job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
     if _wants_gpus(plan):
-        from . import sharing
+        from .gpus import claim
 
-        found["gpus"] = sharing.would_get(plan, env)
+        found["gpus"] = claim.would_get(plan, env)
     try:
         found["python"] = runtime.find_python(plan["python"], env=env, root=root)
     except AgentError as error:
@@ -129,9 +129,9 @@ def _claimed(plan: Dict[str, Any], env: Dict[str, str]) -> "ContextManager[Optio
     """The plan's GPUs, held while its supervisor is started; None for a plan without."""
     if not _wants_gpus(plan):
         return nullcontext()
-    from . import sharing  # a job without GPUs starts sooner
+    from .gpus import claim  # a job without GPUs starts sooner
 
-    return sharing.claimed(plan, env)
+    return claim.claimed(plan, env)
 
 
 def check_root(root: Root) -> None:

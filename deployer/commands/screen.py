@@ -77,7 +77,7 @@ class Screen(Watcher):
             render.notice(attempt_line(status) or f"attempt {attempt}")
         queue = status.get("queue") or {}
         if queue and queue != self._queue:
-            from deployer.agent.queueing import queue_line
+            from deployer.agent.gpus.queue import queue_line
 
             render.notice(f"queued: {queue_line(queue, time.time())}")
         elif self._queue and not queue and status["state"] in ("preparing", "running"):

@@ -17,10 +17,10 @@ import time
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from .gpus import user_name
-from .host.errors import AgentError
-from .host.locks import take_lock
-from .host.processes import command_of
+from ..host.errors import AgentError
+from ..host.locks import take_lock
+from ..host.processes import command_of
+from .nvidia import user_name
 
 FOLDER = "/tmp/.torchferry-leases"
 FOLDER_ENV = "TORCHFERRY_LEASE_DIR"

@@ -8,11 +8,11 @@ import subprocess
 import time
 from typing import Any, Collection, Dict, List, Optional, Sequence
 
-from .gpus import Sight
-from .host.errors import AgentError
+from ..host.errors import AgentError
+from .claim import lease, of_others, see_for
 from .leases import LEASE, SHARED, TICKET, Claim, Held, claiming, read_claims, take_over
-from .queueing import grant, queue_view
-from .sharing import lease, of_others, see_for
+from .nvidia import Sight
+from .queue import grant, queue_view
 
 POLL_S = 1.0
 """So often a waiting job looks who holds its GPUs."""

@@ -9,9 +9,9 @@ import re
 import time
 from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from . import gpus
-from .gpus import BUSY_MIB, Gpu, Holder
-from .host.processes import command_of
+from ..host.processes import command_of
+from . import nvidia
+from .nvidia import BUSY_MIB, Gpu, Holder
 
 WAIT_S = 5.0
 """The driver frees a dead process's memory a little later."""
@@ -54,7 +54,7 @@ def wait_until_free(
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
-            sight = gpus.see(names, env)
+            sight = nvidia.see(names, env)
             held = still_held(sight.named, sight.using, ours, allow_busy=allow_busy)
         except Exception:
             return None, []

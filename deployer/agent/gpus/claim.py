@@ -9,13 +9,13 @@ import time
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Sequence
 
-from . import gpus
-from .gpus import Sight
-from .host.errors import AgentError
-from .host.layout import Root
+from ..host.errors import AgentError
+from ..host.layout import Root
+from ..wire.conversation import Call
+from . import nvidia
 from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
-from .queueing import any_overlap, freest, grant, queue_of, queue_view, refusal
-from .wire.conversation import Call
+from .nvidia import Sight
+from .queue import any_overlap, freest, grant, queue_of, queue_view, refusal
 
 _MINE = "mine"
 
@@ -31,7 +31,7 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
     with claiming() as claims:
         seen = of_others(claims.read(), plan)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, plan["job_id"], _devices(sight), gpus.auto_count(plan["gpus"]), number, file=_MINE)
+        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number, file=_MINE)
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
             return lease(claims, plan, chosen, sight)
@@ -58,7 +58,7 @@ def would_get(plan: Dict[str, Any], env: Dict[str, str]) -> str:
 
 def report(root: Root, call: Call) -> Dict[str, Any]:
     """The host's GPUs, who holds and uses each, and the queue."""
-    sight, claims = gpus.see([], dict(os.environ)), read_claims()
+    sight, claims = nvidia.see([], dict(os.environ)), read_claims()
     rows = []
     for gpu in sight.gpus:
         holding = [c for c in claims if c.kind != TICKET and any_overlap(gpu.device, c.devices)]
@@ -91,7 +91,7 @@ def report(root: Root, call: Call) -> Dict[str, Any]:
 
 def see_for(plan: Dict[str, Any], env: Dict[str, str]) -> Sight:
     on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
-    return gpus.see(plan["gpus"], env, on_cpu=on_cpu)
+    return nvidia.see(plan["gpus"], env, on_cpu=on_cpu)
 
 
 def of_others(claims: Sequence[Claim], plan: Dict[str, Any], *, but: str = "") -> List[Claim]:
@@ -112,7 +112,7 @@ def lease(claims: Claims, plan: Dict[str, Any], devices: Any, sight: Sight, kind
 
 def _visible(plan: Dict[str, Any], devices: Sequence[str], sight: Sight) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
-    if not gpus.auto_count(plan["gpus"]):
+    if not nvidia.auto_count(plan["gpus"]):
         return ",".join(plan["gpus"])
     return ",".join(gpu.label for gpu in sight.gpus if gpu.device in devices)
 
@@ -130,7 +130,7 @@ def _beside(plan: Dict[str, Any], sight: Sight) -> Held:
 
 
 def _choose_beside(plan: Dict[str, Any], sight: Sight) -> Any:
-    count = gpus.auto_count(plan["gpus"])
+    count = nvidia.auto_count(plan["gpus"])
     if not count:
         return _devices(sight)
     try:

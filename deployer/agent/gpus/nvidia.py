@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
-from .host.errors import AgentError
+from ..host.errors import AgentError
 
 TIMEOUT_S = 10
 BUSY_MIB = 1024
