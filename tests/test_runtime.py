@@ -16,10 +16,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from deployer.agent import checkpy
-from deployer.agent.building import read_lock
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
-from deployer.agent.runtime import candidates, find_python, resolve_python
+from deployer.agent.python.build import read_lock
+from deployer.agent.python.find import candidates, find_python, resolve_python
 from tests.pythons import make_python, make_wheel
 
 

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, listing, runtime
+from . import checks_gpu, checks_host, checks_net, checks_root, listing
 from .checks_host import Python
 from .findings import Check, Found, run_check
 from .gpus import leases
@@ -23,6 +23,7 @@ from .host.cgroups import read_limits
 from .host.disk import read_disk
 from .host.files import read_text
 from .host.layout import Root
+from .python import find
 from .wire.conversation import Call
 
 Examination = Tuple[str, Callable[[], Found]]
@@ -77,7 +78,7 @@ def _raise(error: Exception) -> Check:
 
 
 def _read_pythons(root: Root, env: Dict[str, str]) -> List[Python]:
-    return [Python(*found) for found in runtime.list_pythons(checks_gpu.PACKAGES, env=env, root=root)]
+    return [Python(*found) for found in find.list_pythons(checks_gpu.PACKAGES, env=env, root=root)]
 
 
 def _which(program: str, env: Dict[str, str]) -> Optional[str]:

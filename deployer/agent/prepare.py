@@ -105,7 +105,7 @@ def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], lo
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        from .runtime import resolve_python
+        from .python.find import resolve_python
 
         with open(output, "ab", buffering=0) as f:
             found: Dict[str, Any] = {"python": resolve_python(spec, job.code, root, env, f)}

@@ -89,7 +89,7 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
     an environment would be built, whose interpreter is not known yet."""
     plan = call.request()["plan"]
-    from . import runtime  # a launch leaves that to its supervisor
+    from .python import find  # a launch leaves that to its supervisor
 
     env = _base_env()
     found = {"root": root.path, "job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
@@ -98,7 +98,7 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
 
         found["gpus"] = claim.would_get(plan, env)
     try:
-        found["python"] = runtime.find_python(plan["python"], env=env, root=root)
+        found["python"] = find.find_python(plan["python"], env=env, root=root)
     except AgentError as error:
         if plan["python"]["explicit"]:
             raise

@@ -118,8 +118,8 @@ def main(job_dir: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    from . import runtime  # noqa: F401  # loaded before the job is known, not afterwards
     from .jobrun import JobRun
+    from .python import find  # noqa: F401  # loaded before the job is known, not afterwards
 
     sys.dont_write_bytecode = True  # what is loaded later may meet a disk that the job has filled; see serve.py
     given = sys.stdin.buffer.read()

@@ -14,10 +14,10 @@ from collections import deque
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
-from .host.disk import fail
-from .host.errors import AgentError
-from .host.layout import Root
-from .host.locks import take_lock
+from ..host.disk import fail
+from ..host.errors import AgentError
+from ..host.layout import Root
+from ..host.locks import take_lock
 
 OLDEST = (3, 10)
 """The base of an environment is the first interpreter of the host that is at least this new, else simply the first."""

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from .building import MISSING_HINT, Building, Interpreter, read_lock
-from .host.errors import AgentError
-from .host.files import read_json, write_whole
-from .host.layout import AGENT_DIR, Root
+from ..host.errors import AgentError
+from ..host.files import read_json, write_whole
+from ..host.layout import AGENT_DIR, Root
+from .build import MISSING_HINT, Building, Interpreter, read_lock
 
 CHECK_TIMEOUT_S = 60
 _CHECK = os.path.join(AGENT_DIR, "checkpy.py")
