@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deployer.agent.host.layout import CHECKPOINT_MARKER
-from deployer.agent.logtimes import TIMES_FILE
+from deployer.agent.logs.times import TIMES_FILE
 from deployer.downloads import RemoteFile
 from deployer.errors import UsageError
 

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.agent import loggrep
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Job
-from deployer.agent.loggrep import LineFilter, Match
-from deployer.agent.logkeeping import LogLimit, first_to_keep
-from deployer.agent.logs import Chunk, Dropped, LogReader
-from deployer.agent.logtimes import Entry, TimeIndex, offsets_since, read_index, thinned
+from deployer.agent.logs import grep as loggrep
+from deployer.agent.logs.grep import LineFilter, Match
+from deployer.agent.logs.keep import LogLimit, first_to_keep
+from deployer.agent.logs.read import Chunk, Dropped, LogReader
+from deployer.agent.logs.times import Entry, TimeIndex, offsets_since, read_index, thinned
 from tests.jobs import make_plan, python, run_job
 
 

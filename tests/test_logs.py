@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deployer.agent import logs
 from deployer.agent.host.layout import Job
-from deployer.agent.logs import CHUNK_BYTES, LogReader
+from deployer.agent.logs import read
+from deployer.agent.logs.read import CHUNK_BYTES, LogReader
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_one_poll_is_bounded_and_takes_turns(job: Job) -> None:
     for name in ("rank_0.log", "rank_1.log"):
         write(job, name, b"x" * 3_000_000)
     chunks = LogReader(job).poll()
-    assert sum(len(c.data) for c in chunks) < logs.POLL_BYTES + 2 * CHUNK_BYTES
+    assert sum(len(c.data) for c in chunks) < read.POLL_BYTES + 2 * CHUNK_BYTES
     assert [c.file for c in chunks[:4]] == ["rank_0.log", "rank_1.log"] * 2
 
 
@@ -131,14 +131,14 @@ def test_reader_with_an_earlier_attempts_offsets_misses_nothing_of_it(job: Job) 
 )
 def test_tail_offset_gives_the_last_lines(job: Job, content: bytes, lines: int, expected: bytes) -> None:
     write(job, "rank_0.log", content)
-    offset = logs.tail_offsets(job, lines)["rank_0.log"]
+    offset = read.tail_offsets(job, lines)["rank_0.log"]
     assert content[offset:] == expected
 
 
 def test_tail_is_of_the_latest_attempt(job: Job) -> None:
     Path(job.logs(2)).mkdir()
     write(job, "rank_0.log", b"a\nb\n", attempt=2)
-    assert logs.tail_offsets(job, 1) == {"attempt_2/rank_0.log": 2}
+    assert read.tail_offsets(job, 1) == {"attempt_2/rank_0.log": 2}
 
 
 @pytest.mark.parametrize(
@@ -147,22 +147,22 @@ def test_tail_is_of_the_latest_attempt(job: Job) -> None:
 )
 def test_line_start_is_where_the_line_of_an_offset_begins(job: Job, content: bytes, offset: int, expected: int) -> None:
     write(job, "rank_0.log", content)
-    assert logs.line_start(str(Path(job.logs(1)) / "rank_0.log"), offset) == expected
+    assert read.line_start(str(Path(job.logs(1)) / "rank_0.log"), offset) == expected
 
 
 def test_tail_of_an_endless_line_is_bounded(job: Job) -> None:
     write(job, "rank_0.log", b"bar\r" * 1_000_000)
-    assert logs.tail_offsets(job, 5) == {"rank_0.log": 4_000_000 - logs.TAIL_BYTES}
+    assert read.tail_offsets(job, 5) == {"rank_0.log": 4_000_000 - read.TAIL_BYTES}
 
 
 def test_last_lines_of_a_rank(job: Job) -> None:
     write(job, "rank_1.log", b"one\ntwo\nthree")
-    assert logs.last_lines(job, 1, 2) == b"two\nthree"
-    assert logs.last_lines(job, 0, 2) == b""
+    assert read.last_lines(job, 1, 2) == b"two\nthree"
+    assert read.last_lines(job, 0, 2) == b""
 
 
 def test_last_lines_without_a_rank_are_the_launchers_or_the_preparations(job: Job) -> None:
     write(job, "prepare.log", b"pip failed\n")
-    assert logs.last_lines(job, None, 5) == b"pip failed\n"
+    assert read.last_lines(job, None, 5) == b"pip failed\n"
     write(job, "launcher.log", b"torchrun\n")
-    assert logs.last_lines(job, None, 5) == b"torchrun\n"
+    assert read.last_lines(job, None, 5) == b"torchrun\n"

@@ -16,7 +16,7 @@ from .host.errors import AgentError
 from .host.files import read_json, remove
 from .host.layout import AGENT_DIR, Job, Root
 from .host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
-from .logkeeping import LogKeeper
+from .logs.keep import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
 from .status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from .statusfile import StatusFile, say

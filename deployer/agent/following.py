@@ -7,11 +7,11 @@ import signal
 import time
 from typing import Any, Callable, Collection, Dict, List, Optional
 
-from . import logs, logtimes
 from .host.errors import AgentError
 from .host.layout import Job, Root
 from .judge import judge
-from .loggrep import LineFilter, Match
+from .logs import read, times
+from .logs.grep import LineFilter, Match
 from .requests import find_job
 from .status import FINAL
 from .wire.conversation import Call
@@ -34,14 +34,14 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     ranks = call.head.get("ranks")
     chosen = set(ranks) if ranks is not None else None
     lines = LineFilter(call.head["grep"]) if call.head.get("grep") is not None else None
-    latest = logs.latest_attempt(job)
+    latest = read.latest_attempt(job)
     if asked is not None and not 1 <= asked <= (latest or 1):
         raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
     offsets = call.head.get("offsets")
     if not offsets:
         offsets = _beginning(job, call.head, ranks=chosen)
     call.send_event("from", offsets)
-    reader = logs.LogReader(job, asked, offsets, chosen, stay=asked is not None)
+    reader = read.LogReader(job, asked, offsets, chosen, stay=asked is not None)
     once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
     if once:
         reader.stop_here()
@@ -50,25 +50,25 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
 
 def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[int]]) -> Dict[str, int]:
     """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
-    attempt = asked.get("attempt") or asked.get("from_attempt") or logs.latest_attempt(job)
+    attempt = asked.get("attempt") or asked.get("from_attempt") or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
     since = asked.get("since")
     if since is not None:
         unix_s = since["unix_s"] if "unix_s" in since else time.time() - since["ago_s"]
         if asked.get("attempt") is None:
-            attempt = logtimes.attempt_at(job, unix_s)
+            attempt = times.attempt_at(job, unix_s)
         if attempt is not None:
-            offsets = logtimes.offsets_at(job, attempt, unix_s)
+            offsets = times.offsets_at(job, attempt, unix_s)
     if asked.get("tail") is not None:
-        for name, offset in logs.tail_offsets(job, asked["tail"], ranks, attempt).items():
+        for name, offset in read.tail_offsets(job, asked["tail"], ranks, attempt).items():
             offsets[name] = max(offset, offsets.get(name, 0))
     if attempt is not None:
-        offsets.setdefault(logs.log_name(attempt, "launcher.log"), 0)
+        offsets.setdefault(read.log_name(attempt, "launcher.log"), 0)
     return offsets
 
 
 def follow_job(
-    job: Job, call: Call, reader: logs.LogReader, *, once: bool = False, lines: Optional[LineFilter] = None
+    job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: Optional[LineFilter] = None
 ) -> Dict[str, Any]:
     wait_s, shown = POLL_MIN_S, None  # type: float, Any
     while not call.cancelled.is_set():
@@ -95,7 +95,7 @@ def follow_job(
     return {}
 
 
-def _in_time(search: Callable[..., List[Match]], *chunk: logs.Chunk) -> List[Match]:
+def _in_time(search: Callable[..., List[Match]], *chunk: read.Chunk) -> List[Match]:
     signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_S)
     try:
         return search(*chunk)
@@ -117,6 +117,6 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
 def last_lines(root: Root, call: Call) -> Dict[str, Any]:
     """The last lines of one rank (of the launcher when `rank` is null)."""
     job = find_job(root, call.head["job"])
-    data = logs.last_lines(job, call.head.get("rank"), int(call.head.get("lines", 20)))
+    data = read.last_lines(job, call.head.get("rank"), int(call.head.get("lines", 20)))
     call.send_data(data[-65536:])
     return {}

@@ -10,7 +10,7 @@ import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from .host.layout import CHECKPOINT_MARKER, Job
-from .logs import RANK_LOG, last_lines
+from .logs.read import RANK_LOG, last_lines
 
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""

@@ -15,7 +15,7 @@ from .host.layout import Job, Root
 from .host.locks import locked
 from .host.machine import is_alive
 from .judge import judge
-from .logs import LogReader
+from .logs.read import LogReader
 from .requests import find_job
 from .start import check_root, plan_hash, start_next
 from .status import FINAL, read_plan, read_status, supervisor_of

@@ -12,13 +12,14 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import logs, supervise
+from . import supervise
 from .following import follow_job
 from .host import environment
 from .host.errors import AgentError
 from .host.files import read_json, write_whole
 from .host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
 from .host.locks import locked
+from .logs import read
 from .status import QUEUED, read_status
 from .stop import request_stop
 from .store import spare, tree
@@ -55,7 +56,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if request.get("patch"):
         _keep_patch(job, call)
     if request.get("follow"):
-        return follow_job(job, call, logs.LogReader(job, attempt=1))
+        return follow_job(job, call, read.LogReader(job, attempt=1))
     return {}
 
 

@@ -6,8 +6,8 @@ Stdlib only, Python 3.8: this package runs on the host.
 import re
 from typing import Dict, List, NamedTuple, Set
 
-from .host.errors import AgentError
-from .logs import Chunk
+from ..host.errors import AgentError
+from .read import Chunk
 
 LINE_BYTES = 256 << 10
 """Of a longer line only so much is searched and shown."""

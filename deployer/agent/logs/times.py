@@ -9,9 +9,9 @@ import os
 import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
-from .host.files import write_whole
-from .host.layout import Job
-from .logs import attempts, line_start, log_files, log_name
+from ..host.files import write_whole
+from ..host.layout import Job
+from .read import attempts, line_start, log_files, log_name
 
 TIMES_FILE = "times.jsonl"
 EVERY_S = 1.0

@@ -10,8 +10,8 @@ import os
 import re
 from typing import Collection, Dict, List, NamedTuple, Optional, Tuple
 
-from .host.files import read_json
-from .host.layout import Job
+from ..host.files import read_json
+from ..host.layout import Job
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20

@@ -9,9 +9,9 @@ import os
 import time
 from typing import Dict, Optional
 
-from .host.files import write_json
-from .logs import DROPPED_FILE, LIMIT_KEY, Dropped
-from .logtimes import EVERY_S, TimeIndex, sizes_of
+from ..host.files import write_json
+from .read import DROPPED_FILE, LIMIT_KEY, Dropped
+from .times import EVERY_S, TimeIndex, sizes_of
 
 KEPT_SHARE = 0.9
 """Of the limit, once it is exceeded: each time a tenth is freed at once."""
