@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployer import lastseen
-from deployer.agent.status import FINAL
+from deployer.agent.job.status import FINAL
 from deployer.errors import FerryError, HostError
 from deployer.host import HERE, Host
 from deployer.lastseen import Row

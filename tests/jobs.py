@@ -16,8 +16,8 @@ import pytest
 from deployer.agent import supervise
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.processes import is_running, process_of
-from deployer.agent.judge import judge
-from deployer.agent.status import FINAL
+from deployer.agent.job.judge import judge
+from deployer.agent.job.status import FINAL
 from tests.ferry import Ferry
 from tests.limits import HANG_S
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import ending
+from deployer.agent.job import ending
 
 
 def record(number: int, code: int | None, *, at: int = 0, signum: int | None = None) -> ending.RankRecord:

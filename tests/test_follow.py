@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.host.layout import Job
-from deployer.agent.judge import judge
-from deployer.agent.stop import request_stop
+from deployer.agent.job.judge import judge
+from deployer.agent.job.stop import request_stop
 from deployer.errors import HostError
 from deployer.follow import Watcher, follow_to_end
 from deployer.host import Host

@@ -27,8 +27,8 @@ from deployer.agent.host.files import remove_folder
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold
 from deployer.agent.host.machine import own_identity
-from deployer.agent.status import write_status
-from deployer.agent.stop import request_stop
+from deployer.agent.job.status import write_status
+from deployer.agent.job.stop import request_stop
 from deployer.agent.store import spare
 from deployer.agent.store.content import Store
 from deployer.agent.store.packs import PackWriter

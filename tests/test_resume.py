@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deployer.agent.host.layout import Job
-from deployer.agent.judge import judge
+from deployer.agent.job.judge import judge
 from deployer.errors import HostError, UsageError
 from deployer.host import Host
 from deployer.plan import LaunchPlan, plan_to_json

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.host.layout import Job
-from deployer.agent.status import FINAL, read_status
+from deployer.agent.job.status import FINAL, read_status
 from tests.ferry import Ferry
 from tests.hosts import SharedHost, start_hosts
 from tests.jobs import said, wait_for

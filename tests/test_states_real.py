@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import adopting, ending
-from deployer.agent.ending import read_ranks
+from deployer.agent import adopting
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.locks import is_held
-from deployer.agent.judge import judge
-from deployer.agent.status import read_status, write_status
-from deployer.agent.stop import read_stop, request_stop
+from deployer.agent.job import ending
+from deployer.agent.job.ending import read_ranks
+from deployer.agent.job.judge import judge
+from deployer.agent.job.status import read_status, write_status
+from deployer.agent.job.stop import read_stop, request_stop
 from tests import stubborn
 from tests.ferry import Ferry
 from tests.jobs import (

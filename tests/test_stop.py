@@ -18,9 +18,9 @@ import pytest
 from deployer.agent.gpus.freed import Held, device_holders, still_held
 from deployer.agent.gpus.nvidia import Gpu, Holder
 from deployer.agent.host.layout import Job
-from deployer.agent.judge import judge
-from deployer.agent.status import FINAL
-from deployer.agent.stop import request_stop
+from deployer.agent.job.judge import judge
+from deployer.agent.job.status import FINAL
+from deployer.agent.job.stop import request_stop
 from deployer.commands import stop as command
 from deployer.errors import HostError
 from tests import stubborn

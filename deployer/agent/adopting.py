@@ -12,8 +12,8 @@ from .host.layout import Job, Root
 from .host.locks import locked
 from .host.machine import boot_id, this_machine
 from .host.processes import SWEEP_S, describe, end_all, job_processes
-from .judge import judge
-from .status import FINAL, supervisor_of, write_status
+from .job.judge import judge
+from .job.status import FINAL, supervisor_of, write_status
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:

@@ -9,18 +9,19 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import progress, stalling
+from . import stalling
 from .children import Children
-from .ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
 from .host.errors import AgentError
 from .host.files import read_json, remove
 from .host.layout import AGENT_DIR, Job, Root
 from .host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
+from .job import progress
+from .job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
+from .job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
+from .job.stop import StopRequest, new_stop, read_stop, request_stop
 from .logs.keep import LogKeeper
 from .prepare import Command, Resolving, fill, job_command, marks
-from .status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from .statusfile import StatusFile, say
-from .stop import StopRequest, new_stop, read_stop, request_stop
 from .stopping import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from .gpus.leases import TICKET, Claim
 from .host.layout import Root
 from .inventory import read_inventory
-from .status import FINAL
+from .job.status import FINAL
 
 MUCH_BYTES = 10**9
 

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root, listing
+from . import checks_gpu, checks_host, checks_net, checks_root
 from .checks_host import Python
 from .findings import Check, Found, run_check
 from .gpus import leases
@@ -23,6 +23,7 @@ from .host.cgroups import read_limits
 from .host.disk import read_disk
 from .host.files import read_text
 from .host.layout import Root
+from .job import summary
 from .python import find
 from .wire.conversation import Call
 
@@ -43,7 +44,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
     with ThreadPoolExecutor(8) as pool:
         gpu_facts = pool.submit(checks_gpu.read_gpus, env, pool)
         pythons = pool.submit(_read_pythons, root, env)
-        jobs = pool.submit(listing.list_jobs, root)
+        jobs = pool.submit(summary.list_jobs, root)
         garbage = pool.submit(checks_root.read_garbage, root)
         list_of = [
             *_group("session", lambda: _session(None if client_time is None else now - client_time)),

@@ -9,11 +9,11 @@ from typing import Any, Callable, Collection, Dict, List, Optional
 
 from .host.errors import AgentError
 from .host.layout import Job, Root
-from .judge import judge
+from .job.judge import judge
+from .job.status import FINAL
 from .logs import read, times
 from .logs.grep import LineFilter, Match
 from .requests import find_job
-from .status import FINAL
 from .wire.conversation import Call
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1

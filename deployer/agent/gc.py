@@ -32,8 +32,8 @@ from .host.files import remove, remove_folder
 from .host.layout import Job, Root
 from .host.locks import take_lock
 from .inventory import read_inventory
-from .judge import judge
-from .status import FINAL
+from .job.judge import judge
+from .job.status import FINAL
 from .store.lock import store_alone
 from .wire.conversation import Call
 

@@ -17,8 +17,8 @@ from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inve
 from .host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from .host.locks import is_held
 from .host.machine import this_machine
-from .judge import judge
-from .status import FINAL, read_plan, supervisor_of
+from .job.judge import judge
+from .job.status import FINAL, read_plan, supervisor_of
 from .store import packs
 from .store.tree import LINK, Entry, blobs_of, root_hash
 

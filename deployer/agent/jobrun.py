@@ -7,17 +7,18 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from . import progress, stalling
+from . import stalling
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
-from .ending import Ending
 from .host.files import read_json
 from .host.layout import Job
 from .host.machine import own_identity
 from .host.processes import Process, describe, end_all
-from .status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
+from .job import progress
+from .job.ending import Ending
+from .job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
+from .job.stop import StopRequest, read_stop
 from .statusfile import StatusFile, say
-from .stop import StopRequest, read_stop
 
 if TYPE_CHECKING:
     from .gpus.held import JobGpus

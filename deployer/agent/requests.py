@@ -7,13 +7,14 @@ import os
 import signal
 from typing import Any, Dict
 
-from . import adopting, listing, progress
+from . import adopting
 from .host.errors import AgentError
 from .host.layout import Job, Root, matching_ids, name_ids
 from .host.processes import Process, send
-from .judge import judge
-from .status import FINAL, supervisor_of
-from .stop import request_stop
+from .job import progress, summary
+from .job.judge import judge
+from .job.status import FINAL, supervisor_of
+from .job.stop import request_stop
 from .wire.conversation import Call
 
 
@@ -45,7 +46,7 @@ def _written_at(job: Job) -> float:
 
 
 def ps(root: Root, call: Call) -> Dict[str, Any]:
-    call.send_event("jobs", listing.list_jobs(root))
+    call.send_event("jobs", summary.list_jobs(root))
     return {}
 
 

@@ -6,11 +6,11 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from . import progress
-from .ending import Ending, RankRecord
 from .host.layout import Job
 from .host.processes import is_running
-from .status import FAILED
+from .job import progress
+from .job.ending import Ending, RankRecord
+from .job.status import FAILED
 from .stopping import child_of
 
 STALL_CODE = 124

@@ -19,9 +19,9 @@ from .host.errors import AgentError
 from .host.files import read_json, write_whole
 from .host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
 from .host.locks import locked
+from .job.status import QUEUED, read_status
+from .job.stop import request_stop
 from .logs import read
-from .status import QUEUED, read_status
-from .stop import request_stop
 from .store import spare, tree
 from .store.bring import bring_trees, pass_over, trees_of
 from .store.content import Store

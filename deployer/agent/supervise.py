@@ -17,7 +17,7 @@ from .host.errors import AgentError
 from .host.layout import SUPERVISOR_ENV, Job
 from .host.locks import take_lock
 from .host.processes import own_process_argv
-from .status import read_plan, read_status
+from .job.status import read_plan, read_status
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""

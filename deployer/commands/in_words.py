@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from deployer import render
-from deployer.agent.status import FINAL, RUNNING
+from deployer.agent.job.status import FINAL, RUNNING
 from deployer.lastseen import Row
 
 SILENT_S = 120.0

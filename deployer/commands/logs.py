@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import render
-from deployer.agent.status import FINAL
+from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.errors import LostConnection, UsageError

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from deployer import render
-from deployer.agent.status import FINAL
+from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import age_of, state_of
 from deployer.errors import FerryError, UsageError
 from deployer.host import Host

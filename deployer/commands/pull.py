@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from deployer import render
-from deployer.agent.status import FINAL
+from deployer.agent.job.status import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.errors import ConnectError, LostConnection
 from deployer.host import Host

@@ -9,7 +9,7 @@ import click
 
 from deployer import lastseen, render
 from deployer.agent.gpus.queue import queue_line
-from deployer.agent.status import FINAL
+from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
 from deployer.commands.screen import next_commands
 from deployer.errors import ConnectError, FerryError, LostConnection

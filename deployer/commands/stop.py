@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from deployer import render
-from deployer.agent.status import FINAL
-from deployer.agent.stop import DEFAULT_GRACE_S
+from deployer.agent.job.status import FINAL
+from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.errors import FerryError, UsageError
 from deployer.host import Host
 from deployer.jobs import stop_jobs

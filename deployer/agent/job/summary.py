@@ -6,9 +6,9 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Dict, List, Optional
 
+from ..host.files import read_json
+from ..host.layout import Job, Root
 from . import progress
-from .host.files import read_json
-from .host.layout import Job, Root
 from .judge import judge
 from .status import LOST, TOOL_FAILED, gpus_of
 

@@ -9,8 +9,8 @@ import re
 import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-from .host.files import read_json
-from .host.layout import Job
+from ..host.files import read_json
+from ..host.layout import Job
 from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED
 
 _ROOT_CAUSE = re.compile(

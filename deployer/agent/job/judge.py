@@ -8,12 +8,12 @@ import os
 import time
 from typing import Any, Dict, List
 
+from ..host.files import read_json
+from ..host.layout import Job
+from ..host.locks import is_held
+from ..host.machine import boot_id, is_alive, this_machine
+from ..host.processes import Process, is_running, job_processes
 from .ending import RankRecord, decide_ending, read_ranks, with_outcome
-from .host.files import read_json
-from .host.layout import Job
-from .host.locks import is_held
-from .host.machine import boot_id, is_alive, this_machine
-from .host.processes import Process, is_running, job_processes
 from .status import (
     FINAL,
     LOST,

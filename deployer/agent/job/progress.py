@@ -9,8 +9,8 @@ import re
 import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from .host.layout import CHECKPOINT_MARKER, Job
-from .logs.read import RANK_LOG, last_lines
+from ..host.layout import CHECKPOINT_MARKER, Job
+from ..logs.read import RANK_LOG, last_lines
 
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""

@@ -8,8 +8,8 @@ import os
 import time
 from typing import NamedTuple, Optional
 
-from .host.files import read_json, write_json
-from .host.layout import Job
+from ..host.files import read_json, write_json
+from ..host.layout import Job
 
 DEFAULT_GRACE_S = 120.0
 

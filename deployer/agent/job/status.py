@@ -8,10 +8,10 @@ Stdlib only, Python 3.8, Linux.
 import time
 from typing import Any, Dict, List, Optional
 
-from .host.files import read_json, write_json
-from .host.layout import Job
-from .host.machine import Identity
-from .host.processes import Process
+from ..host.files import read_json, write_json
+from ..host.layout import Job
+from ..host.machine import Identity
+from ..host.processes import Process
 
 QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
 ENDINGS = SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
