@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import supervise
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.processes import is_running, process_of
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import FINAL
+from deployer.agent.supervisor import start as supervise
 from tests.ferry import Ferry
 from tests.limits import HANG_S
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import supervise
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import request_stop
+from deployer.agent.supervisor import start as supervise
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 

@@ -275,4 +275,4 @@ def test_command_line_loads_no_heavy_package_where_it_needs_none(tmp_path, words
     loaded = {module.split(b".")[0] for module in modules}
     assert done.returncode == 0 and b"click" in loaded
     assert not loaded & {b"torch", b"fabric", b"paramiko", b"transformers", b"invoke"}
-    assert b"deployer.agent.supervise" not in modules  # the host's half
+    assert b"deployer.agent.supervisor.start" not in modules  # the host's half

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.restarts import Past, why_no_restart
+from deployer.agent.supervisor.restarts import Past, why_no_restart
 from tests.failing import CONFIG, SMALL, Keeper
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict

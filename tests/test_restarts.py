@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import oom
 from deployer.agent.job import ending
-from deployer.agent.restarts import Past, backoff_s, why_no_restart
-from deployer.agent.stalling import StallWatch, duration
+from deployer.agent.supervisor import oom
+from deployer.agent.supervisor.restarts import Past, backoff_s, why_no_restart
+from deployer.agent.supervisor.stall import StallWatch, duration
 from deployer.commands.in_words import attempt_line, silence_line
 
 

@@ -6,7 +6,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Dict
 
-from . import supervise
 from .host.errors import AgentError
 from .host.layout import Job, Root
 from .host.locks import locked
@@ -14,6 +13,7 @@ from .host.machine import boot_id, this_machine
 from .host.processes import SWEEP_S, describe, end_all, job_processes
 from .job.judge import judge
 from .job.status import FINAL, supervisor_of, write_status
+from .supervisor import start
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:
@@ -35,7 +35,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
 def adopt(job: Job) -> None:
     """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
     try:
-        supervise.adopt(job)
+        start.adopt(job)
     except AgentError:
         if judge(job).get("unsupervised"):
             raise

@@ -12,7 +12,6 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from . import supervise
 from .following import follow_job
 from .host import environment
 from .host.errors import AgentError
@@ -26,6 +25,7 @@ from .store import spare, tree
 from .store.bring import bring_trees, pass_over, trees_of
 from .store.content import Store
 from .store.lock import store_in_use
+from .supervisor import start
 from .wire.conversation import Call
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
                 if _existing(job, plan):
                     return False
                 try:
-                    with supervise.Starting(job, held_fd=held.fd if held is not None else -1) as starting:
+                    with start.Starting(job, held_fd=held.fd if held is not None else -1) as starting:
                         _make_job(root, job, plan, request, arrived)
                         if call.cancelled.is_set():
                             raise AgentError("host", "the launch was cancelled")
@@ -218,7 +218,7 @@ def start_next(
     env = _base_env()
     with _claimed(plan, env) as held:
         commit()
-        supervise.spawn(job, _launch_input(root, plan, request, env, held, attempt=attempt))
+        start.spawn(job, _launch_input(root, plan, request, env, held, attempt=attempt))
 
 
 def _launch_input(

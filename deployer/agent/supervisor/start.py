@@ -12,12 +12,12 @@ import threading
 import time
 from typing import Any, Dict
 
+from ..host.errors import AgentError
+from ..host.layout import SUPERVISOR_ENV, Job
+from ..host.locks import take_lock
+from ..host.processes import own_process_argv
+from ..job.status import read_plan, read_status
 from .children import AWAITED
-from .host.errors import AgentError
-from .host.layout import SUPERVISOR_ENV, Job
-from .host.locks import take_lock
-from .host.processes import own_process_argv
-from .job.status import read_plan, read_status
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
@@ -118,8 +118,8 @@ def main(job_dir: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    from .jobrun import JobRun
-    from .python import find  # noqa: F401  # loaded before the job is known, not afterwards
+    from ..python import find  # noqa: F401  # loaded before the job is known, not afterwards
+    from .life import JobRun
 
     sys.dont_write_bytecode = True  # what is loaded later may meet a disk that the job has filled; see serve.py
     given = sys.stdin.buffer.read()

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import re
 from typing import Any, Dict, NamedTuple, Optional, Sequence
 
-from .job.status import FAILED
+from ..job.status import FAILED
 
 BACKOFF_S = (1.0, 5.0, 30.0)
 """Before the first, the second, and every later restart."""

@@ -7,21 +7,21 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from . import stalling
+from ..host.files import read_json
+from ..host.layout import Job
+from ..host.machine import own_identity
+from ..host.processes import Process, describe, end_all
+from ..job import progress
+from ..job.ending import Ending
+from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
+from ..job.stop import StopRequest, read_stop
+from . import stall
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
-from .host.files import read_json
-from .host.layout import Job
-from .host.machine import own_identity
-from .host.processes import Process, describe, end_all
-from .job import progress
-from .job.ending import Ending
-from .job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
-from .job.stop import StopRequest, read_stop
-from .statusfile import StatusFile, say
+from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
-    from .gpus.held import JobGpus
+    from ..gpus.held import JobGpus
 
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
@@ -106,7 +106,7 @@ class JobRun:
         devices = self.status.values.get("devices") if self.adopted else None
         if not held and not devices:
             return None
-        from .gpus.held import JobGpus  # a job without GPUs starts sooner
+        from ..gpus.held import JobGpus  # a job without GPUs starts sooner
 
         gpus = JobGpus(self.plan, self._env(), held)
         if devices:
@@ -190,7 +190,7 @@ class JobRun:
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
-        from .host import environment
+        from ..host import environment
 
         record = read_json(self.job.record) or {}
         base_env = environment.job_environment(dict(os.environ), environment.container_env())
@@ -198,11 +198,11 @@ class JobRun:
 
     def _limit_runtime(self) -> None:
         """Asks for an orderly stop once all attempts together have run for so long."""
-        limit_s = stalling.limit_of(self.policy, "max_runtime_s")
+        limit_s = stall.limit_of(self.policy, "max_runtime_s")
         began_s = self.status.values.get("began_mono_s")
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
             return
-        self._limited = ask_to_stop(self.job, "stopped after --max-runtime %s" % stalling.duration(limit_s))
+        self._limited = ask_to_stop(self.job, "stopped after --max-runtime %s" % stall.duration(limit_s))
 
     # --- end ---
 
@@ -244,7 +244,7 @@ class JobRun:
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
         if self.plan.get("device") != "cuda" or self.attempt is None:
             return None, []
-        from .gpus.freed import wait_until_free
+        from ..gpus.freed import wait_until_free
 
         pids = {process.pid for process in self._seen}
         names = gpus_of(self.plan, self.status.values)

@@ -7,9 +7,9 @@ import os
 import time
 from typing import Any, Dict
 
-from .host.files import remove
-from .host.layout import Job
-from .job.status import write_status
+from ..host.files import remove
+from ..host.layout import Job
+from ..job.status import write_status
 
 RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""

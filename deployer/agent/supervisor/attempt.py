@@ -9,23 +9,23 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from . import stalling
+from ..host.errors import AgentError
+from ..host.files import read_json, remove
+from ..host.layout import AGENT_DIR, Job, Root
+from ..host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
+from ..job import progress
+from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
+from ..job.stop import StopRequest, new_stop, read_stop, request_stop
+from ..logs.keep import LogKeeper
+from . import stall
 from .children import Children
-from .host.errors import AgentError
-from .host.files import read_json, remove
-from .host.layout import AGENT_DIR, Job, Root
-from .host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
-from .job import progress
-from .job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
-from .job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
-from .job.stop import StopRequest, new_stop, read_stop, request_stop
-from .logs.keep import LogKeeper
-from .prepare import Command, Resolving, fill, job_command, marks
-from .statusfile import StatusFile, say
-from .stopping import Stopping, child_of, kill_ranks, wrapper_of
+from .command import Command, Resolving, fill, job_command, marks
+from .status_file import StatusFile, say
+from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
-    from .gpus.held import JobGpus
+    from ..gpus.held import JobGpus
     from .oom import OomWatch
 
 SIBLINGS_S = 5.0
@@ -88,7 +88,7 @@ class Attempt:
         self._logs: Optional[LogKeeper] = None
         self._more_hooks = list(hooks)
         self._metrics_before = progress.metrics_mark(job)
-        self._stall = stalling.Stall(job, number, self.plan, self._ranks)
+        self._stall = stall.Stall(job, number, self.plan, self._ranks)
         self._oom: "Optional[OomWatch]" = None
         self._ranks_read: Tuple[int, List[RankRecord]] = (0, [])
 
@@ -259,7 +259,7 @@ class Attempt:
         """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
         if self._stop is None and self._stall.find():
             self.status.save(stalled=self._stall.ranks)
-            self._stall_request = new_stop(stalling.STALL_GRACE_S)
+            self._stall_request = new_stop(stall.STALL_GRACE_S)
 
     def _note_memory(self) -> None:
         if self._oom is None:

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
-from .host.errors import AgentError
-from .host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.errors import AgentError
+from ..host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 
@@ -105,7 +105,7 @@ def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], lo
         output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        from .python.find import resolve_python
+        from ..python.find import resolve_python
 
         with open(output, "ab", buffering=0) as f:
             found: Dict[str, Any] = {"python": resolve_python(spec, job.code, root, env, f)}

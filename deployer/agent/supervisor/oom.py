@@ -7,7 +7,7 @@ import os
 import time
 from typing import List, NamedTuple, Optional
 
-from .host.files import read_text
+from ..host.files import read_text
 
 SAMPLE_S = 5.0
 

@@ -8,7 +8,7 @@ import os
 import signal
 from typing import Dict, Optional
 
-from .job.ending import exit_code
+from ..job.ending import exit_code
 
 POLL_S = 0.1
 AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}

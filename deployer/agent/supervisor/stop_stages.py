@@ -8,9 +8,9 @@ import signal
 import time
 from typing import Callable, List, Optional, Sequence, Set
 
-from .host.processes import Process, Subreaper, kill_all, send
-from .job.ending import RankRecord
-from .job.stop import StopRequest
+from ..host.processes import Process, Subreaper, kill_all, send
+from ..job.ending import RankRecord
+from ..job.stop import StopRequest
 
 LAUNCHER_S = 10.0
 """How long torchrun may take to end after its TERM, and everything again after KILL."""

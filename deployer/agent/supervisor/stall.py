@@ -6,12 +6,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from .host.layout import Job
-from .host.processes import is_running
-from .job import progress
-from .job.ending import Ending, RankRecord
-from .job.status import FAILED
-from .stopping import child_of
+from ..host.layout import Job
+from ..host.processes import is_running
+from ..job import progress
+from ..job.ending import Ending, RankRecord
+from ..job.status import FAILED
+from .stop_stages import child_of
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""
