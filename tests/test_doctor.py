@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import checks_gpu, checks_host, checks_net, checks_root, checkup
-from deployer.agent.checks_gpu import Card, GpuFacts, Report
-from deployer.agent.checks_host import Python
-from deployer.agent.checks_net import Network
-from deployer.agent.findings import Check, run_check
+from deployer.agent.doctor import check_gpus, check_host, check_network, check_root, run
+from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
+from deployer.agent.doctor.check_host import Python
+from deployer.agent.doctor.check_network import Network
+from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
@@ -55,104 +55,104 @@ TORCH = python(torch="2.11.0", nvidia_cuda_runtime_cu12="12.8.90")
 
 # name: (the check's finding, its status, a word that what it says or advises must hold)
 FINDINGS: dict[str, tuple[Check | None, str, str]] = {
-    "local disk": (checks_host.check_root_file_system(DISK), "ok", "ext4"),
-    "NFS": (checks_host.check_root_file_system(DISK._replace(kind="nfs4")), "warn", "--remote-root"),
-    "room": (checks_host.check_root_disk(DISK), "ok", "100 GB free"),
-    "no room": (checks_host.check_root_disk(DISK._replace(free_bytes=10**9)), "warn", "deploy.py gc"),
-    "inodes": (checks_host.check_root_inodes(DISK), "ok", "100000 of 1000000"),
-    "uncounted inodes": (checks_host.check_root_inodes(DISK._replace(inodes=0, inodes_free=0)), "ok", "count"),
-    "no inodes": (checks_host.check_root_inodes(DISK._replace(inodes_free=7)), "warn", "7 of"),
-    "exec": (checks_host.check_noexec("x", DISK, "advice"), "ok", "/root/x"),
-    "noexec": (checks_host.check_noexec("x", DISK._replace(options=["rw", "noexec"]), "advice"), "warn", "advice"),
-    "shm": (checks_host.check_shm(DISK), "ok", "1000 GB"),
-    "small shm": (checks_host.check_shm(DISK._replace(size_bytes=64 << 20)), "warn", "--shm-size"),
-    "no shm": (checks_host.check_shm(None), "warn", "--shm-size"),
-    "hub": (checks_host.check_hub(DISK, 3), "ok", "3 models"),
-    "full hub": (checks_host.check_hub(DISK._replace(free_bytes=5), 3), "warn", "HF_HOME"),
-    "files": (checks_host.check_open_files(65536, 65536), "ok", "65536"),
-    "unlimited files": (checks_host.check_open_files(-1, -1), "ok", "none"),
-    "few files": (checks_host.check_open_files(1024, -1), "warn", "ulimit -n"),
-    "memlock": (checks_host.check_locked_memory(65536, infiniband=[]), "ok", "no InfiniBand"),
-    "memlock unlimited": (checks_host.check_locked_memory(-1, infiniband=["mlx5_0"]), "ok", "mlx5_0"),
-    "memlock low": (checks_host.check_locked_memory(65536, infiniband=["mlx5_0"]), "warn", "memlock=-1"),
-    "processes": (checks_host.check_processes(-1, FREE), "ok", "none"),
-    "few processes": (checks_host.check_processes(1000, FREE), "warn", "ulimit -u"),
-    "few pids": (checks_host.check_processes(-1, Limits(None, None, 5000, 4000)), "warn", "1000 of"),
-    "memory": (checks_host.check_memory(64 * GIB, FREE), "ok", "68.7 GB"),
-    "memory limit": (checks_host.check_memory(64 * GIB, Limits(60 * GIB, None, None, 0)), "ok", "limit"),
-    "tight memory": (checks_host.check_memory(64 * GIB, Limits(16 * GIB, None, None, 0)), "warn", "signal 9"),
-    "little memory": (checks_host.check_memory(2 * GIB, FREE), "warn", "2.1 GB"),
-    "cpus": (checks_host.check_cpus(8, Limits(None, 8.0, None, 0)), "ok", "8"),
-    "cpu quota": (checks_host.check_cpus(64, Limits(None, 7.5, None, 0)), "warn", "OMP_NUM_THREADS=7"),
-    "swap": (checks_host.check_swap(0, 0), "ok", "none"),
-    "full swap": (checks_host.check_swap(8 * GIB, GIB), "warn", "short of memory"),
-    "overcommit": (checks_host.check_overcommit("0", 0), "ok", "=0"),
-    "no overcommit": (checks_host.check_overcommit("2", 10**10), "warn", "sysctl vm.overcommit_memory=0"),
-    "shell": (checks_host.check_shell("/bin/fish", runs=True), "ok", "fish"),
-    "no shell": (checks_host.check_shell("/usr/sbin/nologin", runs=False), "warn", "chsh"),
-    "logout": (checks_host.check_logout(kill("no"), user="a", lingers=False), "ok", "off"),
-    "logout of a lingerer": (checks_host.check_logout(kill("yes"), user="a", lingers=True), "ok", "not for this"),
-    "logout kills": (checks_host.check_logout(kill("yes"), user="a", lingers=False), "warn", "enable-linger a"),
-    "others": (checks_host.check_hidden(True), "ok", "seen"),
-    "hidepid": (checks_host.check_hidden(False), "warn", "hidepid"),
+    "local disk": (check_host.check_root_file_system(DISK), "ok", "ext4"),
+    "NFS": (check_host.check_root_file_system(DISK._replace(kind="nfs4")), "warn", "--remote-root"),
+    "room": (check_host.check_root_disk(DISK), "ok", "100 GB free"),
+    "no room": (check_host.check_root_disk(DISK._replace(free_bytes=10**9)), "warn", "deploy.py gc"),
+    "inodes": (check_host.check_root_inodes(DISK), "ok", "100000 of 1000000"),
+    "uncounted inodes": (check_host.check_root_inodes(DISK._replace(inodes=0, inodes_free=0)), "ok", "count"),
+    "no inodes": (check_host.check_root_inodes(DISK._replace(inodes_free=7)), "warn", "7 of"),
+    "exec": (check_host.check_noexec("x", DISK, "advice"), "ok", "/root/x"),
+    "noexec": (check_host.check_noexec("x", DISK._replace(options=["rw", "noexec"]), "advice"), "warn", "advice"),
+    "shm": (check_host.check_shm(DISK), "ok", "1000 GB"),
+    "small shm": (check_host.check_shm(DISK._replace(size_bytes=64 << 20)), "warn", "--shm-size"),
+    "no shm": (check_host.check_shm(None), "warn", "--shm-size"),
+    "hub": (check_host.check_hub(DISK, 3), "ok", "3 models"),
+    "full hub": (check_host.check_hub(DISK._replace(free_bytes=5), 3), "warn", "HF_HOME"),
+    "files": (check_host.check_open_files(65536, 65536), "ok", "65536"),
+    "unlimited files": (check_host.check_open_files(-1, -1), "ok", "none"),
+    "few files": (check_host.check_open_files(1024, -1), "warn", "ulimit -n"),
+    "memlock": (check_host.check_locked_memory(65536, infiniband=[]), "ok", "no InfiniBand"),
+    "memlock unlimited": (check_host.check_locked_memory(-1, infiniband=["mlx5_0"]), "ok", "mlx5_0"),
+    "memlock low": (check_host.check_locked_memory(65536, infiniband=["mlx5_0"]), "warn", "memlock=-1"),
+    "processes": (check_host.check_processes(-1, FREE), "ok", "none"),
+    "few processes": (check_host.check_processes(1000, FREE), "warn", "ulimit -u"),
+    "few pids": (check_host.check_processes(-1, Limits(None, None, 5000, 4000)), "warn", "1000 of"),
+    "memory": (check_host.check_memory(64 * GIB, FREE), "ok", "68.7 GB"),
+    "memory limit": (check_host.check_memory(64 * GIB, Limits(60 * GIB, None, None, 0)), "ok", "limit"),
+    "tight memory": (check_host.check_memory(64 * GIB, Limits(16 * GIB, None, None, 0)), "warn", "signal 9"),
+    "little memory": (check_host.check_memory(2 * GIB, FREE), "warn", "2.1 GB"),
+    "cpus": (check_host.check_cpus(8, Limits(None, 8.0, None, 0)), "ok", "8"),
+    "cpu quota": (check_host.check_cpus(64, Limits(None, 7.5, None, 0)), "warn", "OMP_NUM_THREADS=7"),
+    "swap": (check_host.check_swap(0, 0), "ok", "none"),
+    "full swap": (check_host.check_swap(8 * GIB, GIB), "warn", "short of memory"),
+    "overcommit": (check_host.check_overcommit("0", 0), "ok", "=0"),
+    "no overcommit": (check_host.check_overcommit("2", 10**10), "warn", "sysctl vm.overcommit_memory=0"),
+    "shell": (check_host.check_shell("/bin/fish", runs=True), "ok", "fish"),
+    "no shell": (check_host.check_shell("/usr/sbin/nologin", runs=False), "warn", "chsh"),
+    "logout": (check_host.check_logout(kill("no"), user="a", lingers=False), "ok", "off"),
+    "logout of a lingerer": (check_host.check_logout(kill("yes"), user="a", lingers=True), "ok", "not for this"),
+    "logout kills": (check_host.check_logout(kill("yes"), user="a", lingers=False), "warn", "enable-linger a"),
+    "others": (check_host.check_hidden(True), "ok", "seen"),
+    "hidepid": (check_host.check_hidden(False), "warn", "hidepid"),
     "container": (
-        checks_host.check_container({"HF_HOME": "/d", "HF_TOKEN": "canary"}, missing=[]),
+        check_host.check_container({"HF_HOME": "/d", "HF_TOKEN": "canary"}, missing=[]),
         "ok",
         ", HF_TOKEN →",
     ),
-    "stale container": (checks_host.check_container({"HF_HOME": "/d"}, missing=["HF_HOME"]), "warn", "HF_HOME=DIR"),
-    "container's GPUs": (checks_host.check_container({"CUDA_VISIBLE_DEVICES": "0"}, missing=[]), "warn", "--gpus"),
-    "clock": (checks_host.check_clock(-9.0), "ok", "behind"),
-    "clock off": (checks_host.check_clock(60.0), "warn", "ntpd"),
-    "python": (checks_host.check_python([python("3.9.2"), python("3.10.0")], "3.8.1"), "ok", "3.10.0"),
-    "old python": (checks_host.check_python([python("3.9.18")], "3.9.18"), "warn", "--python"),
-    "no python": (checks_host.check_python([], "3.9.18"), "warn", "--python"),
-    "uv": (checks_host.check_installer("/bin/uv", []), "ok", "not tried"),
-    "pip": (checks_host.check_installer(None, [python(pip="25.0")]), "ok", "pip 25.0"),
-    "no installer": (checks_host.check_installer(None, [python()]), "warn", "neither"),
-    "driver": (checks_gpu.check_driver(GPUS), "ok", "570.86.10, for CUDA up to 12.8"),
-    "no gpus": (checks_gpu.check_driver(GpuFacts([], [], Report("", "", []))), "warn", "target.device=cpu"),
-    "gpu memory": (checks_gpu.check_gpu_memory(GPUS), "ok", "none"),
-    "ghost": (checks_gpu.check_gpu_memory(gpus(used_mib=20000)), "warn", "GPU 0 (20000 MiB)"),
-    "held": (checks_gpu.check_gpu_memory(gpus(used_mib=20000, holders=[Holder("GPU-a", 1, "u", "c", 9)])), "ok", ""),
-    "persistence": (checks_gpu.check_persistence(GPUS), "ok", "on"),
-    "no persistence": (checks_gpu.check_persistence(gpus(persistence=False)), "warn", "nvidia-smi -pm 1"),
-    "errors": (checks_gpu.check_gpu_errors(GPUS), "ok", "no uncorrectable"),
-    "memory errors": (checks_gpu.check_gpu_errors(gpus(uncorrectable=3)), "warn", "3 uncorrectable"),
-    "pending repair": (checks_gpu.check_gpu_errors(gpus(pending=True)), "warn", "--gpu-reset"),
-    "broken": (checks_gpu.check_gpu_errors(gpus(broken=True)), "fail", "GPU 0"),
-    "kernel log": (checks_gpu.check_kernel_log(XID % 31), "ok", "1 Xid"),
-    "no kernel log": (checks_gpu.check_kernel_log(None), "ok", "may not be read"),
-    "xid": (checks_gpu.check_kernel_log(XID % 79), "warn", "fallen off the bus"),
-    "torch": (checks_gpu.check_torch([python(), TORCH]), "ok", "2.11.0 with CUDA 12.8.90 (/py)"),
-    "no torch": (checks_gpu.check_torch([python()]), "warn", "build an environment"),
-    "torch fits": (checks_gpu.check_cuda([TORCH], gpus(cuda="12.2")), "ok", "12.8.90"),
-    "torch too new": (checks_gpu.check_cuda([python(torch="2.11.0+cu130")], GPUS), "fail", "for CUDA 12.8"),
-    "one torch fits": (checks_gpu.check_cuda([python(torch="2.11.0+cu130"), TORCH], GPUS), "ok", "12.8.90"),
-    "torch for CPUs": (checks_gpu.check_cuda([python(torch="2.11.0+cpu")], GPUS), "warn", "--python"),
-    "conda's torch": (checks_gpu.check_cuda([python(torch="2.11.0")], GPUS), "ok", "not compared"),
-    "interface": (checks_net.check_network(Network(["eth0"], "eth0"), {}), "ok", "eth0"),
-    "loopback only": (checks_net.check_network(Network([], None), {}), "warn", "NCCL_SOCKET_IFNAME=lo"),
-    "bridge first": (checks_net.check_network(Network(["br-1", "eth0"], "eth0"), {}), "warn", "NAME=eth0"),
-    "docker last": (checks_net.check_network(Network(["docker0", "eth0"], "eth0"), {}), "ok", "eth0 (of docker0"),
-    "InfiniBand": (checks_net.check_network(Network(["eth0", "ib0"], "eth0"), {}), "ok", "ib0"),
-    "named": (checks_net.check_network(Network(["a", "eth0"], "a"), {"NCCL_SOCKET_IFNAME": "eth"}), "ok", "eth"),
-    "misnamed": (checks_net.check_network(Network(["a"], "a"), {"NCCL_SOCKET_IFNAME": "=eth0"}), "fail", "NAME=a"),
-    "excluding": (checks_net.check_network(Network(["a", "b"], "a"), {"NCCL_SOCKET_IFNAME": "^a"}), "ok", "^a"),
-    "jobs": (checks_root.check_jobs([{"id": "a", "state": "succeeded", "ended_at": "x"}]), "ok", "1, 0 of them"),
-    "lost job": (checks_root.check_jobs([{"id": "a", "state": "lost"}]), "warn", "lost: a"),
-    "orphan": (checks_root.check_jobs([{"id": "a", "state": "running", "unsupervised": True}]), "warn", "stop ID"),
+    "stale container": (check_host.check_container({"HF_HOME": "/d"}, missing=["HF_HOME"]), "warn", "HF_HOME=DIR"),
+    "container's GPUs": (check_host.check_container({"CUDA_VISIBLE_DEVICES": "0"}, missing=[]), "warn", "--gpus"),
+    "clock": (check_host.check_clock(-9.0), "ok", "behind"),
+    "clock off": (check_host.check_clock(60.0), "warn", "ntpd"),
+    "python": (check_host.check_python([python("3.9.2"), python("3.10.0")], "3.8.1"), "ok", "3.10.0"),
+    "old python": (check_host.check_python([python("3.9.18")], "3.9.18"), "warn", "--python"),
+    "no python": (check_host.check_python([], "3.9.18"), "warn", "--python"),
+    "uv": (check_host.check_installer("/bin/uv", []), "ok", "not tried"),
+    "pip": (check_host.check_installer(None, [python(pip="25.0")]), "ok", "pip 25.0"),
+    "no installer": (check_host.check_installer(None, [python()]), "warn", "neither"),
+    "driver": (check_gpus.check_driver(GPUS), "ok", "570.86.10, for CUDA up to 12.8"),
+    "no gpus": (check_gpus.check_driver(GpuFacts([], [], Report("", "", []))), "warn", "target.device=cpu"),
+    "gpu memory": (check_gpus.check_gpu_memory(GPUS), "ok", "none"),
+    "ghost": (check_gpus.check_gpu_memory(gpus(used_mib=20000)), "warn", "GPU 0 (20000 MiB)"),
+    "held": (check_gpus.check_gpu_memory(gpus(used_mib=20000, holders=[Holder("GPU-a", 1, "u", "c", 9)])), "ok", ""),
+    "persistence": (check_gpus.check_persistence(GPUS), "ok", "on"),
+    "no persistence": (check_gpus.check_persistence(gpus(persistence=False)), "warn", "nvidia-smi -pm 1"),
+    "errors": (check_gpus.check_gpu_errors(GPUS), "ok", "no uncorrectable"),
+    "memory errors": (check_gpus.check_gpu_errors(gpus(uncorrectable=3)), "warn", "3 uncorrectable"),
+    "pending repair": (check_gpus.check_gpu_errors(gpus(pending=True)), "warn", "--gpu-reset"),
+    "broken": (check_gpus.check_gpu_errors(gpus(broken=True)), "fail", "GPU 0"),
+    "kernel log": (check_gpus.check_kernel_log(XID % 31), "ok", "1 Xid"),
+    "no kernel log": (check_gpus.check_kernel_log(None), "ok", "may not be read"),
+    "xid": (check_gpus.check_kernel_log(XID % 79), "warn", "fallen off the bus"),
+    "torch": (check_gpus.check_torch([python(), TORCH]), "ok", "2.11.0 with CUDA 12.8.90 (/py)"),
+    "no torch": (check_gpus.check_torch([python()]), "warn", "build an environment"),
+    "torch fits": (check_gpus.check_cuda([TORCH], gpus(cuda="12.2")), "ok", "12.8.90"),
+    "torch too new": (check_gpus.check_cuda([python(torch="2.11.0+cu130")], GPUS), "fail", "for CUDA 12.8"),
+    "one torch fits": (check_gpus.check_cuda([python(torch="2.11.0+cu130"), TORCH], GPUS), "ok", "12.8.90"),
+    "torch for CPUs": (check_gpus.check_cuda([python(torch="2.11.0+cpu")], GPUS), "warn", "--python"),
+    "conda's torch": (check_gpus.check_cuda([python(torch="2.11.0")], GPUS), "ok", "not compared"),
+    "interface": (check_network.check_network(Network(["eth0"], "eth0"), {}), "ok", "eth0"),
+    "loopback only": (check_network.check_network(Network([], None), {}), "warn", "NCCL_SOCKET_IFNAME=lo"),
+    "bridge first": (check_network.check_network(Network(["br-1", "eth0"], "eth0"), {}), "warn", "NAME=eth0"),
+    "docker last": (check_network.check_network(Network(["docker0", "eth0"], "eth0"), {}), "ok", "eth0 (of docker0"),
+    "InfiniBand": (check_network.check_network(Network(["eth0", "ib0"], "eth0"), {}), "ok", "ib0"),
+    "named": (check_network.check_network(Network(["a", "eth0"], "a"), {"NCCL_SOCKET_IFNAME": "eth"}), "ok", "eth"),
+    "misnamed": (check_network.check_network(Network(["a"], "a"), {"NCCL_SOCKET_IFNAME": "=eth0"}), "fail", "NAME=a"),
+    "excluding": (check_network.check_network(Network(["a", "b"], "a"), {"NCCL_SOCKET_IFNAME": "^a"}), "ok", "^a"),
+    "jobs": (check_root.check_jobs([{"id": "a", "state": "succeeded", "ended_at": "x"}]), "ok", "1, 0 of them"),
+    "lost job": (check_root.check_jobs([{"id": "a", "state": "lost"}]), "warn", "lost: a"),
+    "orphan": (check_root.check_jobs([{"id": "a", "state": "running", "unsupervised": True}]), "warn", "stop ID"),
     "other host's orphan": (
-        checks_root.check_jobs([{"id": "a", "state": "lost", "on_host": "b", "unsupervised": True}]),
+        check_root.check_jobs([{"id": "a", "state": "lost", "on_host": "b", "unsupervised": True}]),
         "ok",
         "1",
     ),
-    "lease": (checks_root.check_leases(CLAIMS, [{"id": "a", "state": "running"}]), "ok", "held by a of root; 1 in the"),
-    "no lease": (checks_root.check_leases([], []), "ok", "none"),
-    "lease of the dead": (checks_root.check_leases(CLAIMS, [{"id": "a", "state": "failed"}]), "warn", "stop ID"),
-    "leftovers": (checks_root.check_garbage([Thing(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
-    "much left": (checks_root.check_garbage([Thing(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
-    "environment left": (checks_root.check_garbage([Thing(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),
+    "lease": (check_root.check_leases(CLAIMS, [{"id": "a", "state": "running"}]), "ok", "held by a of root; 1 in the"),
+    "no lease": (check_root.check_leases([], []), "ok", "none"),
+    "lease of the dead": (check_root.check_leases(CLAIMS, [{"id": "a", "state": "failed"}]), "warn", "stop ID"),
+    "leftovers": (check_root.check_garbage([Thing(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
+    "much left": (check_root.check_garbage([Thing(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
+    "environment left": (check_root.check_garbage([Thing(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),
 }
 
 
@@ -198,8 +198,8 @@ SMI = """<?xml version="1.0" ?>
 
 def test_the_report_of_nvidia_smi_is_read_and_what_a_driver_leaves_out_is_fine() -> None:
     cards = [Card("GPU-a", False, 3, True, False), Card("GPU-b", True, 0, False, False)]
-    assert checks_gpu.parse_report(SMI.encode()) == Report("580.159.04", "13.0", cards)
-    assert checks_gpu.parse_report(b"Invalid option") == Report("", "", [])
+    assert check_gpus.parse_report(SMI.encode()) == Report("580.159.04", "13.0", cards)
+    assert check_gpus.parse_report(b"Invalid option") == Report("", "", [])
 
 
 def test_interfaces_are_those_that_are_up_and_addressed(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_interfaces_are_those_that_are_up_and_addressed(tmp_path: Path) -> None:
     routes = row.format("eth0", "000200C0", "00FFFFFF") + row.format("eth0", "00000000", "00000000")
     (tmp_path / "route").write_text("Iface\tDestination\n" + routes + row.format("down0", "000300C0", "00FFFFFF"))
     (tmp_path / "if_inet6").write_text("fd00 04 40 00 82     six0\n0001 01 80 10 80       lo\n")
-    assert checks_net.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["eth0", "six0"], "eth0")
+    assert check_network.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["eth0", "six0"], "eth0")
 
 
 def test_a_network_with_nothing_but_ipv6_has_its_way_out(tmp_path: Path) -> None:
@@ -219,14 +219,14 @@ def test_a_network_with_nothing_but_ipv6_has_its_way_out(tmp_path: Path) -> None
     (tmp_path / "if_inet6").write_text("fd00 04 40 00 82     six0\n")
     zeros = "0" * 32
     (tmp_path / "ipv6_route").write_text(f"{zeros} 00 {zeros} 00 fe80 00000400 1 0 00450003     six0\n")
-    assert checks_net.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["six0"], "six0")
+    assert check_network.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["six0"], "six0")
 
 
 def test_a_root_that_cannot_be_written_fails_and_a_good_one_is_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = checks_root.check_root(Root(str(tmp_path / "file")))
+    found = check_root.check_root(Root(str(tmp_path / "file")))
     assert (found["status"], "--remote-root" in found["hint"]) == ("fail", True)
-    assert checks_root.check_root(Root(str(tmp_path / "good")))["status"] == "ok"
+    assert check_root.check_root(Root(str(tmp_path / "good")))["status"] == "ok"
     assert [p for p in (tmp_path / "good").rglob("*") if p.is_file()] == []
 
 
@@ -244,7 +244,7 @@ def test_folders_that_the_container_s_variables_name_and_that_are_gone_are_found
 
 
 def examined(root: Path, env: dict[str, str]) -> tuple[dict[str, Any], dict[str, Check]]:
-    facts, checks = checkup.examine(Root(str(root)), env, client_time=time.time())
+    facts, checks = run.examine(Root(str(root)), env, client_time=time.time())
     return facts, {check["name"]: check for check in checks}
 
 

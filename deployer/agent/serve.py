@@ -33,7 +33,7 @@ HANDLERS = {
     "fetch": "fetching:fetch",
     "last_lines": "following:last_lines",
     "exec": "commands:execute",
-    "doctor": "checkup:doctor",
+    "doctor": "doctor.run:doctor",
     "gc": "gc:gc",
     "gpus": "gpus.claim:report",
 }

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 from typing import Callable, Dict, Iterable, List, Union
 
-from .host.errors import AgentError
+from ..host.errors import AgentError
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 

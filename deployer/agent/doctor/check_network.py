@@ -7,8 +7,8 @@ import os
 import socket
 from typing import List, Mapping, NamedTuple, Optional
 
+from ..host.files import read_text
 from .findings import FAIL, OK, WARN, Check, check
-from .host.files import read_text
 
 _UP, _LOOPBACK = 0x1, 0x8  # IFF_* of linux/if.h
 

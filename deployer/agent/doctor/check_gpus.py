@@ -11,10 +11,10 @@ from concurrent.futures import Executor
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
 from xml.etree import ElementTree
 
-from .checks_host import Python
+from ..gpus import nvidia as gpus
+from ..host.errors import AgentError
+from .check_host import Python
 from .findings import FAIL, OK, WARN, Check, check
-from .gpus import nvidia as gpus
-from .host.errors import AgentError
 
 CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
 PACKAGES = ("torch", "pip", *CUDA_RUNTIMES)

@@ -6,12 +6,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Dict, List, Sequence
 
+from ..garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from ..gpus.leases import TICKET, Claim
+from ..host.layout import Root
+from ..inventory import read_inventory
+from ..job.status import FINAL
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
-from .garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
-from .gpus.leases import TICKET, Claim
-from .host.layout import Root
-from .inventory import read_inventory
-from .job.status import FINAL
 
 MUCH_BYTES = 10**9
 

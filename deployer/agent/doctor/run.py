@@ -13,19 +13,19 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from . import checks_gpu, checks_host, checks_net, checks_root
-from .checks_host import Python
+from ..gpus import leases
+from ..host import environment
+from ..host import facts as hostfacts
+from ..host.cgroups import read_limits
+from ..host.disk import read_disk
+from ..host.files import read_text
+from ..host.layout import Root
+from ..job import summary
+from ..python import find
+from ..wire.conversation import Call
+from . import check_gpus, check_host, check_network, check_root
+from .check_host import Python
 from .findings import Check, Found, run_check
-from .gpus import leases
-from .host import environment
-from .host import facts as hostfacts
-from .host.cgroups import read_limits
-from .host.disk import read_disk
-from .host.files import read_text
-from .host.layout import Root
-from .job import summary
-from .python import find
-from .wire.conversation import Call
 
 Examination = Tuple[str, Callable[[], Found]]
 
@@ -42,24 +42,24 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
     """The host's facts, and all findings in the order in which a launch would meet their subjects."""
     now = time.time()
     with ThreadPoolExecutor(8) as pool:
-        gpu_facts = pool.submit(checks_gpu.read_gpus, env, pool)
+        gpu_facts = pool.submit(check_gpus.read_gpus, env, pool)
         pythons = pool.submit(_read_pythons, root, env)
         jobs = pool.submit(summary.list_jobs, root)
-        garbage = pool.submit(checks_root.read_garbage, root)
+        garbage = pool.submit(check_root.read_garbage, root)
         list_of = [
             *_group("session", lambda: _session(None if client_time is None else now - client_time)),
             *_group("root", lambda: _root(root)),
-            ("python", lambda: checks_host.check_python(pythons.result(), sys.version.split()[0])),
+            ("python", lambda: check_host.check_python(pythons.result(), sys.version.split()[0])),
             *_group("gpus", lambda: _gpus(gpu_facts.result())),
-            ("torch", lambda: checks_gpu.check_torch(pythons.result())),
-            ("torch and driver", lambda: checks_gpu.check_cuda(pythons.result(), gpu_facts.result())),
-            ("installer", lambda: checks_host.check_installer(_which("uv", env), pythons.result())),
+            ("torch", lambda: check_gpus.check_torch(pythons.result())),
+            ("torch and driver", lambda: check_gpus.check_cuda(pythons.result(), gpu_facts.result())),
+            ("installer", lambda: check_host.check_installer(_which("uv", env), pythons.result())),
             *_group("limits", _limits),
-            ("NCCL interface", lambda: checks_net.check_network(checks_net.read_network(), env)),
+            ("NCCL interface", lambda: check_network.check_network(check_network.read_network(), env)),
             ("Hugging Face cache", lambda: _hub(env)),
-            ("gpu leases", lambda: checks_root.check_leases(leases.read_claims(), jobs.result())),
-            ("jobs", lambda: checks_root.check_jobs(jobs.result())),
-            ("leftovers", lambda: checks_root.check_garbage(garbage.result())),
+            ("gpu leases", lambda: check_root.check_leases(leases.read_claims(), jobs.result())),
+            ("jobs", lambda: check_root.check_jobs(jobs.result())),
+            ("leftovers", lambda: check_root.check_garbage(garbage.result())),
         ]  # type: List[Examination]
         checks = [found for name, check in list_of for found in run_check(name, check)]
         return {**hostfacts.host_facts(root), **_gpu_facts(gpu_facts)}, checks
@@ -79,14 +79,14 @@ def _raise(error: Exception) -> Check:
 
 
 def _read_pythons(root: Root, env: Dict[str, str]) -> List[Python]:
-    return [Python(*found) for found in find.list_pythons(checks_gpu.PACKAGES, env=env, root=root)]
+    return [Python(*found) for found in find.list_pythons(check_gpus.PACKAGES, env=env, root=root)]
 
 
 def _which(program: str, env: Dict[str, str]) -> Optional[str]:
     return shutil.which(program, path=env.get("PATH", os.defpath))
 
 
-def _gpu_facts(reading: "Future[checks_gpu.GpuFacts]") -> Dict[str, Any]:
+def _gpu_facts(reading: "Future[check_gpus.GpuFacts]") -> Dict[str, Any]:
     if reading.exception() is not None:
         return {"gpus": [], "driver": str(reading.exception())}
     facts = reading.result()
@@ -99,15 +99,15 @@ def _session(ahead_s: Optional[float]) -> List[Examination]:
     shell = hostfacts.login_shell()
     container = environment.container_env()
     lingers = os.path.exists("/var/lib/systemd/linger/" + user)
-    clock = [] if ahead_s is None else [("clock", lambda: checks_host.check_clock(ahead_s))]
+    clock = [] if ahead_s is None else [("clock", lambda: check_host.check_clock(ahead_s))]
     return [
-        ("login shell", lambda: checks_host.check_shell(shell, runs=hostfacts.is_shell(shell))),
+        ("login shell", lambda: check_host.check_shell(shell, runs=hostfacts.is_shell(shell))),
         *clock,
-        ("logout", lambda: checks_host.check_logout(hostfacts.read_logind(), user=user, lingers=lingers)),
-        ("other users", lambda: checks_host.check_hidden(os.path.exists("/proc/1"))),
+        ("logout", lambda: check_host.check_logout(hostfacts.read_logind(), user=user, lingers=lingers)),
+        ("other users", lambda: check_host.check_hidden(os.path.exists("/proc/1"))),
         (
             "container environment",
-            lambda: checks_host.check_container(container, missing=hostfacts.missing_folders(container)),
+            lambda: check_host.check_container(container, missing=hostfacts.missing_folders(container)),
         ),
     ]
 
@@ -118,25 +118,25 @@ def _root(root: Root) -> List[Examination]:
     no_venv = "environments that are built there do not run: --remote-root DIR, or --python PATH"
     no_compile = "torch.compile and triton build there: --env TMPDIR=DIR"
     return [
-        ("root", lambda: checks_root.check_root(root)),
-        ("root file system", lambda: checks_host.check_root_file_system(disk)),
-        ("root disk", lambda: checks_host.check_root_disk(disk)),
-        ("root inodes", lambda: checks_host.check_root_inodes(disk)),
-        ("root programs", lambda: checks_host.check_noexec("root programs", disk, no_venv)),
-        ("temporary folder", lambda: checks_host.check_noexec("temporary folder", tmp, no_compile)),
+        ("root", lambda: check_root.check_root(root)),
+        ("root file system", lambda: check_host.check_root_file_system(disk)),
+        ("root disk", lambda: check_host.check_root_disk(disk)),
+        ("root inodes", lambda: check_host.check_root_inodes(disk)),
+        ("root programs", lambda: check_host.check_noexec("root programs", disk, no_venv)),
+        ("temporary folder", lambda: check_host.check_noexec("temporary folder", tmp, no_compile)),
     ]
 
 
-def _gpus(facts: checks_gpu.GpuFacts) -> List[Examination]:
+def _gpus(facts: check_gpus.GpuFacts) -> List[Examination]:
     if not facts.gpus:
-        return [("driver", lambda: checks_gpu.check_driver(facts))]
+        return [("driver", lambda: check_gpus.check_driver(facts))]
     return [
-        ("driver", lambda: checks_gpu.check_driver(facts)),
-        ("gpus", lambda: checks_gpu.check_gpus(facts)),
-        ("gpu memory", lambda: checks_gpu.check_gpu_memory(facts)),
-        ("gpu errors", lambda: checks_gpu.check_gpu_errors(facts)),
-        ("gpu faults", lambda: checks_gpu.check_kernel_log(hostfacts.read_kernel_log())),
-        ("gpu persistence", lambda: checks_gpu.check_persistence(facts)),
+        ("driver", lambda: check_gpus.check_driver(facts)),
+        ("gpus", lambda: check_gpus.check_gpus(facts)),
+        ("gpu memory", lambda: check_gpus.check_gpu_memory(facts)),
+        ("gpu errors", lambda: check_gpus.check_gpu_errors(facts)),
+        ("gpu faults", lambda: check_gpus.check_kernel_log(hostfacts.read_kernel_log())),
+        ("gpu persistence", lambda: check_gpus.check_persistence(facts)),
     ]
 
 
@@ -151,18 +151,18 @@ def _limits() -> List[Examination]:
         resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
     )
     return [
-        ("memory", lambda: checks_host.check_memory(hostfacts.memory_bytes(), limits)),
-        ("CPUs", lambda: checks_host.check_cpus(seen, limits)),
-        ("swap", lambda: checks_host.check_swap(memory.get("SwapTotal", 0), memory.get("SwapFree", 0))),
-        ("overcommit", lambda: checks_host.check_overcommit(overcommit, memory.get("CommitLimit", 0))),
-        ("/dev/shm", lambda: checks_host.check_shm(shm)),
-        ("open files", lambda: checks_host.check_open_files(*files)),
-        ("locked memory", lambda: checks_host.check_locked_memory(locked[0], infiniband=infiniband)),
-        ("processes", lambda: checks_host.check_processes(processes[0], limits)),
+        ("memory", lambda: check_host.check_memory(hostfacts.memory_bytes(), limits)),
+        ("CPUs", lambda: check_host.check_cpus(seen, limits)),
+        ("swap", lambda: check_host.check_swap(memory.get("SwapTotal", 0), memory.get("SwapFree", 0))),
+        ("overcommit", lambda: check_host.check_overcommit(overcommit, memory.get("CommitLimit", 0))),
+        ("/dev/shm", lambda: check_host.check_shm(shm)),
+        ("open files", lambda: check_host.check_open_files(*files)),
+        ("locked memory", lambda: check_host.check_locked_memory(locked[0], infiniband=infiniband)),
+        ("processes", lambda: check_host.check_processes(processes[0], limits)),
     ]
 
 
 def _hub(env: Dict[str, str]) -> Check:
     folder = hostfacts.hub_folder(env)
     models = len(glob.glob(os.path.join(glob.escape(folder), "models--*")))
-    return checks_host.check_hub(read_disk(folder), models)
+    return check_host.check_hub(read_disk(folder), models)

@@ -6,10 +6,10 @@ Stdlib only, Python 3.8: this package runs on the host.
 import re
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence
 
+from ..host.cgroups import Limits
+from ..host.disk import Disk
+from ..host.environment import is_secret
 from .findings import OK, WARN, Check, check, gigabytes
-from .host.cgroups import Limits
-from .host.disk import Disk
-from .host.environment import is_secret
 
 LOW_DISK_BYTES = 10 * 10**9
 LOW_INODES = 20000
