@@ -16,7 +16,7 @@ from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
 from deployer.agent.doctor.check_host import Python
 from deployer.agent.doctor.check_network import Network
 from deployer.agent.doctor.findings import Check, run_check
-from deployer.agent.garbage import AGENT, BLOB, ENV, Thing
+from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
 from deployer.agent.host import facts as hostfacts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployer.agent.garbage import (
+from deployer.agent.gc.choose import (
     AGENT,
     BLOB,
     CACHE,

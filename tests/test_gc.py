@@ -12,17 +12,8 @@ from typing import Any
 
 import pytest
 
-from deployer.agent import gc
-from deployer.agent.garbage import (
-    AGENT,
-    BLOB,
-    CACHE,
-    DATA,
-    ENV,
-    PACK,
-    SPARE,
-    TREE,
-)
+from deployer.agent.gc import collect
+from deployer.agent.gc.choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TREE
 from deployer.agent.host.files import remove_folder
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold
@@ -47,7 +38,7 @@ class Called:
 
     def __init__(self, root: Root, **head: Any) -> None:
         self.head, self.found = head, {}  # type: dict[str, Any], dict[str, Any]
-        gc.gc(root, self)  # type: ignore[arg-type]
+        collect.gc(root, self)  # type: ignore[arg-type]
 
     def send_event(self, name: str, value: Any) -> None:
         self.found = {kind: row["count"] for kind, row in ((row["kind"], row) for row in value["rest"])}

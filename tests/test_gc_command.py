@@ -14,11 +14,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.garbage import (
-    BLOB,
-    SPARE,
-    TREE,
-)
+from deployer.agent.gc.choose import BLOB, SPARE, TREE
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold, is_held

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from deployer.agent.gc.inventory import read_inventory
 from deployer.agent.host.files import write_json
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.machine import own_identity
 from deployer.agent.host.processes import Process, is_running, job_processes, process_of, send
-from deployer.agent.inventory import read_inventory
 from deployer.agent.job import summary
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status

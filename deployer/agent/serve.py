@@ -34,7 +34,7 @@ HANDLERS = {
     "last_lines": "following:last_lines",
     "exec": "commands:execute",
     "doctor": "doctor.run:doctor",
-    "gc": "gc:gc",
+    "gc": "gc.collect:gc",
     "gpus": "gpus.claim:report",
 }
 """Request -> module below this package and function."""

@@ -6,10 +6,10 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Dict, List, Sequence
 
-from ..garbage import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
+from ..gc.inventory import read_inventory
 from ..gpus.leases import TICKET, Claim
 from ..host.layout import Root
-from ..inventory import read_inventory
 from ..job.status import FINAL
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
 

@@ -8,7 +8,15 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from .garbage import (
+from ..host.disk import existing_folder
+from ..host.files import remove, remove_folder
+from ..host.layout import Job, Root
+from ..host.locks import take_lock
+from ..job.judge import judge
+from ..job.status import FINAL
+from ..store.lock import store_alone
+from ..wire.conversation import Call
+from .choose import (
     AGENT,
     BLOB,
     CACHE,
@@ -27,15 +35,7 @@ from .garbage import (
     leftovers,
     totals,
 )
-from .host.disk import existing_folder
-from .host.files import remove, remove_folder
-from .host.layout import Job, Root
-from .host.locks import take_lock
 from .inventory import read_inventory
-from .job.judge import judge
-from .job.status import FINAL
-from .store.lock import store_alone
-from .wire.conversation import Call
 
 
 def gc(root: Root, call: Call) -> Dict[str, Any]:

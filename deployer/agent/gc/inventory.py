@@ -13,14 +13,14 @@ import re
 import time
 from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
-from .garbage import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
-from .host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
-from .host.locks import is_held
-from .host.machine import this_machine
-from .job.judge import judge
-from .job.status import FINAL, read_plan, supervisor_of
-from .store import packs
-from .store.tree import LINK, Entry, blobs_of, root_hash
+from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
+from ..host.locks import is_held
+from ..host.machine import this_machine
+from ..job.judge import judge
+from ..job.status import FINAL, read_plan, supervisor_of
+from ..store import packs
+from ..store.tree import LINK, Entry, blobs_of, root_hash
+from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
 
 MAX_TEXT = 32 << 20
 LAUNCH_AGE_S = 86400.0
