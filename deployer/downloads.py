@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from deployer.agent.fetching import DIGEST_BYTES
+from deployer.agent.requests.fetch import DIGEST_BYTES
 from deployer.landing import GATHERING, Landing, digest_of
 
 PIECE_BYTES = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deployer.agent.fetching import LINKS
+from deployer.agent.requests.fetch import LINKS
 from deployer.call import Call
 from deployer.choice import LeftOut
 from deployer.downloads import RemoteFile

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deployer.agent.fetching import DIGEST_BYTES
+from deployer.agent.requests.fetch import DIGEST_BYTES
 from deployer.call import Call
 from deployer.downloads import Download, Piece, Work
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection

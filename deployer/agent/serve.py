@@ -21,18 +21,18 @@ ADOPTION_S = 15.0
 
 
 HANDLERS = {
-    "launch": "start:launch",
-    "slots": "start:slots",
-    "plan": "resume:show_plan",
-    "resume": "resume:resume",
-    "follow": "following:follow",
-    "ps": "requests:ps",
-    "status": "requests:status",
-    "stop": "requests:stop",
-    "files": "fetching:files",
-    "fetch": "fetching:fetch",
-    "last_lines": "following:last_lines",
-    "exec": "commands:execute",
+    "launch": "requests.launch:launch",
+    "slots": "requests.launch:slots",
+    "plan": "requests.resume:show_plan",
+    "resume": "requests.resume:resume",
+    "follow": "requests.follow:follow",
+    "ps": "requests.jobs:ps",
+    "status": "requests.jobs:status",
+    "stop": "requests.jobs:stop",
+    "files": "requests.fetch:files",
+    "fetch": "requests.fetch:fetch",
+    "last_lines": "requests.follow:last_lines",
+    "exec": "requests.execute:execute",
     "doctor": "doctor.run:doctor",
     "gc": "gc.collect:gc",
     "gpus": "gpus.claim:report",
@@ -59,7 +59,7 @@ def _adopt_soon(root: Root, client_gone: threading.Event) -> threading.Thread:
 
     def look_after() -> None:
         client_gone.wait(ADOPT_AFTER_S)
-        from .adopting import adopt_all
+        from .requests.adopt import adopt_all
 
         adopt_all(root, within_s=ADOPTION_S)
 

@@ -9,10 +9,10 @@ import os
 import stat
 from typing import Any, Dict, Iterator, List, Optional
 
-from .host.errors import AgentError
-from .host.layout import CHECKPOINT_MARKER, Root
-from .requests import find_job
-from .wire.conversation import Call
+from ..host.errors import AgentError
+from ..host.layout import CHECKPOINT_MARKER, Root
+from ..wire.conversation import Call
+from .jobs import find_job
 
 CHECKPOINTS = "checkpoints"
 DIGEST_BYTES = 16

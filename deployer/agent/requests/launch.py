@@ -12,24 +12,24 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
-from .following import follow_job
-from .host import environment
-from .host.errors import AgentError
-from .host.files import read_json, write_whole
-from .host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
-from .host.locks import locked
-from .job.status import QUEUED, read_status
-from .job.stop import request_stop
-from .logs import read
-from .store import spare, tree
-from .store.bring import bring_trees, pass_over, trees_of
-from .store.content import Store
-from .store.lock import store_in_use
-from .supervisor import start
-from .wire.conversation import Call
+from ..host import environment
+from ..host.errors import AgentError
+from ..host.files import read_json, write_whole
+from ..host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
+from ..host.locks import locked
+from ..job.status import QUEUED, read_status
+from ..job.stop import request_stop
+from ..logs import read
+from ..store import spare, tree
+from ..store.bring import bring_trees, pass_over, trees_of
+from ..store.content import Store
+from ..store.lock import store_in_use
+from ..supervisor import start
+from ..wire.conversation import Call
+from .follow import follow_job
 
 if TYPE_CHECKING:
-    from .gpus.leases import Held
+    from ..gpus.leases import Held
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
@@ -90,12 +90,12 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
     an environment would be built, whose interpreter is not known yet."""
     plan = call.request()["plan"]
-    from .python import find  # a launch leaves that to its supervisor
+    from ..python import find  # a launch leaves that to its supervisor
 
     env = _base_env()
     found = {"root": root.path, "job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
     if _wants_gpus(plan):
-        from .gpus import claim
+        from ..gpus import claim
 
         found["gpus"] = claim.would_get(plan, env)
     try:
@@ -130,7 +130,7 @@ def _claimed(plan: Dict[str, Any], env: Dict[str, str]) -> "ContextManager[Optio
     """The plan's GPUs, held while its supervisor is started; None for a plan without."""
     if not _wants_gpus(plan):
         return nullcontext()
-    from .gpus import claim  # a job without GPUs starts sooner
+    from ..gpus import claim  # a job without GPUs starts sooner
 
     return claim.claimed(plan, env)
 

@@ -9,12 +9,12 @@ import subprocess
 import threading
 from typing import Any, Dict
 
-from .host import environment
-from .host.errors import AgentError
-from .host.layout import Root
-from .requests import find_job
-from .wire.conversation import Call
-from .wire.frames import ProtocolError
+from ..host import environment
+from ..host.errors import AgentError
+from ..host.layout import Root
+from ..wire.conversation import Call
+from ..wire.frames import ProtocolError
+from .jobs import find_job
 
 
 def execute(root: Root, call: Call) -> Dict[str, Any]:

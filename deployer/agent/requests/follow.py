@@ -7,14 +7,14 @@ import signal
 import time
 from typing import Any, Callable, Collection, Dict, List, Optional
 
-from .host.errors import AgentError
-from .host.layout import Job, Root
-from .job.judge import judge
-from .job.status import FINAL
-from .logs import read, times
-from .logs.grep import LineFilter, Match
-from .requests import find_job
-from .wire.conversation import Call
+from ..host.errors import AgentError
+from ..host.layout import Job, Root
+from ..job.judge import judge
+from ..job.status import FINAL
+from ..logs import read, times
+from ..logs.grep import LineFilter, Match
+from ..wire.conversation import Call
+from .jobs import find_job
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 SEARCH_S = 3.0

@@ -7,21 +7,21 @@ import os
 import time
 from typing import Any, Dict, Optional
 
-from .following import follow_job
-from .host.errors import AgentError
-from .host.files import read_json, remove, write_json, write_whole
-from .host.layout import Job, Root
-from .host.locks import locked
-from .host.machine import is_alive
-from .job import progress
-from .job.judge import judge
-from .job.status import FINAL, read_plan, read_status, supervisor_of
-from .job.stop import request_stop
-from .logs.read import LogReader
-from .requests import find_job
-from .start import check_root, plan_hash, start_next
-from .store.lock import store_in_use
-from .wire.conversation import Call
+from ..host.errors import AgentError
+from ..host.files import read_json, remove, write_json, write_whole
+from ..host.layout import Job, Root
+from ..host.locks import locked
+from ..host.machine import is_alive
+from ..job import progress
+from ..job.judge import judge
+from ..job.status import FINAL, read_plan, read_status, supervisor_of
+from ..job.stop import request_stop
+from ..logs.read import LogReader
+from ..store.lock import store_in_use
+from ..wire.conversation import Call
+from .follow import follow_job
+from .jobs import find_job
+from .launch import check_root, plan_hash, start_next
 
 GONE_S = 10.0
 """A supervisor that has written its last word may take so long to be gone."""

@@ -7,15 +7,15 @@ import os
 import signal
 from typing import Any, Dict
 
-from . import adopting
-from .host.errors import AgentError
-from .host.layout import Job, Root, matching_ids, name_ids
-from .host.processes import Process, send
-from .job import progress, summary
-from .job.judge import judge
-from .job.status import FINAL, supervisor_of
-from .job.stop import request_stop
-from .wire.conversation import Call
+from ..host.errors import AgentError
+from ..host.layout import Job, Root, matching_ids, name_ids
+from ..host.processes import Process, send
+from ..job import progress, summary
+from ..job.judge import judge
+from ..job.status import FINAL, supervisor_of
+from ..job.stop import request_stop
+from ..wire.conversation import Call
+from . import adopt
 
 
 def find_job(root: Root, job_id: str) -> Job:
@@ -68,7 +68,7 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     before = judge(job)
     _check_here(job, before)
     if before["state"] in FINAL:
-        final = before if before.get("on_host") else adopting.sweep_ended(job)
+        final = before if before.get("on_host") else adopt.sweep_ended(job)
     else:
         request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
         final = _await_end(job, call)
@@ -93,7 +93,7 @@ def _await_end(job: Job, call: Call) -> Dict[str, Any]:
     while True:
         now = judge(job)
         if now.get("unsupervised"):
-            adopting.adopt(job)
+            adopt.adopt(job)
         phase = str(now.get("phase") or now["state"])
         if phase != shown:
             shown = phase

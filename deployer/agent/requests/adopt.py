@@ -6,14 +6,14 @@ Stdlib only, Python 3.8: this package runs on the host.
 import time
 from typing import Any, Dict
 
-from .host.errors import AgentError
-from .host.layout import Job, Root
-from .host.locks import locked
-from .host.machine import boot_id, this_machine
-from .host.processes import SWEEP_S, describe, end_all, job_processes
-from .job.judge import judge
-from .job.status import FINAL, supervisor_of, write_status
-from .supervisor import start
+from ..host.errors import AgentError
+from ..host.layout import Job, Root
+from ..host.locks import locked
+from ..host.machine import boot_id, this_machine
+from ..host.processes import SWEEP_S, describe, end_all, job_processes
+from ..job.judge import judge
+from ..job.status import FINAL, supervisor_of, write_status
+from ..supervisor import start
 
 
 def adopt_all(root: Root, *, within_s: float) -> None:
