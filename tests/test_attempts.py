@@ -267,7 +267,7 @@ def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Pat
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 STARTS_IN_GROUP = """
 import json, os, sys
-from deployer.agent import supervise
+from deployer.agent.supervisor import start as supervise
 from deployer.agent.host.layout import Job
 open(sys.argv[2] + '/cgroup.procs', 'w').write('0')
 plan = json.load(open(sys.argv[1] + '/job.json'))['plan']

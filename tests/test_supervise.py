@@ -436,7 +436,7 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
 
 SPAWNS_AND_DIES = """
 import json, os, signal, sys
-from deployer.agent import supervise
+from deployer.agent.supervisor import start as supervise
 from deployer.agent.host.layout import Job
 for path in sys.argv[1:]:
     plan = json.load(open(path + '/job.json'))['plan']
