@@ -49,6 +49,8 @@ class Host:
     def load(self) -> None:
         """After `prefetch`, before work that can wait: see SshTransport."""
         if self.ssh is not None:
+            import deployer.link  # noqa: F401  # needed whatever ssh says of its configuration, which takes a moment
+
             self._ssh_transport().load()
 
     def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:

@@ -80,13 +80,11 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     host = host_of(options["ssh"], options["root"], **access)
-    begins = options["ssh"] is not None and options["dry_run"] is None
-    if begins:
+    if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
+        host.load()
     from deployer.commands import run as command
 
-    if begins:
-        host.load()
     sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
 
 

@@ -75,8 +75,9 @@ class SshSocket(socket.socket):
 def connect_tcp(options: SshOptions, *, timeout_s: float) -> SshSocket:
     """A TCP connection to the host, its addresses tried in order within `timeout_s` in all. ConnectError."""
     deadline = time.monotonic() + timeout_s
+    name = options.hostname.encode() if options.hostname.isascii() else options.hostname  # text loads a codec for IDNA
     try:
-        addresses = socket.getaddrinfo(options.hostname, options.port, options.address_family, socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, options.port, options.address_family, socket.SOCK_STREAM)
     except OSError as error:
         raise explain_socket_error(error, host=options.hostname, port=options.port, timeout_s=timeout_s) from None
     failure: OSError = TimeoutError()
