@@ -11,7 +11,7 @@ import click
 from deployer.commands import host_cli, launch_cli, look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.errors import FerryError, LostConnection
-from deployer.render import invoked_as, notice, show_error
+from deployer.terminal import invoked_as, notice, show_error
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True)

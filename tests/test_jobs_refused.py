@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deployer import render
+from deployer import terminal
 from deployer.plan import Command
 from deployer.prepare import requirements
 from tests.ferry import REPO
@@ -166,4 +166,4 @@ def test_single_file_is_counted_as_one(ferry):
     words = ("--no-pull", "--", "python", "only.py")
     assert "# files    1 file, " in ferry.run("run", "--dry-run", *words).stdout.decode()
     assert ": 1 file, " in ferry.run("run", *ferry.where(), *words).stderr.decode()
-    assert render.counted(1200, "file") == "1,200 files"
+    assert terminal.counted(1200, "file") == "1,200 files"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.host import Host
 
 SLOW_LOGIN_S = 2.0
@@ -37,8 +37,8 @@ def doctor(host: Host, *, as_json: bool) -> int:
         click.echo(json.dumps(found, indent=1))
     else:
         facts = {key: value for key, value in found["facts"].items() if key != "gpus"}  # of which the checks tell
-        render.facts(host.name, [(key, _fact(value)) for key, value in facts.items()])
-        render.checks(found["checks"])
+        terminal.facts(host.name, [(key, _fact(value)) for key, value in facts.items()])
+        terminal.checks(found["checks"])
     return 1 if any(check["status"] == "fail" for check in found["checks"]) else 0
 
 
@@ -48,7 +48,7 @@ def check_contact(contact: Contact) -> list[dict[str, str]]:
     login_s = max(0.0, contact.answered_s - contact.round_trip_s)
     deploy_s = contact.connect_s + contact.answered_s + contact.round_trip_s / 2
     silent = "let the shell's start-up files end early without a terminal: case $- in *i*) ;; *) return;; esac"
-    said = render.clean(contact.noise[:80].decode("utf-8", "replace").strip())
+    said = terminal.clean(contact.noise[:80].decode("utf-8", "replace").strip())
     way = (
         f"{contact.connect_s:.2f} s to connect, {login_s:.2f} s for the login, round trip {contact.round_trip_s:.3f} s"
     )

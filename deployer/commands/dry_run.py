@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.host import Host
 from deployer.plan import (
     GPUS_RULE,
@@ -35,7 +35,7 @@ def show_plan(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) ->
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
             answer = link.first.result()
         why = answer.get("no_python", "")
-        slots = {**slots, **{name: render.clean(value) for name, value in answer["slots"].items()}}
+        slots = {**slots, **{name: terminal.clean(value) for name, value in answer["slots"].items()}}
     command, cwd = render_command(plan, slots), render_cwd(plan, slots)
     if as_json:
         click.echo(json.dumps(_as_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
@@ -47,7 +47,7 @@ def show_plan(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) ->
     if plan.secret_names:
         click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
     if why:
-        click.echo(f"# $PYTHON  {render.clean(why)}")
+        click.echo(f"# $PYTHON  {terminal.clean(why)}")
     if has_auto(plan.gpus) and not remote:
         click.echo(f"# $GPUS    {GPUS_RULE}")
     if not remote:
@@ -88,13 +88,13 @@ def _as_json(prepared: Prepared, host: Host, slots: dict[str, str], *, command: 
 def files_line(prepared: Prepared) -> str:
     """How many files travel, and by which rules others stay."""
     code = prepared.code
-    line = f"{render.counted(len(code.entries), 'file')}, {render.size(code.total_bytes)}"
+    line = f"{terminal.counted(len(code.entries), 'file')}, {terminal.size(code.total_bytes)}"
     ignored = code.ignored
     if ignored.count:
         patterns = ", ".join(reason.pattern for reason, _ in ignored.reasons[:3])
         more = len(ignored.reasons) - 3
-        patterns += f" and {render.counted(more, 'more rule')}" if more > 0 else ""
+        patterns += f" and {terminal.counted(more, 'more rule')}" if more > 0 else ""
         at_least = f"{ignored.count // 1000 * 1000:,}+ files"
-        count = at_least if ignored.at_least else render.counted(ignored.count, "file")
-        line += f"; left out {render.clean(patterns)} ({count})"
+        count = at_least if ignored.at_least else terminal.counted(ignored.count, "file")
+        line += f"; left out {terminal.clean(patterns)} ({count})"
     return line

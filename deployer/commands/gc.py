@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.errors import UsageError
 from deployer.host import Host
 
@@ -33,7 +33,7 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
         found = link.first.result("gc")
         if not (dry_run or yes) and (found["jobs"] or found["rest"]):
             _show_gc(host, found, done=False)
-            render.confirm(f"Remove {render.size(found['total_bytes'])}?", declined="nothing was removed")
+            terminal.confirm(f"Remove {terminal.size(found['total_bytes'])}?", declined="nothing was removed")
             only = [job["id"] for job in found["jobs"]]
             found, yes = link.call("gc", only=only, **limits).result("gc"), True
     if as_json:
@@ -43,21 +43,21 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
 
 
 def _show_gc(host: Host, found: dict[str, Any], *, done: bool) -> None:
-    rows = [(f"job {job['id']}", "", render.size(job["size_bytes"]), _age(job["ended_s"])) for job in found["jobs"]]
+    rows = [(f"job {job['id']}", "", terminal.size(job["size_bytes"]), _age(job["ended_s"])) for job in found["jobs"]]
     for row in found["rest"]:
         what = _KINDS.get(row["kind"], row["kind"])
-        rows.append((what, str(row["count"]), render.size(row["size_bytes"]), _age(row["oldest_s"])))
+        rows.append((what, str(row["count"]), terminal.size(row["size_bytes"]), _age(row["oldest_s"])))
     if rows:
-        render.table(("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST"), rows)
+        terminal.table(("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST"), rows)
     for row in found["kept_jobs"]:
         jobs = "job" if row["count"] == 1 else "jobs"
-        render.notice(f"kept: {row['count']} {jobs}, {row['what']}, {render.size(row['size_bytes'])}")
+        terminal.notice(f"kept: {row['count']} {jobs}, {row['what']}, {terminal.size(row['size_bytes'])}")
     for path in found["remaining"]:
-        render.notice(f"could not be removed: {path}")
-    size = render.size(found["total_bytes"])
-    free = f"{render.size(found['free_bytes'])} are free on {host.name} below {found['root']}"
-    render.notice(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}")
+        terminal.notice(f"could not be removed: {path}")
+    size = terminal.size(found["total_bytes"])
+    free = f"{terminal.size(found['free_bytes'])} are free on {host.name} below {found['root']}"
+    terminal.notice(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}")
 
 
 def _age(seconds: float | None) -> str:
-    return "-" if seconds is None else render.age(seconds)
+    return "-" if seconds is None else terminal.age(seconds)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.errors import HostError
 from deployer.host import Host
 
@@ -23,9 +23,9 @@ def gpus(host: Host, *, as_json: bool) -> None:
         rows, queue = [_row(gpu) for gpu in found["gpus"]], [_ticket(ticket) for ticket in found["queue"]]
     except (TypeError, ValueError, LookupError) as error:
         raise HostError(f"{host.name} sent a list of GPUs that is not understood: {error!r}") from error
-    render.table(("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
+    terminal.table(("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
     if queue:
-        render.table(("WAITING", "USER", "FOR GPU", "AGE"), queue)
+        terminal.table(("WAITING", "USER", "FOR GPU", "AGE"), queue)
 
 
 def _row(gpu: dict[str, Any]) -> tuple[object, ...]:
@@ -49,4 +49,4 @@ def _ticket(ticket: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _age(what: dict[str, Any]) -> str:
-    return render.age(time.time() - float(what["since"]))
+    return terminal.age(time.time() - float(what["since"]))

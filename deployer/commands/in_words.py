@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from deployer import render
+from deployer import terminal
 from deployer.agent.job.status import FINAL, RUNNING
 from deployer.lastseen import Row
 
@@ -34,7 +34,7 @@ def state_of(row: Row) -> str:
     if state == "unreachable":
         if row.get("last_state") is None:
             return "unreachable (never seen)"
-        return f"unreachable ({row['last_state']} {render.age(_since(row.get('seen_at')) or 0)} ago)"
+        return f"unreachable ({row['last_state']} {terminal.age(_since(row.get('seen_at')) or 0)} ago)"
     if state == "failed":
         return f"failed({row.get('code')})"
     notes = []
@@ -54,9 +54,9 @@ def age_of(row: Row) -> str:
     """How old a job is, by the host's own clock where it tells; what went by since it was last seen is added."""
     age_s = row.get("age_s")
     if isinstance(age_s, (int, float)):
-        return render.age(age_s + (_since(row.get("seen_at")) or 0))
+        return terminal.age(age_s + (_since(row.get("seen_at")) or 0))
     since = _since(row.get("created"))
-    return "?" if since is None else render.age(since)
+    return "?" if since is None else terminal.age(since)
 
 
 def _since(then: object) -> float | None:
@@ -116,4 +116,4 @@ def silence_line(status: Mapping[str, Any]) -> str | None:
     silent_s = status.get("silent_s")
     if status.get("state") != RUNNING or not isinstance(silent_s, int | float) or silent_s < SILENT_S:
         return None
-    return f"no log for {render.age(silent_s)}"
+    return f"no log for {terminal.age(silent_s)}"

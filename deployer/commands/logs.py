@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from deployer import render
+from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
@@ -61,7 +61,7 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
         return DETACHED
     if not live or final["state"] not in FINAL:
         return 0
-    render.notice(f"{job_id} {state_line(final)}")
+    terminal.notice(f"{job_id} {state_line(final)}")
     return exit_code_of(final)
 
 

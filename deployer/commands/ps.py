@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import age_of, state_of
 from deployer.errors import FerryError, UsageError
@@ -30,12 +30,12 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
         return
     rows = rows if show_all else without_old(rows)
     if rows:
-        render.table(COLUMNS, [_cells(row) for row in rows])
+        terminal.table(COLUMNS, [_cells(row) for row in rows])
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
-            render.notice(f"{host.name} cannot be asked: {answer.message}")
+            terminal.notice(f"{host.name} cannot be asked: {answer.message}")
     if not rows:
-        render.notice("no jobs")
+        terminal.notice("no jobs")
 
 
 def without_old(rows: Sequence[Row]) -> list[Row]:
@@ -52,7 +52,7 @@ def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
     askers = [Asker(host) for host in hosts]
     records = read_records()
     try:
-        with render.live_table(COLUMNS) as draw:
+        with terminal.live_table(COLUMNS) as draw:
             while True:
                 for asker in askers:
                     asker.ask()

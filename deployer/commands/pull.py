@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.errors import ConnectError, LostConnection
@@ -31,7 +31,7 @@ def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_
         else:
             pulled = _pull(host, job_id, target, wish)
     except (KeyboardInterrupt, LostConnection):
-        render.notice(f"\nwhat has come is kept; go on with: {render.invoked_as()} pull {job_id}")
+        terminal.notice(f"\nwhat has come is kept; go on with: {terminal.invoked_as()} pull {job_id}")
         raise
     if as_json:
         click.echo(json.dumps({"id": job_id, "target": str(target), **asdict(pulled)}, indent=1))
@@ -45,13 +45,13 @@ def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> None:
 
 
 def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
-    with render.progress("pulled") as update:
-        return pull(host, job_id, target=target, wish=wish, progress=update, tell=render.notice)
+    with terminal.progress("pulled") as update:
+        return pull(host, job_id, target=target, wish=wish, progress=update, tell=terminal.notice)
 
 
 def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float) -> Pulled:
     """Pulls until the job has ended, and once more then."""
-    patience = Patience(render.notice)
+    patience = Patience(terminal.notice)
     pulled: Pulled | None = None
     while True:
         try:
@@ -69,11 +69,11 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
 
 
 def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
-    render.notice(f"results: {target} ({render.counted(pulled.files, 'file')}, {render.size(pulled.size_bytes)})")
+    terminal.notice(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
     beyond = [left for left in pulled.left_out if left.reason == BEYOND_LIMIT]
     for left in pulled.left_out:
         if left not in beyond:
-            render.notice(f"left out: {left.name}: {left.reason}")
+            terminal.notice(f"left out: {left.name}: {left.reason}")
     if beyond:
         _tell_beyond(beyond, pulled, job_id)
 
@@ -81,8 +81,8 @@ def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
 def _tell_beyond(beyond: Sequence[LeftOut], pulled: Pulled, job_id: str) -> None:
     total = sum(left.size_bytes for left in beyond)
     names = ", ".join(left.name for left in beyond[:4]) + (" …" if len(beyond) > 4 else "")
-    files = render.counted(sum(left.files for left in beyond), "file")
-    render.notice(
-        f"left on the host: {names}, {files}, {render.size(total)}; bring them home "
-        f"with: {render.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
+    files = terminal.counted(sum(left.files for left in beyond), "file")
+    terminal.notice(
+        f"left on the host: {names}, {files}, {terminal.size(total)}; bring them home "
+        f"with: {terminal.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.commands.dry_run import files_line, show_plan
 from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
@@ -82,7 +82,7 @@ def _tell_fsdp_config(path: str | None) -> None:
     from trainer.config.accelerate import read_fsdp_config  # a program of one's own needs none of the trainer's rules
 
     for note in read_fsdp_config(path).notes:
-        render.notice(f"note: {note}")
+        terminal.notice(f"note: {note}")
 
 
 def _check_platform(host: Host) -> None:
@@ -100,18 +100,18 @@ def _ask(question: str | None, *, yes: bool) -> None:
     hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
     if not sys.stdin.isatty():
         raise UsageError(question, hint=hint)
-    render.notice(f"{question}\n({hint})")
-    render.confirm("Ship it?", declined="nothing was shipped")
+    terminal.notice(f"{question}\n({hint})")
+    terminal.confirm("Ship it?", declined="nothing was shipped")
 
 
 def _describe(prepared: Prepared, host: Host) -> None:
-    render.notice(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}")
+    terminal.notice(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}")
     _warn(prepared)
 
 
 def _warn(prepared: Prepared) -> None:
     for warning in prepared.code.warnings:
-        render.notice(f"warning: {render.clean(warning)}")
+        terminal.notice(f"warning: {terminal.clean(warning)}")
 
 
 def _record(prepared: Prepared, host: Host) -> JobRecord:
@@ -177,7 +177,7 @@ def follow_through(
         final = start(screen, view)
     except KeyboardInterrupt:
         if not screen.acknowledged:
-            render.notice("\ncancelled: nothing was started")
+            terminal.notice("\ncancelled: nothing was started")
             return 130
         screen.left_behind("\ndetached")
         return DETACHED
@@ -212,30 +212,30 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
         bring_home(host, record.job_id, target=Path(record.results), wish=Wish(max_bytes=limit))
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
-        render.show_error(error)
-        render.notice(f"the results stay on the host: {render.invoked_as()} pull {record.job_id}")
+        terminal.show_error(error)
+        terminal.notice(f"the results stay on the host: {terminal.invoked_as()} pull {record.job_id}")
         return False
     return True
 
 
 def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) -> None:
     """Says how the job ended; of a failed one also the last words and where to look."""
-    state, reason = final["state"], render.clean(final.get("reason") or "")
+    state, reason = final["state"], terminal.clean(final.get("reason") or "")
     if state != "failed":
         stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
         ends = {"succeeded": "succeeded", "stopped": stopped, "lost": f"is lost: {reason}"}
-        render.notice(f"{job_id} {ends.get(state, state)}")
+        terminal.notice(f"{job_id} {ends.get(state, state)}")
         return
     rank = final.get("first_failing_rank")
     stalled = stall_lines(final)
     for line in stalled:
-        render.notice(f"  {line}")
+        terminal.notice(f"  {line}")
     if not stalled:
         _show_last_lines(host, job_id, rank)
     code = f"code {final.get('code')}"
-    render.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
+    terminal.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
     if final.get("hint"):
-        render.notice(f"hint: {final['hint']}")
+        terminal.notice(f"hint: {final['hint']}")
     next_commands(job_id, final, without="pull" if pulled else "")
 
 
@@ -245,6 +245,6 @@ def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
-        render.notice(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}")
+        terminal.notice(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}")
         for line in text.decode("utf-8", "replace").rstrip("\n").split("\n"):
-            render.notice(f"  {render.clean(line)}")
+            terminal.notice(f"  {terminal.clean(line)}")

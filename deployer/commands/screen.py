@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from deployer import lastseen, render
+from deployer import lastseen, terminal
 from deployer.commands.in_words import attempt_line, number_of
 from deployer.errors import FerryError
 from deployer.follow import Watcher
@@ -42,16 +42,16 @@ class Screen(Watcher):
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
-            self._update = self._bars.enter_context(render.progress("sent"))
+            self._update = self._bars.enter_context(terminal.progress("sent"))
         self._update(sent, total)
 
     def started(self, ack: dict[str, Any]) -> None:
         self.close()
         self.folder = str(ack["path"])
         self.remember()
-        render.notice("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
+        terminal.notice("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
         if self.beginning:
-            render.notice(self.beginning)
+            terminal.notice(self.beginning)
 
     @property
     def acknowledged(self) -> bool:
@@ -66,7 +66,7 @@ class Screen(Watcher):
         try:
             write_record(self.record)
         except OSError as error:
-            render.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
+            terminal.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
 
     def state(self, status: dict[str, Any]) -> None:
         self._note(status)
@@ -74,39 +74,39 @@ class Screen(Watcher):
         attempt = number_of(status)
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
-            render.notice(attempt_line(status) or f"attempt {attempt}")
+            terminal.notice(attempt_line(status) or f"attempt {attempt}")
         queue = status.get("queue") or {}
         if queue and queue != self._queue:
             from deployer.agent.gpus.queue import queue_line
 
-            render.notice(f"queued: {queue_line(queue, time.time())}")
+            terminal.notice(f"queued: {queue_line(queue, time.time())}")
         elif self._queue and not queue and status["state"] in ("preparing", "running"):
-            render.notice("the GPUs are free")
+            terminal.notice("the GPUs are free")
         self._queue = queue
 
     def heard(self) -> None:
         self._heard_at = time.monotonic()
         if self._waiting:
             self._waiting = False
-            render.notice("connected again")
+            terminal.notice("connected again")
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
         rank = _RANK.search(file)
         who = f"rank {rank.group(1)}" if rank else file
         if limit is None:
-            what = f"of a longer line only the first {render.size(size_bytes)} were searched and are shown"
+            what = f"of a longer line only the first {terminal.size(size_bytes)} were searched and are shown"
         else:
-            what = f"{render.size(size_bytes)} of this log were dropped on the host, --log-max {render.size(limit)}"
-        render.notice(f"[{who}: {what}]")
+            what = f"{terminal.size(size_bytes)} of this log were dropped on the host, --log-max {terminal.size(limit)}"
+        terminal.notice(f"[{who}: {what}]")
 
     def left_behind(self, what: str) -> None:
         """Three lines for one who stops following: what happened, how the job is, how to come back to it."""
-        job_id, me = self.record.job_id, render.invoked_as()
-        ago = render.age(time.monotonic() - self._heard_at)
+        job_id, me = self.record.job_id, terminal.invoked_as()
+        ago = terminal.age(time.monotonic() - self._heard_at)
         when = f"was {self._known_state} {ago} ago" if self._waiting else f"is {self._known_state}"
-        render.notice(what)
-        render.notice(f"{job_id} {when}; it goes on without this client")
-        render.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
+        terminal.notice(what)
+        terminal.notice(f"{job_id} {when}; it goes on without this client")
+        terminal.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
 
     def _note(self, status: dict[str, Any]) -> None:
         """Keeps what the host said, for a `ps` when it cannot be reached."""
@@ -117,7 +117,7 @@ class Screen(Watcher):
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:
             goes_on = " (the job goes on)" if self.acknowledged else ""
-            render.notice(f"{error.message}; trying again{goes_on}")
+            terminal.notice(f"{error.message}; trying again{goes_on}")
         self._waiting = True
 
 
@@ -131,7 +131,7 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
         bare=bare,
         raw=raw,
         launcher=launcher,
-        escapes=render.escapes(),
+        escapes=terminal.escapes(),
     )
 
 
@@ -150,4 +150,4 @@ def next_commands(job_id: str, final: Mapping[str, Any] | None = None, *, withou
         lines = ["logs {}", "pull {}"]
     for line in lines:
         if line != f"{without} {{}}":
-            render.notice(f"  {render.invoked_as()} {line.format(job_id)}")
+            terminal.notice(f"  {terminal.invoked_as()} {line.format(job_id)}")

@@ -7,7 +7,7 @@ import time
 
 import click
 
-from deployer import lastseen, render
+from deployer import lastseen, terminal
 from deployer.agent.gpus.queue import queue_line
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
@@ -37,7 +37,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     if found.get("queue"):
         rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))
-    render.facts(found["job_id"], rows)
+    terminal.facts(found["job_id"], rows)
     next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
 
 
@@ -49,7 +49,7 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
     if as_json:
         click.echo(json.dumps(row, indent=1))
     else:
-        render.facts(job_id, [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
+        terminal.facts(job_id, [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
 
 
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
@@ -57,4 +57,4 @@ def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
         metrics = json.loads(latest or "{}")
     except ValueError:
         return []
-    return [(f"last {key}", render.number(value)) for key, value in metrics.items() if value is not None][:10]
+    return [(f"last {key}", terminal.number(value)) for key, value in metrics.items() if value is not None][:10]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from deployer import render
+from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.errors import FerryError, UsageError
@@ -33,14 +33,14 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
         if job_id not in told:  # a job that has ended tells nothing
             told.add(job_id)
             how = "at once (--force)" if force else f"up to {within_s:g} s to save (--grace)"
-            render.notice(f"stopping {job_id}: {how}")
+            terminal.notice(f"stopping {job_id}: {how}")
         if status.get("phase"):
-            render.notice(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}")
+            terminal.notice(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}")
 
     try:
         ends = stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
     except KeyboardInterrupt:
-        render.notice("the host goes on stopping " + ", ".join(job_id for _, job_id in places))
+        terminal.notice("the host goes on stopping " + ", ".join(job_id for _, job_id in places))
         raise
     if as_json:
         click.echo(json.dumps([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)], indent=1))
@@ -60,18 +60,18 @@ def _as_json(job_id: str, end: dict[str, Any] | FerryError) -> dict[str, Any]:
 def _report(end: dict[str, Any] | FerryError) -> int:
     """Says what was ended and what remains; the exit code for it."""
     if isinstance(end, FerryError):
-        render.show_error(end)
+        terminal.show_error(end)
         return end.exit_code
     remaining, held = ([row for row in end.get(key) or [] if isinstance(row, dict)] for key in _LEFT)
     for process in remaining:
         kernel = " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
-        render.notice(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}")
+        terminal.notice(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}")
     for holder in held:
         who = f"pid {holder['pid']} " if holder.get("pid") else ""
-        render.notice(
+        terminal.notice(
             f"  GPU {holder.get('gpu')} is not free: {who}{holder.get('command')}, {holder['memory_mib']} MiB"
         )
-    render.notice(_summary(end))
+    terminal.notice(_summary(end))
     return 1 if remaining or end.get("gpus_free") is False else 0
 
 
@@ -92,15 +92,15 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
     unasked = 0
     for host, answer in zip(hosts, ask_all(hosts), strict=True):
         if isinstance(answer, FerryError):
-            render.notice(f"{host.name}: {answer.message}; none of its jobs is stopped")
+            terminal.notice(f"{host.name}: {answer.message}; none of its jobs is stopped")
             unasked = answer.exit_code
             continue
         live = [row for row in answer if row["state"] not in FINAL]
         for row in (row for row in live if row.get("on_host")):
-            render.notice(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it")
+            terminal.notice(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it")
         places += [(host, row["id"]) for row in live if not row.get("on_host")]
     if not places:
-        render.notice("no job to stop")
+        terminal.notice("no job to stop")
         if as_json:
             click.echo("[]")
         return unasked
@@ -111,8 +111,8 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
 
 def _ask(places: Sequence[Place]) -> None:
     for host, job_id in places:
-        render.notice(f"  {job_id} on {host.name}")
+        terminal.notice(f"  {job_id} on {host.name}")
     number = "this job" if len(places) == 1 else f"these {len(places)} jobs"
     if not sys.stdin.isatty():
         raise UsageError(f"{number} would be stopped; there is no terminal to ask on", hint="add --yes")
-    render.confirm(f"stop {number}?", declined="nothing was stopped")
+    terminal.confirm(f"stop {number}?", declined="nothing was stopped")
