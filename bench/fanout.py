@@ -21,8 +21,8 @@ from pathlib import Path
 from lab import Lab, SshServer, judged, parser_of, require, start_sshd
 from ps import client_config
 
+from deployer.connection.host import Host
 from deployer.follow import Watcher
-from deployer.host import Host
 from deployer.launch import launch_and_follow
 from deployer.prepare import Options, Prepared, prepare, read_config
 

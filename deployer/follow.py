@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deployer.call import Call
+from deployer.connection.call import Call
+from deployer.connection.link import Link
+from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
-from deployer.link import Link
 from deployer.logview import LogView
-from deployer.patience import BACKOFF_S, GIVE_UP_AFTER_S
 
 Connect = Callable[..., Link]
 """Opens a link: `connect(request=…, payload=…)`."""

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from deployer.agent.host.layout import JOB_ID
-from deployer.call import Call
+from deployer.connection.call import Call
+from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError
-from deployer.host import Host
 
 AT_ONCE = 16
 """Jobs of one host that are stopped at the same time."""

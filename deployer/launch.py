@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from deployer.agent.store.tree import Entry, blobs_of
-from deployer.call import Call
+from deployer.connection.call import Call
+from deployer.connection.link import Link
+from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.follow import Connect, Watcher, follow_to_end
 from deployer.lasttree import LastTree
-from deployer.link import Link
 from deployer.logview import LogView
 from deployer.manifest import Shipment
-from deployer.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.plan import LaunchPlan, plan_to_json
 from deployer.shipping import News, news_for, send_blobs, send_news, send_tree
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployer.agent.requests.fetch import LINKS
-from deployer.call import Call
 from deployer.choice import LeftOut
+from deployer.connection.call import Call
 from deployer.downloads import RemoteFile
 from deployer.errors import HostError
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.choice import LeftOut, Wish, choose
+from deployer.connection.host import Host
+from deployer.connection.link import Link
+from deployer.connection.patience import Patience, Tell
 from deployer.downloads import Download, RemoteFile, place_of
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.host import Host
 from deployer.landing import Landing
-from deployer.link import Link
 from deployer.listing import read_listing
-from deployer.patience import Patience, Tell
 from deployer.transfer import Progress, Transfer
 
 ROUNDS = 3

@@ -9,10 +9,10 @@ from typing import Any
 
 from deployer import lastseen
 from deployer.agent.job.status import FINAL
+from deployer.connection.host import HERE, Host
+from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError
-from deployer.host import HERE, Host
 from deployer.lastseen import Row
-from deployer.link import Link
 from deployer.registry import JobRecord, written_at
 
 ANSWER_S = 20.0

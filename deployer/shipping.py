@@ -12,7 +12,7 @@ from typing import Any
 
 from deployer.agent.store.tree import Entry, dump_entries, new_blobs
 from deployer.agent.wire import frames
-from deployer.call import Call
+from deployer.connection.call import Call
 from deployer.errors import HostError, UsageError
 from deployer.lasttree import LastTree
 

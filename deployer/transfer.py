@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from deployer.agent.requests.fetch import DIGEST_BYTES
-from deployer.call import Call
+from deployer.connection.call import Call
+from deployer.connection.host import Host
+from deployer.connection.link import Link
+from deployer.connection.patience import Patience
 from deployer.downloads import Download, Piece, Work
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.host import Host
-from deployer.link import Link
-from deployer.patience import Patience
 from deployer.transport.ask import nobody_to_ask
 
 CALLS_PER_LINK = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from deployer.host import Host
+from deployer.connection.host import Host
 from deployer.transport.local import LocalTransport
 
 PRELUDE = """

@@ -13,11 +13,11 @@ import pytest
 
 from deployer import lasttree
 from deployer.agent.store.tree import Entry, content_hash, root_hash
+from deployer.connection.link import Link
 from deployer.errors import HostError, UsageError
 from deployer.follow import Watcher
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
-from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for

@@ -18,9 +18,9 @@ import pytest
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.agent.job.stop import request_stop
+from deployer.connection.host import Host
 from deployer.errors import HostError
 from deployer.follow import Watcher, follow_to_end
-from deployer.host import Host
 from deployer.logview import LogView
 from tests.cutproxy import CutProxy
 from tests.ferry import Ferry

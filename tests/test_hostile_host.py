@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from deployer.connection.host import Host
+from deployer.connection.link import Link
 from deployer.errors import HostError
-from deployer.host import Host
 from deployer.jobs import read_status
-from deployer.link import Link
 from deployer.pulling import pull
 from deployer.registry import JobRecord
 from deployer.roster import ask_all, rows_of

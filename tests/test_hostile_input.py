@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deployer.command import build_command, build_word
+from deployer.connection.command import build_command, build_word
 from deployer.errors import FerryError, UsageError
 from deployer.plan import new_job_id
 from deployer.prepare import Options, read_config

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.store.tree import dump_entries
+from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.follow import Watcher
-from deployer.host import Host
 from deployer.launch import launch_and_follow
 from deployer.plan import plan_to_json
 from deployer.prepare import Options, Prepared, prepare, read_config

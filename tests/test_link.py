@@ -18,11 +18,11 @@ from deployer.agent.serve import HANDLERS, load_handler
 from deployer.agent.wire import frames
 from deployer.agent.wire.conversation import Call, Sender
 from deployer.agent.wire.frames import MAX_FRAME, ProtocolError, Window, encode, read_frame
-from deployer.command import agent_hash, agent_sources, build_command, build_word
+from deployer.connection.command import agent_hash, agent_sources, build_command, build_word
+from deployer.connection.link import Link
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
 from deployer.follow import Watcher
 from deployer.launch import launch_and_follow
-from deployer.link import Link
 from deployer.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
@@ -210,7 +210,7 @@ def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):
     (package / "agent" / ".ipynb_checkpoints" / "serve-checkpoint.py").write_text("")
     (package / "agent" / "parts").mkdir()
     (package / "agent" / "parts" / "one.py").write_text("")
-    code = "from deployer.command import agent_sources; print(*agent_sources())"
+    code = "from deployer.connection.command import agent_sources; print(*agent_sources())"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == sorted([*agent_sources(), "parts/one.py"])
 

@@ -19,8 +19,8 @@ from deployer import lastseen
 from deployer.agent.host.layout import Job
 from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
+from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.host import Host
 from deployer.registry import JobRecord, read_records, write_record
 from deployer.roster import Asker, ask_all, rows_of
 from tests.ferry import Ferry

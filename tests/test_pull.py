@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from deployer.choice import BEYOND_LIMIT, Wish, choose
+from deployer.connection.host import Host
+from deployer.connection.patience import Patience
 from deployer.downloads import PIECE_BYTES, RemoteFile
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
-from deployer.host import Host
 from deployer.landing import Landing
-from deployer.patience import Patience
 from deployer.pulling import pull
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from deployer.connection.choose import make_transport
 from deployer.errors import ConnectError
-from deployer.transport.choose import make_transport
 from deployer.transport.protocol import Transport
 from tests.limits import FOREVER_S
 from tests.sshd import ALIAS, SshServer, free_port, login_user, start_sshd

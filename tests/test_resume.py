@@ -14,8 +14,8 @@ import yaml
 
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
+from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
-from deployer.host import Host
 from deployer.plan import LaunchPlan, plan_to_json
 from deployer.prepare import Options
 from deployer.resume import Resumable, beginning, plan_next

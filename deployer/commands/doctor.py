@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from deployer import terminal
-from deployer.host import Host
+from deployer.connection.host import Host
 
 SLOW_LOGIN_S = 2.0
 SLOW_DEPLOY_S = 8.0

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from deployer import terminal
-from deployer.host import Host
+from deployer.connection.host import Host
 from deployer.plan import (
     GPUS_RULE,
     PYTHON_HERE,
@@ -26,7 +26,7 @@ from trainer.schema import gpu_count
 
 def show_plan(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> None:
     """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows."""
-    from deployer.command import agent_hash  # a launch loads it while it connects
+    from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
     plan = prepared.plan
     slots = shell_slots(plan, root=host.root, agent=agent_hash())

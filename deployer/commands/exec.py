@@ -10,9 +10,9 @@ import threading
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from deployer.call import Call
+from deployer.connection.call import Call
+from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError, UsageError
-from deployer.host import Host
 from deployer.jobs import read_status
 
 

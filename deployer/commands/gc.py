@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from deployer import terminal
+from deployer.connection.host import Host
 from deployer.errors import UsageError
-from deployer.host import Host
 
 _KINDS = {
     "tree": "file lists of trees",

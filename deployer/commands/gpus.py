@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from deployer import terminal
+from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.host import Host
 
 
 def gpus(host: Host, *, as_json: bool) -> None:

@@ -10,9 +10,9 @@ from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
+from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
 from deployer.follow import follow_to_end
-from deployer.host import Host
 from deployer.jobs import read_status
 from deployer.registry import JobRecord
 

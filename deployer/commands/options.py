@@ -13,9 +13,9 @@ import click
 
 from deployer.commands.places import DEFAULT_ROOT
 from deployer.commands.values import Seconds, parse_duration
+from deployer.connection.choose import WAYS
 from deployer.errors import UsageError
 from deployer.terminal import as_invoked
-from deployer.transport.choose import WAYS
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"

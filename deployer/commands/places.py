@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deployer.host import Host
+    from deployer.connection.host import Host
     from deployer.registry import JobRecord
 
 DEFAULT_ROOT = "~/.torchferry"
@@ -20,7 +20,7 @@ def host_of(
     transport: str | None,
     connect_timeout_s: float | None,
 ) -> Host:
-    from deployer.host import Host
+    from deployer.connection.host import Host
 
     return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key, transport or "auto", connect_timeout_s)
 

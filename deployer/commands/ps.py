@@ -12,8 +12,8 @@ import click
 from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import age_of, state_of
+from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.host import Host
 from deployer.lastseen import Row
 from deployer.registry import read_records
 from deployer.roster import Asker, ask_all, rows_of

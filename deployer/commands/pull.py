@@ -13,10 +13,10 @@ import click
 from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
+from deployer.connection.host import Host
+from deployer.connection.patience import Patience
 from deployer.errors import ConnectError, LostConnection
-from deployer.host import Host
 from deployer.jobs import read_status
-from deployer.patience import Patience
 from deployer.pulling import Pulled, pull
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deployer.commands.run import follow_through
+from deployer.connection.host import Host
 from deployer.errors import UsageError
-from deployer.host import Host
 from deployer.launch import resume_and_follow
 from deployer.prepare import Options
 from deployer.registry import JobRecord, read_records

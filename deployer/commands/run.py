@@ -15,9 +15,9 @@ from deployer import terminal
 from deployer.commands.dry_run import files_line, show_plan
 from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
+from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.git import git_state
-from deployer.host import Host
 from deployer.jobs import last_lines
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow

@@ -11,9 +11,9 @@ from typing import Any
 
 from deployer import lastseen, terminal
 from deployer.commands.in_words import attempt_line, number_of
+from deployer.connection.host import HERE
 from deployer.errors import FerryError
 from deployer.follow import Watcher
-from deployer.host import HERE
 from deployer.logview import LogView
 from deployer.registry import JobRecord, write_record
 

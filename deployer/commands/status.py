@@ -12,8 +12,8 @@ from deployer.agent.gpus.queue import queue_line
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
 from deployer.commands.screen import next_commands
+from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.host import Host
 from deployer.jobs import read_status
 from deployer.roster import unreachable
 

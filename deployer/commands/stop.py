@@ -12,8 +12,8 @@ import click
 from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import DEFAULT_GRACE_S
+from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.host import Host
 from deployer.jobs import stop_jobs
 from deployer.roster import ask_all
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError
-from deployer.call import DEAD_AFTER_S, Call, error_of
-from deployer.command import MAX_WORD, agent_hash, agent_sources, build_command, build_word
+from deployer.connection.call import DEAD_AFTER_S, Call, error_of
+from deployer.connection.command import MAX_WORD, agent_hash, agent_sources, build_command, build_word
 from deployer.errors import FerryError, HostError, LostConnection, UsageError
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from deployer.connection.choose import make_transport
 from deployer.errors import UsageError
-from deployer.transport.choose import make_transport
 from deployer.transport.protocol import Transport
 
 if TYPE_CHECKING:
-    from deployer.link import Link
-    from deployer.transport.ssh import SshTransport
+    from deployer.connection.link import Link
+    from deployer.connection.ssh_way import SshTransport
 
 HERE = "this machine"
 
@@ -49,14 +49,14 @@ class Host:
     def load(self) -> None:
         """After `prefetch`, before work that can wait: see SshTransport."""
         if self.ssh is not None:
-            import deployer.link  # noqa: F401  # needed whatever ssh says of its configuration, which takes a moment
+            import deployer.connection.link  # noqa: F401  # needed whatever ssh says of its configuration, which takes a moment
 
             self._ssh_transport().load()
 
     def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:
         """A link with its first request under way, and `more` as Link.open takes it. ConnectError, or the host's own
         refusal from the call."""
-        from deployer.link import Link  # the connection begins before this is loaded
+        from deployer.connection.link import Link  # the connection begins before this is loaded
 
         if self._link is not None and self._link.lost and self._transport is not None:
             self._transport.close()  # it may not have noticed yet that it is dead
@@ -95,7 +95,7 @@ class Host:
         self._link = self._transport = None
 
     def _ssh_transport(self) -> SshTransport:
-        from deployer.transport.ssh import SshTransport
+        from deployer.connection.ssh_way import SshTransport
 
         self.prefetch()
         assert isinstance(self._transport, SshTransport)

@@ -14,7 +14,7 @@ from deployer.agent.wire.frames import Frame, ProtocolError, Window
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
 
 if TYPE_CHECKING:
-    from deployer.link import Link
+    from deployer.connection.link import Link
 
 DEAD_AFTER_S = 35.0
 """Silence of the host, although pinged, after which the connection counts as lost."""

@@ -28,8 +28,8 @@ def make_transport(
         from deployer.transport.local import LocalTransport
 
         return LocalTransport()
+    from deployer.connection.ssh_way import SshTransport
     from deployer.target import parse_target
-    from deployer.transport.ssh import SshTransport
 
     transport = SshTransport(
         parse_target(ssh),
