@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployer.connection.choose import make_transport
-from deployer.transport.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
+from deployer.transport.ssh.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
 from tests.sshd import ALIAS, SshServer, make_key
 from tests.ways import (
     at_terminal,

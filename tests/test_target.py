@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.errors import UsageError
-from deployer.ssh_config import parse_settings, resolve, ssh_argv
-from deployer.target import Target, parse_target
+from deployer.transport.ssh.ssh_config import parse_settings, resolve, ssh_argv
+from deployer.transport.ssh.target import Target, parse_target
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None and "CI" not in os.environ, reason="no ssh here")
 

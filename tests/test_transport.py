@@ -22,9 +22,9 @@ from deployer.connection.choose import make_transport
 from deployer.connection.command import build_command
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError, LostConnection
-from deployer.transport.explain import explain_no_answer
 from deployer.transport.local import LocalTransport
 from deployer.transport.protocol import Transport
+from deployer.transport.ssh.explain import explain_no_answer
 from tests.limits import HANG_S
 from tests.sshd import ALIAS, SshServer, login_user, start_sshd
 from tests.ways import (
@@ -302,7 +302,7 @@ def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way:
 
 def test_local_transport_and_addresses_load_no_ssh_library() -> None:
     code = (
-        "import sys\nimport deployer.target\nfrom deployer.connection.choose import make_transport\n"
+        "import sys\nimport deployer.transport.ssh.target\nfrom deployer.connection.choose import make_transport\n"
         "make_transport(None)\n"
         "print(sorted({'paramiko', 'fabric', 'cryptography'} & set(sys.modules)))"
     )
@@ -312,7 +312,7 @@ def test_local_transport_and_addresses_load_no_ssh_library() -> None:
 def test_import_of_paramiko_waits_for_one_that_another_thread_is_at():
     code = (
         "import sys, threading\n"
-        "from deployer.transport.paramiko_import import import_paramiko\n"
+        "from deployer.transport.ssh.paramiko_import import import_paramiko\n"
         "threading.Thread(target=import_paramiko).start()\n"
         "while 'paramiko' not in sys.modules: pass\n"
         "import_paramiko().SSHConfig\n"
@@ -323,7 +323,7 @@ def test_import_of_paramiko_waits_for_one_that_another_thread_is_at():
 
 def test_fabric_can_be_loaded_after_paramiko_was_loaded_without_invoke() -> None:
     code = (
-        "import sys\nfrom deployer.transport.paramiko_import import import_paramiko\nimport_paramiko()\n"
+        "import sys\nfrom deployer.transport.ssh.paramiko_import import import_paramiko\nimport_paramiko()\n"
         "assert 'invoke' not in sys.modules\nimport fabric\nprint(fabric.Connection('box').host)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "box\n"
@@ -331,7 +331,7 @@ def test_fabric_can_be_loaded_after_paramiko_was_loaded_without_invoke() -> None
 
 def test_paramiko_knows_its_version_without_the_metadata_of_packages_which_can_be_loaded_after_it() -> None:
     code = (
-        "import sys\nfrom deployer.transport.paramiko_import import import_paramiko\n"
+        "import sys\nfrom deployer.transport.ssh.paramiko_import import import_paramiko\n"
         "version = import_paramiko().__version__\n"
         "assert not {'email', 'importlib.metadata'} & set(sys.modules)\nfrom importlib import metadata\n"
         "print(version == metadata.version('paramiko'), metadata.metadata('paramiko')['Name'])"

@@ -29,7 +29,7 @@ def make_transport(
 
         return LocalTransport()
     from deployer.connection.ssh_way import SshTransport
-    from deployer.target import parse_target
+    from deployer.transport.ssh.target import parse_target
 
     transport = SshTransport(
         parse_target(ssh),

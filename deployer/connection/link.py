@@ -302,7 +302,7 @@ class _Raw(io.RawIOBase):
 
 def _find_nonce(stream: Stream, nonce: bytes) -> tuple[bytes, bytes]:
     """Reads up to the nonce: the noise before it, at most MAX_NOISE bytes, and what was read beyond it."""
-    from deployer.transport.explain import explain_no_answer
+    from deployer.transport.ssh.explain import explain_no_answer
 
     seen = b""
     while nonce not in seen:

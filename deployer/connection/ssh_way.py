@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deployer.errors import UsageError
-from deployer.ssh_config import SshOptions, chosen_config, resolve
-from deployer.transport.ask import Attempt
-from deployer.transport.known_hosts import host_name_in_files, read_known_keys
 from deployer.transport.protocol import Stream
+from deployer.transport.ssh.ask import Attempt
+from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_keys
+from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
 
 if TYPE_CHECKING:
-    from deployer.target import Target
     from deployer.transport.fabric_ssh import FabricTransport
     from deployer.transport.openssh import OpenSSHTransport
+    from deployer.transport.ssh.target import Target
 
 AGENT_TIMEOUT_S = 1.0
 _announced: set[str] = set()
@@ -173,7 +173,7 @@ def why_openssh(options: SshOptions, *, users_master: bool = False) -> str:
 
 
 def _why_identities(options: SshOptions) -> str:
-    from deployer.transport.key_files import blob_type, public_blob
+    from deployer.transport.ssh.key_files import blob_type, public_blob
 
     for path in options.identity_files:
         if not path.is_file():
@@ -232,7 +232,7 @@ def agent_key_types(path: str) -> list[str]:
 
 def _parse_identities(answer: bytes) -> list[str]:
     """SSH_AGENT_IDENTITIES_ANSWER: a byte, the number of keys, then for each a blob and a comment."""
-    from deployer.transport.key_files import blob_type, first_string
+    from deployer.transport.ssh.key_files import blob_type, first_string
 
     count, rest = struct.unpack(">I", answer[1:5])[0], answer[5:]
     types = []

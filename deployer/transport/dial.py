@@ -7,12 +7,12 @@ from typing import Any
 import paramiko
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import SshOptions
 from deployer.transport.deadline import Ask, Deadline
-from deployer.transport.explain import blame_hop, explain_no_way_on
-from deployer.transport.retry import retry_cuts
 from deployer.transport.session import Session, open_session_to
 from deployer.transport.sockets import SshSocket, connect_tcp, start_proxy
+from deployer.transport.ssh.explain import blame_hop, explain_no_way_on
+from deployer.transport.ssh.retry import retry_cuts
+from deployer.transport.ssh.ssh_config import SshOptions
 
 Begun = tuple[SshSocket, Deadline]
 """A connected socket, and the time that is left to log in."""

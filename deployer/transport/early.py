@@ -15,7 +15,7 @@ from pathlib import Path
 import paramiko
 
 from deployer.paths import state_dir, write_whole
-from deployer.ssh_config import SshOptions
+from deployer.transport.ssh.ssh_config import SshOptions
 
 OPEN_TIMEOUT_S = 60.0
 _SERVER = "SSH-2.0-OpenSSH_"

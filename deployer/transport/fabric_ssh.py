@@ -7,13 +7,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.ssh_config import SshOptions
-from deployer.transport.ask import Attempt, Questions
 from deployer.transport.deadline import Deadline
 from deployer.transport.drain import Drain
-from deployer.transport.explain import explain_no_answer
 from deployer.transport.protocol import WRITE_TIMEOUT_S
 from deployer.transport.sockets import connect_tcp
+from deployer.transport.ssh.ask import Attempt, Questions
+from deployer.transport.ssh.explain import explain_no_answer
+from deployer.transport.ssh.ssh_config import SshOptions
 
 if TYPE_CHECKING:
     import paramiko
@@ -136,7 +136,7 @@ def _start(channel: paramiko.Channel, command: str) -> None:
 
 def import_dial() -> None:
     """Loads what connecting needs; it takes a tenth of a second."""
-    from deployer.transport.paramiko_import import import_paramiko
+    from deployer.transport.ssh.paramiko_import import import_paramiko
 
     import_paramiko()
     import deployer.transport.dial  # noqa: F401

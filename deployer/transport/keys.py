@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.agent import AgentSSH
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import SshOptions
-from deployer.transport.ask import ask_secret
-from deployer.transport.key_files import UnusableKey, key_type, public_blob
+from deployer.transport.ssh.ask import ask_secret
+from deployer.transport.ssh.key_files import UnusableKey, key_type, public_blob
+from deployer.transport.ssh.ssh_config import SshOptions
 
 PASSPHRASE_TRIES = 3
 AGENT_TIMEOUT_S = 5.0

@@ -12,15 +12,15 @@ import sys
 import threading
 
 from deployer.errors import ConnectError, HostError, LostConnection
-from deployer.ssh_config import SshOptions, key_path, ssh_argv
-from deployer.target import Target
-from deployer.transport.ask import AT_TERMINAL, Attempt, has_terminal
 from deployer.transport.control import control_path
 from deployer.transport.drain import Drain
-from deployer.transport.explain import explain_no_answer, printable, quote
-from deployer.transport.known_hosts import host_name_in_files
 from deployer.transport.pipes import PipeStream
-from deployer.transport.retry import retry_cuts
+from deployer.transport.ssh.ask import AT_TERMINAL, Attempt, has_terminal
+from deployer.transport.ssh.explain import explain_no_answer, printable, quote
+from deployer.transport.ssh.known_hosts import host_name_in_files
+from deployer.transport.ssh.retry import retry_cuts
+from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
+from deployer.transport.ssh.target import Target
 from deployer.transport.ssh_errors import NeedsPerson, explain_late, explain_ssh
 from deployer.transport.ssh_words import SshWords
 

@@ -13,22 +13,22 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import SshOptions
-from deployer.transport.ask import ask_secret, has_terminal
 from deployer.transport.deadline import Ask, Deadline
 from deployer.transport.early import EarlyChannel, may_ask_early, note_key
-from deployer.transport.explain import (
+from deployer.transport.keys import Candidate, Keyring, find_keys
+from deployer.transport.sockets import CLIENT_VERSION
+from deployer.transport.ssh.ask import ask_secret, has_terminal
+from deployer.transport.ssh.explain import (
     explain_auth,
     explain_handshake,
     explain_silence,
     explain_stalled_login,
     printable,
 )
-from deployer.transport.host_keys import HostKeys
-from deployer.transport.key_files import UnusableKey
-from deployer.transport.keys import Candidate, Keyring, find_keys
-from deployer.transport.retry import HandshakeCut
-from deployer.transport.sockets import CLIENT_VERSION
+from deployer.transport.ssh.host_keys import HostKeys
+from deployer.transport.ssh.key_files import UnusableKey
+from deployer.transport.ssh.retry import HandshakeCut
+from deployer.transport.ssh.ssh_config import SshOptions
 
 WINDOW_BYTES = 4 << 20
 """What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""

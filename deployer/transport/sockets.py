@@ -10,8 +10,8 @@ import time
 from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import SshOptions
-from deployer.transport.explain import explain_socket_error
+from deployer.transport.ssh.explain import explain_socket_error
+from deployer.transport.ssh.ssh_config import SshOptions
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -7,8 +7,7 @@ import re
 import socket
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import SshOptions
-from deployer.transport.explain import (
+from deployer.transport.ssh.explain import (
     blame_hop,
     explain_auth,
     explain_handshake,
@@ -19,8 +18,9 @@ from deployer.transport.explain import (
     printable,
     quote,
 )
-from deployer.transport.host_keys import HostKeys
-from deployer.transport.retry import HandshakeCut
+from deployer.transport.ssh.host_keys import HostKeys
+from deployer.transport.ssh.retry import HandshakeCut
+from deployer.transport.ssh.ssh_config import SshOptions
 from deployer.transport.ssh_words import SshWords
 
 _CUT = r"kex_exchange_identification|ssh_exchange_identification|Connection (closed|reset) by|Broken pipe|MaxStartups"

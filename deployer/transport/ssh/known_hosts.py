@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from deployer.ssh_config import DEFAULT_PORT, SshOptions
+from deployer.transport.ssh.ssh_config import DEFAULT_PORT, SshOptions
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deployer.errors import ConnectError, UsageError
-from deployer.target import Target, parse_target
+from deployer.transport.ssh.target import Target, parse_target
 
 CONFIG_ENV = "TORCHFERRY_SSH_CONFIG"
 """Names an ssh_config to use instead of ~/.ssh/config, like `ssh -F`."""
@@ -301,7 +301,7 @@ def _resolve_without_ssh(target: Target, key: Path | None, config_file: str | No
 
 
 def _read_config(path: Path, host: str) -> dict[str, list[str]]:
-    from deployer.transport.paramiko_import import import_paramiko
+    from deployer.transport.ssh.paramiko_import import import_paramiko
 
     paramiko = import_paramiko()
     try:

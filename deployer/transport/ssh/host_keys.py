@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deployer.errors import ConnectError
-from deployer.ssh_config import DEFAULT_PORT, SshOptions
-from deployer.transport.ask import ask_yes
-from deployer.transport.known_hosts import (
+from deployer.transport.ssh.ask import ask_yes
+from deployer.transport.ssh.known_hosts import (
     KnownKey,
     Verdict,
     append_known_host,
@@ -22,6 +21,7 @@ from deployer.transport.known_hosts import (
     judge,
     read_known_keys,
 )
+from deployer.transport.ssh.ssh_config import DEFAULT_PORT, SshOptions
 
 Ask = Callable[[Callable[[], bool]], bool]
 """Runs a question where a person can answer it."""

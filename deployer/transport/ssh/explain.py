@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from deployer.errors import ConnectError, FerryError, HostError
 
 if TYPE_CHECKING:
-    from deployer.ssh_config import SshOptions
+    from deployer.transport.ssh.ssh_config import SshOptions
 
 _NO_EXEC = (
     r"(?i)(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
