@@ -19,8 +19,8 @@ from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_ke
 from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
 
 if TYPE_CHECKING:
-    from deployer.transport.fabric_ssh import FabricTransport
     from deployer.transport.openssh import OpenSSHTransport
+    from deployer.transport.paramiko_ssh.connection import FabricTransport
     from deployer.transport.ssh.target import Target
 
 AGENT_TIMEOUT_S = 1.0
@@ -68,7 +68,7 @@ class SshTransport:
         """Loads what connecting needs, or waits until it is loaded, if this host needs it. For a thread with work that
         can wait: two threads that load modules hold each other up, and this is what the connection waits for."""
         self._way_known.wait()
-        from deployer.transport.fabric_ssh import FabricTransport, import_dial
+        from deployer.transport.paramiko_ssh.connection import FabricTransport, import_dial
 
         if isinstance(self._chosen, FabricTransport):
             import_dial()
@@ -113,7 +113,7 @@ class SshTransport:
 
     def _choose(self) -> None:
         if self._way == "fabric":
-            from deployer.transport.fabric_ssh import import_dial
+            from deployer.transport.paramiko_ssh.connection import import_dial
 
             threading.Thread(target=import_dial, name="paramiko-import", daemon=True).start()
         options = resolve(
@@ -126,7 +126,7 @@ class SshTransport:
         if self._way == "openssh" or self._reason:
             self._chosen = self._openssh(options, users_master=lives)
         else:
-            from deployer.transport.fabric_ssh import FabricTransport
+            from deployer.transport.paramiko_ssh.connection import FabricTransport
 
             self._chosen = FabricTransport(options, accept_new_host_key=self._accept_new)
         self._chosen.start_connect()

@@ -7,7 +7,7 @@ import paramiko
 from fabric.runners import Remote, RemoteShell
 from invoke.exceptions import UnexpectedExit
 
-from deployer.transport.session import Session
+from deployer.transport.paramiko_ssh.session import Session
 
 KEEP_ALIVE_S = 15
 """Without data of its own a dead connection would never be found out: see UNACKNOWLEDGED_MS."""

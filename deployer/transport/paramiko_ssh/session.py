@@ -13,10 +13,10 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
-from deployer.transport.deadline import Ask, Deadline
-from deployer.transport.early import EarlyChannel, may_ask_early, note_key
-from deployer.transport.keys import Candidate, Keyring, find_keys
-from deployer.transport.sockets import CLIENT_VERSION
+from deployer.transport.paramiko_ssh.deadline import Ask, Deadline
+from deployer.transport.paramiko_ssh.early import EarlyChannel, may_ask_early, note_key
+from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys
+from deployer.transport.paramiko_ssh.sockets import CLIENT_VERSION
 from deployer.transport.ssh.ask import ask_secret, has_terminal
 from deployer.transport.ssh.explain import (
     explain_auth,

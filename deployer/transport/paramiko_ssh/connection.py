@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.transport.deadline import Deadline
 from deployer.transport.drain import Drain
+from deployer.transport.paramiko_ssh.deadline import Deadline
+from deployer.transport.paramiko_ssh.sockets import connect_tcp
 from deployer.transport.protocol import WRITE_TIMEOUT_S
-from deployer.transport.sockets import connect_tcp
 from deployer.transport.ssh.ask import Attempt, Questions
 from deployer.transport.ssh.explain import explain_no_answer
 from deployer.transport.ssh.ssh_config import SshOptions
@@ -18,7 +18,7 @@ from deployer.transport.ssh.ssh_config import SshOptions
 if TYPE_CHECKING:
     import paramiko
 
-    from deployer.transport.session import Session
+    from deployer.transport.paramiko_ssh.session import Session
 
 OPEN_TIMEOUT_S = 60.0
 DYING_S = 1.0
@@ -79,7 +79,7 @@ class FabricTransport:
     def run_shell(self, command: str | None) -> int:
         """Runs `command` (None: the login shell) with a terminal there and this one here. Returns its exit status."""
         self.connect()
-        from deployer.transport.shell import run_shell
+        from deployer.transport.paramiko_ssh.shell import run_shell
 
         return run_shell(self.session, command)
 
@@ -104,7 +104,7 @@ class FabricTransport:
             begun = connect_tcp(options, timeout_s=options.connect_timeout_s), deadline
             begun[0].greet()
         importer.join()
-        from deployer.transport.dial import dial
+        from deployer.transport.paramiko_ssh.dial import dial
 
         self._session = dial(options, accept_new=self._accept_new, ask=questions.ask, begun=begun, wants_channel=True)
         self._spare = self._open_channel(self._session)
@@ -139,7 +139,7 @@ def import_dial() -> None:
     from deployer.transport.ssh.paramiko_import import import_paramiko
 
     import_paramiko()
-    import deployer.transport.dial  # noqa: F401
+    import deployer.transport.paramiko_ssh.dial  # noqa: F401
 
 
 class SshStream:
