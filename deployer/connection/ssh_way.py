@@ -19,9 +19,9 @@ from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_ke
 from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
 
 if TYPE_CHECKING:
-    from deployer.transport.openssh import OpenSSHTransport
     from deployer.transport.paramiko_ssh.connection import FabricTransport
     from deployer.transport.ssh.target import Target
+    from deployer.transport.ssh_program.connection import OpenSSHTransport
 
 AGENT_TIMEOUT_S = 1.0
 _announced: set[str] = set()
@@ -132,7 +132,7 @@ class SshTransport:
         self._chosen.start_connect()
 
     def _openssh(self, options: SshOptions, *, users_master: bool) -> OpenSSHTransport:
-        from deployer.transport.openssh import OpenSSHTransport
+        from deployer.transport.ssh_program.connection import OpenSSHTransport
 
         return OpenSSHTransport(
             self._target,
@@ -147,7 +147,7 @@ class SshTransport:
         path = options.control_path
         if path is None or shutil.which("ssh") is None or ("%" not in path and not Path(path).exists()):
             return False
-        from deployer.transport.openssh import users_master_lives
+        from deployer.transport.ssh_program.connection import users_master_lives
 
         return users_master_lives(self._target, self._config_file)
 

@@ -12,7 +12,6 @@ import sys
 import threading
 
 from deployer.errors import ConnectError, HostError, LostConnection
-from deployer.transport.control import control_path
 from deployer.transport.drain import Drain
 from deployer.transport.pipes import PipeStream
 from deployer.transport.ssh.ask import AT_TERMINAL, Attempt, has_terminal
@@ -21,8 +20,9 @@ from deployer.transport.ssh.known_hosts import host_name_in_files
 from deployer.transport.ssh.retry import retry_cuts
 from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
 from deployer.transport.ssh.target import Target
-from deployer.transport.ssh_errors import NeedsPerson, explain_late, explain_ssh
-from deployer.transport.ssh_words import SshWords
+from deployer.transport.ssh_program.control import control_path
+from deployer.transport.ssh_program.failure import NeedsPerson, explain_late, explain_ssh
+from deployer.transport.ssh_program.stderr import SshWords
 
 ALIVE_EVERY_S, ALIVE_COUNT = 15, 2
 PERSON_TIMEOUT_S = 300.0

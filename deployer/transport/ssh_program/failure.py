@@ -21,7 +21,7 @@ from deployer.transport.ssh.explain import (
 from deployer.transport.ssh.host_keys import HostKeys
 from deployer.transport.ssh.retry import HandshakeCut
 from deployer.transport.ssh.ssh_config import SshOptions
-from deployer.transport.ssh_words import SshWords
+from deployer.transport.ssh_program.stderr import SshWords
 
 _CUT = r"kex_exchange_identification|ssh_exchange_identification|Connection (closed|reset) by|Broken pipe|MaxStartups"
 _TOO_MANY = r"MaxStartups|Not allowed at this time"
