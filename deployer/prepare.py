@@ -12,11 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from deployer import manifest
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
-from deployer.hashing import hash_file
-from deployer.manifest import Scan, Shipment
 from deployer.paths import CLIENT_ROOT, state_dir
 from deployer.plain import is_plain
 from deployer.plan import (
@@ -29,6 +26,9 @@ from deployer.plan import (
     new_job_id,
     script_of,
 )
+from deployer.project import manifest
+from deployer.project.hashing import hash_file
+from deployer.project.manifest import Scan, Shipment
 from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6

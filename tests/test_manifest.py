@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from deployer.errors import UsageError
-from deployer.git import git_state
-from deployer.hashing import HashCache
-from deployer.manifest import Scan, scan, scan_include
+from deployer.project.git import git_state
+from deployer.project.hashing import HashCache
+from deployer.project.manifest import Scan, scan, scan_include
 
 # fmt: off
 NAMES = [

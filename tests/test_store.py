@@ -14,7 +14,7 @@ from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.store.content import Store
 from deployer.agent.store.tree import Entry, content_hash, entry_of_link, root_hash
-from deployer.manifest import scan
+from deployer.project.manifest import scan
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.git import git_state
 from deployer.jobs import last_lines
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
 from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
+from deployer.project.git import git_state
 from deployer.registry import JobRecord
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
-from deployer.hashing import HashCache, hash_file
-from deployer.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
+from deployer.project.hashing import HashCache, hash_file
+from deployer.project.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
 
 __all__ = ["JUNK", "Ignored", "Reason", "Scan", "Shipment", "scan", "scan_include"]
 

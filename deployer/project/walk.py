@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deployer.errors import UsageError
-from deployer.git import Repo, read_repo
-from deployer.ignore import RuleFile, decide, parse_rules
+from deployer.project.git import Repo, read_repo
+from deployer.project.ignore import RuleFile, decide, parse_rules
 
 SECRETS = (".ssh/", ".aws/", ".gnupg/", ".netrc", ".env", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 JUNK = (
