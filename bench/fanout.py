@@ -24,7 +24,7 @@ from ps import client_config
 from deployer.connection.host import Host
 from deployer.follow import Watcher
 from deployer.launch import launch_and_follow
-from deployer.prepare import Options, Prepared, prepare, read_config
+from deployer.plan.prepare import Options, Prepared, prepare, read_config
 
 START_LIMIT = 5.0
 

@@ -15,7 +15,7 @@ from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.follow import Connect, Watcher, follow_to_end
 from deployer.lasttree import LastTree
 from deployer.logview import LogView
-from deployer.plan import LaunchPlan, plan_to_json
+from deployer.plan.launch_plan import LaunchPlan, plan_to_json
 from deployer.project.manifest import Shipment
 from deployer.shipping import News, news_for, send_blobs, send_news, send_tree
 

@@ -18,7 +18,7 @@ from deployer.errors import HostError, UsageError
 from deployer.follow import Watcher
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
-from deployer.prepare import Options, prepare, read_config
+from deployer.plan.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
 

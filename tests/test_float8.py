@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from deployer.prepare import requirements
+from deployer.plan.prepare import requirements
 from tests.gradients import backward, full, micro_batches
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, packed_batch, tiny_shape

@@ -17,8 +17,8 @@ from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.follow import Watcher
 from deployer.launch import launch_and_follow
-from deployer.plan import plan_to_json
-from deployer.prepare import Options, Prepared, prepare, read_config
+from deployer.plan.launch_plan import plan_to_json
+from deployer.plan.prepare import Options, Prepared, prepare, read_config
 from tests.ferry import REPO, Ferry
 from tests.jobs import wait_for
 from tests.limits import HANG_S

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from deployer import terminal
-from deployer.plan import Command
-from deployer.prepare import requirements
+from deployer.plan.launch_plan import Command
+from deployer.plan.prepare import requirements
 from tests.ferry import REPO
 from tests.pythons import make_wheel
 from trainer.schema import Config, OptimConfig, RunConfig

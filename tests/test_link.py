@@ -23,7 +23,7 @@ from deployer.connection.link import Link
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
 from deployer.follow import Watcher
 from deployer.launch import launch_and_follow
-from deployer.prepare import Options, prepare, read_config
+from deployer.plan.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO
 from tests.jobs import wait_for

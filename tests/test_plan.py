@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 import pytest
 
 from deployer.errors import UsageError
-from deployer.plan import (
+from deployer.plan.launch_plan import (
     TRAINER_REQUIRES,
     Command,
     LaunchPlan,

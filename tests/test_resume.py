@@ -16,9 +16,9 @@ from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
-from deployer.plan import LaunchPlan, plan_to_json
-from deployer.prepare import Options
-from deployer.resume import Resumable, beginning, plan_next
+from deployer.plan.launch_plan import LaunchPlan, plan_to_json
+from deployer.plan.next_attempt import Resumable, beginning, plan_next
+from deployer.plan.prepare import Options
 from tests.ferry import REPO, Ferry
 from tests.jobs import end_of, wait_for
 from trainer.config.load import config_to_yaml

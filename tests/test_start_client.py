@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.plain import is_plain
+from deployer.plan.plain import is_plain
 from trainer.config.load import check_config
 from trainer.schema import Config, RunConfig, TargetConfig
 
@@ -35,7 +35,7 @@ def of_the_trainer(modules):
 def test_dry_run_of_a_program_loads_the_schema_alone_of_the_trainer(tmp_path, options):
     _, modules = loaded_by("run", *options, "--dry-run", "--", "true", folder=tmp_path)
     assert of_the_trainer(modules) == {"trainer", "trainer.schema"}
-    assert "deployer.prepare" in modules and "yaml" not in modules
+    assert "deployer.plan.prepare" in modules and "yaml" not in modules
 
 
 def test_job_of_a_program_loads_the_schema_alone_of_the_trainer(tmp_path):

@@ -10,7 +10,7 @@ import click
 
 from deployer import terminal
 from deployer.connection.host import Host
-from deployer.plan import (
+from deployer.plan.launch_plan import (
     GPUS_RULE,
     PYTHON_HERE,
     PYTHON_RULE,
@@ -20,7 +20,7 @@ from deployer.plan import (
     render_cwd,
     shell_slots,
 )
-from deployer.prepare import Prepared
+from deployer.plan.prepare import Prepared
 from trainer.schema import gpu_count
 
 

@@ -10,9 +10,9 @@ from deployer.commands.run import follow_through
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.launch import resume_and_follow
-from deployer.prepare import Options
+from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
+from deployer.plan.prepare import Options
 from deployer.registry import JobRecord, read_records
-from deployer.resume import Resumable, beginning, plan_next, read_resumable
 
 
 def resume(

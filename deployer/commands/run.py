@@ -21,7 +21,7 @@ from deployer.jobs import last_lines
 from deployer.lasttree import LastTree
 from deployer.launch import launch_and_follow
 from deployer.logview import LogView
-from deployer.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
+from deployer.plan.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.project.git import git_state
 from deployer.registry import JobRecord
 

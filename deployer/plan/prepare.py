@@ -15,8 +15,7 @@ from typing import Any
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, state_dir
-from deployer.plain import is_plain
-from deployer.plan import (
+from deployer.plan.launch_plan import (
     TRAINER_REQUIRES,
     Command,
     Include,
@@ -26,6 +25,7 @@ from deployer.plan import (
     new_job_id,
     script_of,
 )
+from deployer.plan.plain import is_plain
 from deployer.project import manifest
 from deployer.project.hashing import hash_file
 from deployer.project.manifest import Scan, Shipment
