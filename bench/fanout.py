@@ -22,8 +22,8 @@ from lab import Lab, SshServer, judged, parser_of, require, start_sshd
 from ps import client_config
 
 from deployer.connection.host import Host
-from deployer.follow import Watcher
-from deployer.launch import launch_and_follow
+from deployer.launch.follow import Watcher
+from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, Prepared, prepare, read_config
 
 START_LIMIT = 5.0

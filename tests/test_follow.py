@@ -20,8 +20,8 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.stop import request_stop
 from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.follow import Watcher, follow_to_end
-from deployer.logview import LogView
+from deployer.launch.follow import Watcher, follow_to_end
+from deployer.launch.logview import LogView
 from tests.cutproxy import CutProxy
 from tests.ferry import Ferry
 from tests.jobs import end_of, log_of, make_job, make_plan, python, start, wait_for

@@ -15,8 +15,8 @@ import pytest
 from deployer.agent.store.tree import dump_entries
 from deployer.connection.host import Host
 from deployer.errors import UsageError
-from deployer.follow import Watcher
-from deployer.launch import launch_and_follow
+from deployer.launch.follow import Watcher
+from deployer.launch.start import launch_and_follow
 from deployer.plan.launch_plan import plan_to_json
 from deployer.plan.prepare import Options, Prepared, prepare, read_config
 from tests.ferry import REPO, Ferry

@@ -21,8 +21,8 @@ from deployer.agent.wire.frames import MAX_FRAME, ProtocolError, Window, encode,
 from deployer.connection.command import agent_hash, agent_sources, build_command, build_word
 from deployer.connection.link import Link
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
-from deployer.follow import Watcher
-from deployer.launch import launch_and_follow
+from deployer.launch.follow import Watcher
+from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
 from tests.ferry import REPO

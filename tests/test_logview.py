@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.logview import LogView
+from deployer.launch.logview import LogView
 
 
 def make_view(

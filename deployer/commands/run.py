@@ -18,9 +18,9 @@ from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.jobs import last_lines
-from deployer.lasttree import LastTree
-from deployer.launch import launch_and_follow
-from deployer.logview import LogView
+from deployer.launch.known_tree import LastTree
+from deployer.launch.logview import LogView
+from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.project.git import git_state
 from deployer.registry import JobRecord

@@ -13,8 +13,8 @@ from deployer import lastseen, terminal
 from deployer.commands.in_words import attempt_line, number_of
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
-from deployer.follow import Watcher
-from deployer.logview import LogView
+from deployer.launch.follow import Watcher
+from deployer.launch.logview import LogView
 from deployer.registry import JobRecord, write_record
 
 DETACHED = 75

@@ -11,7 +11,7 @@ from deployer.connection.call import Call
 from deployer.connection.link import Link
 from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
-from deployer.logview import LogView
+from deployer.launch.logview import LogView
 
 Connect = Callable[..., Link]
 """Opens a link: `connect(request=…, payload=…)`."""

@@ -14,7 +14,7 @@ from deployer.agent.store.tree import Entry, dump_entries, new_blobs
 from deployer.agent.wire import frames
 from deployer.connection.call import Call
 from deployer.errors import HostError, UsageError
-from deployer.lasttree import LastTree
+from deployer.launch.known_tree import LastTree
 
 INLINE_BYTES = 128 << 10
 """News up to this size are kept, to be sent again where the agent was missing; larger ones bring the agent along."""
