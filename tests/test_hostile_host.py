@@ -16,7 +16,7 @@ from deployer.connection.host import Host
 from deployer.connection.link import Link
 from deployer.errors import HostError
 from deployer.jobs import read_status
-from deployer.pulling import pull
+from deployer.pull.rounds import pull
 from deployer.registry import JobRecord
 from deployer.roster import ask_all, rows_of
 from tests.ferry import Ferry

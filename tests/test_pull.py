@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from deployer.choice import BEYOND_LIMIT, Wish, choose
 from deployer.connection.host import Host
 from deployer.connection.patience import Patience
-from deployer.downloads import PIECE_BYTES, RemoteFile
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
-from deployer.landing import Landing
-from deployer.pulling import pull
+from deployer.pull.choice import BEYOND_LIMIT, Wish, choose
+from deployer.pull.landing import Landing
+from deployer.pull.pieces import PIECE_BYTES, RemoteFile
+from deployer.pull.rounds import pull
 from deployer.transport.local import LocalTransport
 from tests.jobs import wait_for
 from tests.limits import HANG_S

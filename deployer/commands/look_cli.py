@@ -103,8 +103,8 @@ def pull(
     A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
     checkpoint appears whole or not at all.
     """
-    from deployer.choice import Wish
     from deployer.commands import pull as command
+    from deployer.pull.choice import Wish
 
     if checkpoints and checkpoint:
         raise UsageError("give --checkpoints or --checkpoint, not both")

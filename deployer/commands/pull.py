@@ -12,12 +12,12 @@ import click
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL
-from deployer.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.connection.host import Host
 from deployer.connection.patience import Patience
 from deployer.errors import ConnectError, LostConnection
 from deployer.jobs import read_status
-from deployer.pulling import Pulled, pull
+from deployer.pull.choice import BEYOND_LIMIT, LeftOut, Wish
+from deployer.pull.rounds import Pulled, pull
 
 
 def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:

@@ -205,8 +205,8 @@ def follow_through(
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
     """Whether the results are here."""
-    from deployer.choice import Wish  # a launch does not wait for what is needed after its job
     from deployer.commands.pull import bring_home
+    from deployer.pull.choice import Wish  # a launch does not wait for what is needed after its job
 
     try:
         bring_home(host, record.job_id, target=Path(record.results), wish=Wish(max_bytes=limit))

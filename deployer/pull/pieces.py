@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deployer.agent.requests.fetch import DIGEST_BYTES
-from deployer.landing import GATHERING, Landing, digest_of
+from deployer.pull.landing import GATHERING, Landing, digest_of
 
 PIECE_BYTES = 1 << 20
 """What one hash covers, and what a broken connection costs at most."""

@@ -14,8 +14,8 @@ from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.connection.link import Link
 from deployer.connection.patience import Patience
-from deployer.downloads import Download, Piece, Work
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
+from deployer.pull.pieces import Download, Piece, Work
 from deployer.transport.ssh.ask import nobody_to_ask
 
 CALLS_PER_LINK = 3

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployer.choice import LeftOut, Wish, choose
 from deployer.connection.host import Host
 from deployer.connection.link import Link
 from deployer.connection.patience import Patience, Tell
-from deployer.downloads import Download, RemoteFile, place_of
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.landing import Landing
-from deployer.listing import read_listing
-from deployer.transfer import Progress, Transfer
+from deployer.pull.choice import LeftOut, Wish, choose
+from deployer.pull.landing import Landing
+from deployer.pull.listing import read_listing
+from deployer.pull.pieces import Download, RemoteFile, place_of
+from deployer.pull.transfer import Progress, Transfer
 
 ROUNDS = 3
 """What changes while it is copied is listed and fetched anew, so often in all."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployer.agent.requests.fetch import LINKS
-from deployer.choice import LeftOut
 from deployer.connection.call import Call
-from deployer.downloads import RemoteFile
 from deployer.errors import HostError
+from deployer.pull.choice import LeftOut
+from deployer.pull.pieces import RemoteFile
 
 MAX_FILES = 100_000
 MAX_NAMES_BYTES = 16 << 20

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from deployer.agent.host.layout import CHECKPOINT_MARKER
 from deployer.agent.logs.times import TIMES_FILE
-from deployer.downloads import RemoteFile
 from deployer.errors import UsageError
+from deployer.pull.pieces import RemoteFile
 
 RESULT_PARTS = (
     "metrics.jsonl",
