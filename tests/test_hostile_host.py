@@ -15,10 +15,10 @@ import pytest
 from deployer.connection.host import Host
 from deployer.connection.link import Link
 from deployer.errors import HostError
-from deployer.jobs import read_status
+from deployer.jobs.registry import JobRecord
+from deployer.jobs.requests import read_status
+from deployer.jobs.roster import ask_all, rows_of
 from deployer.pull.rounds import pull
-from deployer.registry import JobRecord
-from deployer.roster import ask_all, rows_of
 from tests.ferry import Ferry
 from tests.limits import HANG_S
 from tests.lying import PRELUDE, Lying, lying_host

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from deployer import lastseen
 from deployer.agent.host.layout import Job
 from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
 from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.registry import JobRecord, read_records, write_record
-from deployer.roster import Asker, ask_all, rows_of
+from deployer.jobs import lastseen
+from deployer.jobs.registry import JobRecord, read_records, write_record
+from deployer.jobs.roster import Asker, ask_all, rows_of
 from tests.ferry import Ferry
 from tests.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
 from tests.limits import FOREVER_S, HANG_S

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError, UsageError
-from deployer.jobs import read_status
+from deployer.jobs.requests import read_status
 
 
 def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:

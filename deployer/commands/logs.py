@@ -12,9 +12,9 @@ from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
-from deployer.jobs import read_status
+from deployer.jobs.registry import JobRecord
+from deployer.jobs.requests import read_status
 from deployer.launch.follow import follow_to_end
-from deployer.registry import JobRecord
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deployer.connection.host import Host
-    from deployer.registry import JobRecord
+    from deployer.jobs.registry import JobRecord
 
 DEFAULT_ROOT = "~/.torchferry"
 
@@ -27,7 +27,7 @@ def host_of(
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
     """The named host, or every host that the records name and this machine."""
-    from deployer.registry import read_records
+    from deployer.jobs.registry import read_records
 
     if ssh is not None or root is not None:
         return [host_of(ssh, root, **access)]
@@ -38,7 +38,7 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
 
 def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
     """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
-    from deployer.registry import find_record
+    from deployer.jobs.registry import find_record
 
     if job_id is None or ssh is not None or root is not None:
         return host_of(ssh, root, **access), None

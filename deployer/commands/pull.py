@@ -15,7 +15,7 @@ from deployer.agent.job.status import FINAL
 from deployer.connection.host import Host
 from deployer.connection.patience import Patience
 from deployer.errors import ConnectError, LostConnection
-from deployer.jobs import read_status
+from deployer.jobs.requests import read_status
 from deployer.pull.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.pull.rounds import Pulled, pull
 

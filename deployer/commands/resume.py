@@ -9,10 +9,10 @@ from typing import Any
 from deployer.commands.run import follow_through
 from deployer.connection.host import Host
 from deployer.errors import UsageError
+from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
 from deployer.plan.prepare import Options
-from deployer.registry import JobRecord, read_records
 
 
 def resume(

@@ -17,13 +17,13 @@ from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.jobs import last_lines
+from deployer.jobs.registry import JobRecord
+from deployer.jobs.requests import last_lines
 from deployer.launch.known_tree import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
 from deployer.project.git import git_state
-from deployer.registry import JobRecord
 
 
 def run(

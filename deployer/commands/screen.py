@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from deployer import lastseen, terminal
+from deployer import terminal
 from deployer.commands.in_words import attempt_line, number_of
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
+from deployer.jobs import lastseen
+from deployer.jobs.registry import JobRecord, write_record
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
-from deployer.registry import JobRecord, write_record
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""

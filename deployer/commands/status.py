@@ -7,15 +7,16 @@ import time
 
 import click
 
-from deployer import lastseen, terminal
+from deployer import terminal
 from deployer.agent.gpus.queue import queue_line
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
 from deployer.commands.screen import next_commands
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.jobs import read_status
-from deployer.roster import unreachable
+from deployer.jobs import lastseen
+from deployer.jobs.requests import read_status
+from deployer.jobs.roster import unreachable
 
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:

@@ -14,8 +14,8 @@ from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.jobs import stop_jobs
-from deployer.roster import ask_all
+from deployer.jobs.requests import stop_jobs
+from deployer.jobs.roster import ask_all
 
 _LEFT = "remaining", "gpu_holders"
 Place = tuple[Host, str]

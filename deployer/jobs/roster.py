@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from deployer import lastseen
 from deployer.agent.job.status import FINAL
 from deployer.connection.host import HERE, Host
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError
-from deployer.lastseen import Row
-from deployer.registry import JobRecord, written_at
+from deployer.jobs import lastseen
+from deployer.jobs.lastseen import Row
+from deployer.jobs.registry import JobRecord, written_at
 
 ANSWER_S = 20.0
 """A host that has not answered by then is shown as it was last seen."""
