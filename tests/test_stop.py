@@ -21,7 +21,7 @@ from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import request_stop
-from deployer.commands import stop as command
+from deployer.commands.launch import stop as command
 from deployer.errors import HostError
 from tests import stubborn
 from tests.ferry import REPO, Ferry

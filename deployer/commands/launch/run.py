@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from deployer import terminal
-from deployer.commands.dry_run import files_line, show_plan
 from deployer.commands.in_words import exit_code_of, stall_lines
+from deployer.commands.launch.dry_run import files_line, show_plan
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError

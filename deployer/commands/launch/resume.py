@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployer.commands.run import follow_through
+from deployer.commands.launch.run import follow_through
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records

@@ -83,7 +83,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     if options["ssh"] is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
         host.load()
-    from deployer.commands import run as command
+    from deployer.commands.launch import run as command
 
     sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
 
@@ -112,7 +112,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     ways = {name: options.pop(name) for name in ("detach", "as_json")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     host, record = find_host(job_id, **place)
-    from deployer.commands import resume as command
+    from deployer.commands.launch import resume as command
 
     sys.exit(
         command.resume(
@@ -139,7 +139,7 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
 
     Then they get time, every process of them is ended, and the GPUs are looked at: are they free?
     """
-    from deployer.commands import stop as command
+    from deployer.commands.launch import stop as command
 
     how = {name: options.pop(name) for name in ("grace_s", "force", "as_json")}
     if every == bool(job_ids):
