@@ -8,8 +8,9 @@ import traceback
 
 import click
 
-from deployer.commands import host_cli, look_cli
+from deployer.commands import host_cli
 from deployer.commands.launch import cli as launch_cli
+from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.errors import FerryError, LostConnection
 from deployer.terminal import invoked_as, notice, show_error

@@ -205,7 +205,7 @@ def follow_through(
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
     """Whether the results are here."""
-    from deployer.commands.pull import bring_home
+    from deployer.commands.look.pull import bring_home
     from deployer.pull.choice import Wish  # a launch does not wait for what is needed after its job
 
     try:

@@ -30,7 +30,7 @@ from deployer.errors import UsageError
 @JSON
 def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> None:
     """List the jobs of all hosts used from here, or of one."""
-    from deployer.commands import ps as command
+    from deployer.commands.look import ps as command
 
     if every_s is None:
         command.ps(hosts_of(**place), show_all=show_all, as_json=as_json)
@@ -46,7 +46,7 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 @JSON
 def status(job_id: str, as_json: bool, **place: Any) -> None:
     """Show one job: its true state, metrics, what to do next."""
-    from deployer.commands import status as command
+    from deployer.commands.look import status as command
 
     host, record = find_host(job_id, **place)
     command.status(host, record.job_id if record else job_id, as_json=as_json)
@@ -67,7 +67,7 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
 @GIVE_UP
 def logs(job_id: str, give_up_s: float, **options: Any) -> None:
     """Show a job's log, and follow it while it runs."""
-    from deployer.commands import logs as command
+    from deployer.commands.look import logs as command
 
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     host, record = find_host(job_id, **place)
@@ -103,7 +103,7 @@ def pull(
     A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
     checkpoint appears whole or not at all.
     """
-    from deployer.commands import pull as command
+    from deployer.commands.look import pull as command
     from deployer.pull.choice import Wish
 
     if checkpoints and checkpoint:
