@@ -8,7 +8,7 @@ import traceback
 
 import click
 
-from deployer.commands import host_cli
+from deployer.commands.host import cli as host_cli
 from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands

@@ -23,7 +23,7 @@ from deployer.agent.host import facts as hostfacts
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
-from deployer.commands.doctor import Contact, check_contact
+from deployer.commands.host.doctor import Contact, check_contact
 from tests.ferry import REPO, Ferry
 from tests.pythons import make_python
 from tests.smi import fake_smi

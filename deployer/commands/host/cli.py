@@ -28,7 +28,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
 
     Without an ID and a host it runs on this machine, in the home folder.
     """
-    from deployer.commands import exec as command
+    from deployer.commands.host import exec as command
 
     program = click.get_current_context().meta["program"]
     if words:
@@ -44,7 +44,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
 @at_a_place
 def shell(job_id: str | None, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder."""
-    from deployer.commands import exec as command
+    from deployer.commands.host import exec as command
 
     host, record = find_host(job_id, **place)
     sys.exit(command.shell(host, record.job_id if record else job_id))
@@ -58,7 +58,7 @@ def doctor(as_json: bool, **place: Any) -> None:
 
     Python, torch, GPUs, disk, limits, environment; each with what to do.
     """
-    from deployer.commands import doctor as command
+    from deployer.commands.host import doctor as command
 
     sys.exit(command.doctor(host_of(**place), as_json=as_json))
 
@@ -71,7 +71,7 @@ def gpus(as_json: bool, **place: Any) -> None:
 
     Without --ssh this machine's.
     """
-    from deployer.commands import gpus as command
+    from deployer.commands.host import gpus as command
 
     command.gpus(host_of(**place), as_json=as_json)
 
@@ -100,7 +100,7 @@ def gc(
     oldest until all takes no more, and of these never the newest --keep-jobs. Results that were not pulled go with
     them. What another job began from, or still needs, stays.
     """
-    from deployer.commands import gc as command
+    from deployer.commands.host import gc as command
 
     limits = {"older_than_s": older_than_s, "max_bytes": max_bytes, "keep_jobs": keep_jobs}
     command.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
