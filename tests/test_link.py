@@ -212,7 +212,7 @@ def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):
     (package / "agent" / "parts" / "one.py").write_text("")
     code = "from deployer.connection.command import agent_sources; print(*agent_sources())"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == sorted([*agent_sources(), "parts/one.py"])
+    assert sorted(done.stdout.split()) == sorted([*agent_sources(), "parts/one.py"])
 
 
 @pytest.mark.parametrize("request_name", HANDLERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import zlib
 from functools import cache
@@ -51,8 +52,14 @@ def _loader_source() -> str:
 @cache
 def agent_sources() -> dict[str, str]:
     """Path below the agent's folder, with `/`, -> source, of every module of the agent package."""
-    paths = {path.relative_to(AGENT_DIR).as_posix(): path for path in sorted(Path(AGENT_DIR).rglob("*.py"))}
-    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if _MODULE.fullmatch(name)}
+    sources = {}
+    for folder, folders, files in os.walk(AGENT_DIR):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        below = "" if folder == AGENT_DIR else os.path.relpath(folder, AGENT_DIR).replace(os.sep, "/") + "/"
+        for file in files:
+            if _MODULE.fullmatch(below + file):
+                sources[below + file] = Path(folder, file).read_text(encoding="utf-8")
+    return sources
 
 
 @cache
