@@ -120,6 +120,7 @@ def run_up(root: Path, job_id: str, code: str = UP, *args: str, **changes: Any) 
     job = start(make_job(root, job_id, plan), plan)
     said(job, "up")
     wait_for(lambda: judge(job)["state"] == "running")
+    wait_for((Path(job.ranks(1)) / "rank_0.json").exists)  # of its wrapper, which may be slower than the program
     return job
 
 
