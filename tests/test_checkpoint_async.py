@@ -28,7 +28,7 @@ from trainer.checkpoint.spare import RESERVE_BYTES, SpareMemory, spare_bytes
 from trainer.checkpoint.staging import Staging
 from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
-from trainer.hostmem import available_bytes
+from trainer.host_memory import available_bytes
 from trainer.optim.build import build_optimizer
 from trainer.saving import Saver
 from trainer.schema import OptimConfig

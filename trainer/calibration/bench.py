@@ -19,7 +19,7 @@ from trainer.data.loader import Data
 from trainer.data.steps import micro_batches
 from trainer.dist import Dist, gather
 from trainer.flops import flops_of, peak_flops
-from trainer.hostmem import available_bytes
+from trainer.host_memory import available_bytes
 from trainer.losses import sft_loss
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import Fit, fit_into, free_bytes

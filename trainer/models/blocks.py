@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainer.hostmem import cores_of_rank
+from trainer.host_memory import cores_of_rank
 from trainer.parallel.tensors import local_tensor, own_slices
 
 BLOCK = 1 << 22
