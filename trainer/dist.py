@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as torch_dist
 
-from trainer.watch.progress import Progress
+from trainer.progress import Progress
 from trainer.watch.startup import Startup
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from trainer.watch.progress import SLOW_PHASES, Phase, render_place
+from trainer.progress import SLOW_PHASES, Phase, render_place
 
 SILENT_S = 20.0
 """A rank in its steps that posts nothing for so long is gone, or its node is."""
