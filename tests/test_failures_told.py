@@ -20,10 +20,10 @@ from trainer.dist import Dist
 from trainer.launch import build_debug_env, build_launch_env
 from trainer.rank import exit_code, run_recipe
 from trainer.schema import Config, TargetConfig, TrainConfig
+from trainer.startup import Phase, Startup
 from trainer.watch.comm_errors import comm_facts, explain
 from trainer.watch.diagnose import claim_failure, describe, is_lost_peer
 from trainer.watch.oom import OutOfMemory, oom_advice, parse_oom, render_oom
-from trainer.watch.startup import Phase, Startup
 
 GIB = 2**30
 

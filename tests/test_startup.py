@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.schema import STARTED_ENV
-from trainer.watch.startup import Startup, now_s, process_start_s, summarize
+from trainer.startup import Startup, now_s, process_start_s, summarize
 
 
 def test_phases_share_the_time_and_one_that_comes_again_adds_up():

@@ -41,7 +41,7 @@ from tests.jobs import (
 )
 from tests.limits import FOREVER_S, HANG_S
 from trainer import schema
-from trainer.watch.startup import now_s
+from trainer.startup import now_s
 
 # --- the environment --------------------------------------------------------------------------------------------------
 

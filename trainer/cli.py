@@ -24,7 +24,7 @@ from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
-from trainer.watch.startup import Startup
+from trainer.startup import Startup
 
 COMMANDS = {
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),

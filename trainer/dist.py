@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from trainer.progress import Progress
-from trainer.watch.startup import Startup
+from trainer.startup import Startup
 
 T = TypeVar("T")
 

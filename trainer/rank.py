@@ -17,9 +17,9 @@ from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dis
 from trainer.errors import ConfigError, UserError
 from trainer.run_folder import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
+from trainer.startup import Startup
 from trainer.watch import diagnose
 from trainer.watch.heartbeat import SILENT_S
-from trainer.watch.startup import Startup
 from trainer.watch.trackers import check_trackers
 from trainer.watch.watchdog import leave, watching
 
