@@ -33,9 +33,9 @@ from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.recipes import sft
 from trainer.schema import Config, LoraConfig, ModelConfig, ParallelConfig, TargetConfig, TrainConfig
+from trainer.tensors import local_tensor
 
 SHAPE = tiny_shape()
 NAMES = linear_names(Decoder(SHAPE))

@@ -23,8 +23,8 @@ from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.recompute import recompute_blocks
-from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
+from trainer.tensors import local_tensor
 from trainer.words import GIB, render_bytes
 
 ROWS, LENGTH = 3, 64

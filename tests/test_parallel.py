@@ -40,9 +40,9 @@ from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import gather_full, load_pretrained
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
 from trainer.step import clip_divisor
+from trainer.tensors import local_tensor
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,10 @@ from trainer.models.hf import load_pretrained, named_weights
 from trainer.optim.build import build_optimizer
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import LoraConfig
 from trainer.step import apply_update, clip_divisor
+from trainer.tensors import local_tensor
 
 DEEP = {"num_layers": 4}
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}

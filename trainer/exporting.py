@@ -25,8 +25,8 @@ from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
 from trainer.models.freezing import base_fingerprint, is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.optim.low_bit import torchao_adamw8bit
-from trainer.parallel.tensors import DTYPES
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config
+from trainer.tensors import DTYPES
 from trainer.words import render_bytes
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

@@ -30,9 +30,9 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.hf import init_random
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
 from trainer.step import apply_update
+from trainer.tensors import local_tensor
 
 NORM = "model.norm.weight"
 SHAPES = {

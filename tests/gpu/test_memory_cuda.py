@@ -21,8 +21,8 @@ from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.schema import Config
+from trainer.tensors import local_tensor
 from trainer.words import GIB
 
 LENGTH = 2048

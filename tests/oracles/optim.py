@@ -21,9 +21,9 @@ from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor, own_slices
 from trainer.schema import Config, OptimConfig, TargetConfig, TrainConfig
 from trainer.step import clip_divisor
+from trainer.tensors import local_tensor, own_slices
 
 Fields = dict[str, Any]
 STEPS = 100

@@ -29,11 +29,11 @@ from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.tensors import local_tensor
 from trainer.probing import largest_batch
 from trainer.run import Run
 from trainer.schema import Config
 from trainer.step import train_step
+from trainer.tensors import local_tensor
 from trainer.words import GIB
 
 WARM_STEPS, TIMED_STEPS = 2, 3

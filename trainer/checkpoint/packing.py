@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.region import Region
 from trainer.checkpoint.states import Key, State, is_plain, key_of, map_leaves
-from trainer.parallel.tensors import local_tensor
+from trainer.tensors import local_tensor
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every dtype's size."""

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
 from trainer.checkpoint.states import State, leaves
 from trainer.dist import Group
-from trainer.parallel.tensors import fsdp_modules
+from trainer.tensors import fsdp_modules
 from trainer.words import first_few
 
 # torch takes a run without a process group for one process: it is one. (A context would not do: it is for one thread.)

@@ -14,7 +14,7 @@ from trainer.checkpoint.states import is_plain
 from trainer.host_memory import available_bytes
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.low_bit import is_quantised
-from trainer.parallel.tensors import local_tensor
+from trainer.tensors import local_tensor
 from trainer.words import render_bytes
 
 SHARE_OF_MEMORY = 0.8

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.errors import CheckpointError
-from trainer.parallel.tensors import local_tensor
+from trainer.tensors import local_tensor
 from trainer.words import first_few
 
 State = dict[str, Any]

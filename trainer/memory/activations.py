@@ -23,8 +23,8 @@ from trainer.models.decoder import Block, Decoder, DecoderShape, Linear
 from trainer.models.lora import LoraSpec
 from trainer.parallel.compiling import decide_compile
 from trainer.parallel.partition import FP32, Kept, keeps_input, kept_by, linears_of
-from trainer.parallel.tensors import DTYPES
 from trainer.schema import Config, ParallelConfig
+from trainer.tensors import DTYPES
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from trainer.models.lora import (
     initial_adapter,
     is_adapter,
 )
-from trainer.parallel.tensors import local_tensor, own_slices
 from trainer.schema import LoraConfig
+from trainer.tensors import local_tensor, own_slices
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

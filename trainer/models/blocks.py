@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.host_memory import cores_of_rank
-from trainer.parallel.tensors import local_tensor, own_slices
+from trainer.tensors import local_tensor, own_slices
 
 BLOCK = 1 << 22
 """Values of a block, at most, unless one row has more; 16 MiB of fp32. Random weights depend on it."""

@@ -15,8 +15,8 @@ from trainer.models.freezing import freeze, store_as
 from trainer.models.hf import init_random, load_pretrained
 from trainer.models.lora import attach, linear_names
 from trainer.models.shapes import model_folder
-from trainer.parallel.tensors import DTYPES
 from trainer.schema import Config
+from trainer.tensors import DTYPES
 
 
 def pretrained_folder(config: Config, dist: Dist) -> Path | None:

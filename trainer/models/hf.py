@@ -21,7 +21,7 @@ from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
 from trainer.models.blocks import Block, for_each_block
 from trainer.models.lora import is_adapter
-from trainer.parallel.tensors import fsdp_modules, local_tensor, own_slices
+from trainer.tensors import fsdp_modules, local_tensor, own_slices
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.groups import parameter_groups
 from trainer.optim.low_bit import build_adamw8bit, is_quantised
-from trainer.parallel.tensors import local_tensor
 from trainer.schema import OptimConfig
+from trainer.tensors import local_tensor
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

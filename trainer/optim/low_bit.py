@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError
 from trainer.kernels.adamw8bit import BLOCK, adamw8bit_
-from trainer.parallel.tensors import local_tensor
+from trainer.tensors import local_tensor
 
 SMALLEST = 4096  # as bitsandbytes has it: smaller tensors gain nothing
 

@@ -26,8 +26,8 @@ from trainer.parallel.compiling import compile_blocks, decide_compile, run_eager
 from trainer.parallel.float8_choice import choose_float8, leave_float8
 from trainer.parallel.partition import partition_budget
 from trainer.parallel.recompute import recompute_blocks
-from trainer.parallel.tensors import DTYPES, local_tensor
 from trainer.parallel.wrapping import plan_wrapping, replan
+from trainer.tensors import DTYPES, local_tensor
 
 if TYPE_CHECKING:
     from trainer.schema import Config

@@ -16,8 +16,8 @@ from trainer.models.decoder import Decoder
 from trainer.parallel.backend import Backend
 from trainer.parallel.fsdp_reset import forget_iteration
 from trainer.parallel.plan import ROOT, Group, WrapPlan
-from trainer.parallel.tensors import fsdp_modules
 from trainer.parallel.wrapping import ignored_names
+from trainer.tensors import fsdp_modules
 
 if TYPE_CHECKING:
     from trainer.schema import Config

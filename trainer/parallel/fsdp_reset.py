@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.parallel.tensors import fsdp_modules
+from trainer.tensors import fsdp_modules
 
 
 def forget_iteration(root: nn.Module) -> None:

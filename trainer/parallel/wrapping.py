@@ -19,8 +19,8 @@ from trainer.models.decoder import Decoder
 from trainer.models.patterns import matching
 from trainer.optim.build import state_bytes
 from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
-from trainer.parallel.tensors import DTYPES
 from trainer.schema import Config, ParallelConfig
+from trainer.tensors import DTYPES
 
 HF_FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 HF_CLASSES = {"DecoderLayer": "Block", "Attention": "Attention", "MLP": "MLP", "RMSNorm": "RMSNorm"}
