@@ -14,7 +14,7 @@ import pytest
 from tests.ferry import REPO
 from trainer import caches
 from trainer.caches import CacheError, compile_tag, cpu_sign, machine_tag, make_private, open_compile_cache
-from trainer.cli import compile_cache
+from trainer.commands.cli import compile_cache
 from trainer.config.load import config_from_dict
 from trainer.models.attention import KERNEL_ORDER
 from trainer.schema import CACHE_ENV

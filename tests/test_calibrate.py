@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 
 from tests.ferry import REPO
 from tests.limits import HANG_S
-from trainer import cli
 from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
 from trainer.calibration.verdict import Calibration, Timed
+from trainer.commands import cli
 from trainer.config.load import config_from_dict, load_config
 from trainer.launch import build_torchrun_argv
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from deployer.cli import cli
 from tests.ferry import REPO
-from trainer.cli import COMMANDS, load_command, train_command
+from trainer.commands.cli import COMMANDS, load_command, train_command
 from trainer.config.keys import known_keys
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]

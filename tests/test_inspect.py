@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from tests.tiny import tiny_shape
-from trainer import cli
+from trainer.commands import cli
 from trainer.config.load import config_from_dict
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.inspection.inspecting import inspect_run

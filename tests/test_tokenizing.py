@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.ferry import REPO
 from tests.limits import HANG_S
-from trainer.cli import COMMANDS
+from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
 from trainer.data.texts import Text, read_texts
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash

@@ -17,7 +17,8 @@ import yaml
 
 from tests.ferry import REPO
 from tests.limits import HANG_S
-from trainer import cli, launch, torchrun
+from trainer import launch, torchrun
+from trainer.commands import cli
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
 from trainer.launch import HostGpus
@@ -147,7 +148,7 @@ def test_run_folder_that_cannot_be_made_is_one_error(tmp_path, rows, option):
 
 
 def test_deciding_imports_no_torch():
-    code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.commands.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
