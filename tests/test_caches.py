@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.ferry import REPO
-from trainer import caches
-from trainer.caches import CacheError, compile_tag, cpu_sign, machine_tag, make_private, open_compile_cache
 from trainer.commands.cli import compile_cache
 from trainer.config.load import config_from_dict
 from trainer.models.attention import KERNEL_ORDER
 from trainer.schema import CACHE_ENV
+from trainer.start import caches
+from trainer.start.caches import CacheError, compile_tag, cpu_sign, machine_tag, make_private, open_compile_cache
 
 
 def mode_of(path: Path) -> int:
@@ -136,7 +136,7 @@ def test_folder_below_another_users_is_not_used(tmp_path):
 
 NO_HOME = """
 import os, pwd
-from trainer.caches import open_compile_cache
+from trainer.start.caches import open_compile_cache
 os.environ.pop("HOME", None)
 os.setuid(max(entry.pw_uid for entry in pwd.getpwall() if entry.pw_uid < 60000) + 1)
 print(open_compile_cache({}))
@@ -179,7 +179,7 @@ def bare_package(tmp_path) -> Path:
 IMPORT = """
 import os, sys
 from importlib.util import find_spec
-from trainer.caches import use_bytecode_cache
+from trainer.start.caches import use_bytecode_cache
 use_bytecode_cache(find_spec("torch"), os.environ)
 import torch
 print(torch.__cached__, os.environ.get("PYTHONPYCACHEPREFIX"), os.path.exists(torch.__cached__))

@@ -22,7 +22,7 @@ from trainer.calibration.sizes import first_size, search, sizes, why_enough, wit
 from trainer.calibration.verdict import Calibration, Timed
 from trainer.commands import cli
 from trainer.config.load import config_from_dict, load_config
-from trainer.launch import build_torchrun_argv
+from trainer.start.launch import build_torchrun_argv
 
 SMALL = {
     "target": {"device": "cpu"},

@@ -17,13 +17,13 @@ import yaml
 
 from tests.ferry import REPO
 from tests.limits import HANG_S
-from trainer import launch, torchrun
 from trainer.commands import cli
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.flops import card_peak_flops
-from trainer.launch import HostGpus
 from trainer.metrics_log import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
+from trainer.start import launch, torchrun
+from trainer.start.launch import HostGpus
 from trainer.watch import diagnose
 
 TWO_GPUS = "0, GPU-11111111\n1, GPU-22222222\n"
@@ -57,7 +57,7 @@ def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
 def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
     argv = launch.build_torchrun_argv("/py", "train.py", Path("/r/config.yaml"), processes=3, debug=False)
     assert argv == [
-        *["/py", str(REPO / "trainer/torchrun.py"), "--standalone", "--nproc-per-node=3", "--max-restarts=0"],
+        *["/py", str(REPO / "trainer/start/torchrun.py"), "--standalone", "--nproc-per-node=3", "--max-restarts=0"],
         *["train.py", "/r/config.yaml"],
     ]
 

@@ -10,8 +10,8 @@ import click
 
 from trainer.calibration.calibrating import calibrate
 from trainer.dist import start_dist, stop_dist
-from trainer.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
 from trainer.schema import Config
+from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
 from trainer.watch.watchdog import leave
 
 

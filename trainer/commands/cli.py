@@ -16,7 +16,6 @@ from typing import NoReturn
 import click
 
 import trainer
-from trainer import caches, launch
 from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
@@ -24,6 +23,7 @@ from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, release_all, taken_by
 from trainer.schema import CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STOP_FILE, Config
+from trainer.start import caches, launch
 from trainer.startup import Startup
 
 COMMANDS = {
@@ -267,7 +267,7 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
         os.environ.setdefault(name, value)
     startup = Startup.of_process(os.environ)
     startup.enter("imports")
-    from trainer.rank import run_rank  # imports torch
+    from trainer.start.rank import run_rank  # imports torch
 
     return run_rank(config, run_dir, debug=debug, startup=startup)
 

@@ -51,7 +51,7 @@ class Root:
         self.data = os.path.join(self.path, "data")
         self.agents = os.path.join(self.path, "agent")
         self.envs = os.path.join(self.path, "envs")
-        self.cache = os.path.join(self.path, "cache")  # what trainers have compiled: see trainer/caches.py
+        self.cache = os.path.join(self.path, "cache")  # what trainers have compiled: see trainer/start/caches.py
         self.jobs = os.path.join(self.path, "jobs")
         self.tmp = os.path.join(self.path, "tmp")
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from trainer import launch
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.run_folder import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
+from trainer.start import launch
 from trainer.startup import Startup
 from trainer.watch import diagnose
 from trainer.watch.heartbeat import SILENT_S
