@@ -11,7 +11,7 @@ import pytest
 
 from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from trainer.data.chat import Encoded, encode
-from trainer.data.messages import Row
+from trainer.data.rows.messages import Row
 from trainer.data.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
 from trainer.errors import DataError
 

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from tests.chat_tokens import chat_tokenizer
 from trainer.data.chat import Encoded, encode
-from trainer.data.messages import Row, build_row
+from trainer.data.rows.messages import Row, build_row
 from trainer.data.tokenizer import build_bytes_tokenizer
 from trainer.errors import DataError
 

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from trainer.data.sources import read_conversations as read_lazily
-from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
+from trainer.data.rows.sources import read_conversations as read_lazily
+from trainer.data.rows.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
 
 # rows in the form of GSM8K, written for this test

@@ -20,7 +20,7 @@ from trainer.config.rules import check_config, config_notes
 from trainer.data.documents import KEYS
 from trainer.data.encoding import content_key
 from trainer.data.loader import Data, build_data
-from trainer.data.messages import Row
+from trainer.data.rows.messages import Row
 from trainer.data.steps import Loader
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError

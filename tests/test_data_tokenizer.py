@@ -88,7 +88,7 @@ def test_folder_without_a_tokenizer_gives_one_error(tmp_path, make_folder):
 def test_unreachable_hub_gives_errors_without_retries():
     # a new process, because the libraries look at the environment once; nothing listens on port 1
     code = """
-from trainer.data.sources import read_conversations
+from trainer.data.rows.sources import read_conversations
 from trainer.data.tokenizer import load_tokenizer
 from trainer.schema import Config, ModelConfig
 config = Config(model=ModelConfig(name="some/model"))

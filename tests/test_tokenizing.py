@@ -16,7 +16,7 @@ from tests.ferry import REPO
 from tests.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
-from trainer.data.texts import Text, read_texts
+from trainer.data.rows.texts import Text, read_texts
 from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.data.tokens import TokenFile
 from trainer.errors import DataError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.chat import Encoded
-from trainer.data.texts import Text, read_texts
+from trainer.data.rows.texts import Text, read_texts
 from trainer.data.token_writer import TokenWriter
 from trainer.data.tokenizer import vocab_size, vocabulary_hash
 from trainer.data.workers import Workers

@@ -19,7 +19,7 @@ import torch.distributed as torch_dist
 
 from trainer.data.documents import list_sources, read_rows
 from trainer.data.encoding import EncodedRow, encode_rows
-from trainer.data.sources import identify
+from trainer.data.rows.sources import identify
 from trainer.data.store import ListStore, RowTable, Store, collect
 from trainer.data.token_writer import TokenWriter
 from trainer.data.tokenizer import tokenizer_hash, vocab_size

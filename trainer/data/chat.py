@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from trainer.data.messages import Message, Row
+from trainer.data.rows.messages import Message, Row
 from trainer.errors import DataError
 
 if TYPE_CHECKING:

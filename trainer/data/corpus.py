@@ -20,9 +20,9 @@ from trainer.data.loader import Data, TrainLoader, lay_out
 from trainer.data.order import Mixture, epoch_documents
 from trainer.data.pieces import PieceStore
 from trainer.data.report import SplitReport
-from trainer.data.sources import identify
+from trainer.data.rows.sources import identify
+from trainer.data.rows.texts import read_texts
 from trainer.data.store import NO_TARGET, Selection
-from trainer.data.texts import read_texts
 from trainer.data.tokenizer import vocabulary_hash
 from trainer.data.tokens import SUFFIX, TokenFile
 from trainer.dist import Dist

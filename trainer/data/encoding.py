@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from trainer.data.chat import Encoded, encode
-from trainer.data.messages import Row
+from trainer.data.rows.messages import Row
 from trainer.data.workers import Workers, chunks
 from trainer.schema import DataConfig
 

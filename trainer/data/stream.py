@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from trainer.data.documents import KEYS, Source, held_out_share, is_held_out, read_source
 from trainer.data.encoding import content_key
-from trainer.data.messages import Row
+from trainer.data.rows.messages import Row
 from trainer.errors import DataError
 from trainer.schema import Config
 

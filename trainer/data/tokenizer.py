@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.hub import settle_offline
+from trainer.data.rows.hub import settle_offline
 from trainer.errors import DataError
 from trainer.files import expanded
 from trainer.schema import Config

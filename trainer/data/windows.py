@@ -13,7 +13,7 @@ from trainer.data.encoding import RowEncoder
 from trainer.data.order import generator, lay_out
 from trainer.data.packing import Plan
 from trainer.data.report import some
-from trainer.data.sources import identify
+from trainer.data.rows.sources import identify
 from trainer.data.store import fit
 from trainer.data.stream import Position, StreamRow, stream_rows
 from trainer.errors import DataError

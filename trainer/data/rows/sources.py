@@ -13,8 +13,8 @@ from typing import Any
 
 from trainer.config.load import LOCAL_STARTS
 from trainer.config.rules import LOCAL_SUFFIXES
-from trainer.data.messages import Record, Row, build_row, detect_schema, question_answer, shorten
-from trainer.data.stdlib_docs import is_held_out, read_stdlib_pairs
+from trainer.data.rows.messages import Record, Row, build_row, detect_schema, question_answer, shorten
+from trainer.data.rows.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
 from trainer.files import expanded
 

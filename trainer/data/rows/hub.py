@@ -11,7 +11,7 @@ import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from trainer.data.sources import is_local
+from trainer.data.rows.sources import is_local
 from trainer.files import expanded
 from trainer.schema import Config, as_sources
 

@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from trainer.config.data import TEXT_SUFFIXES
-from trainer.data.sources import STDLIB_DOCS, TRAIN, read_records
-from trainer.data.stdlib_docs import read_stdlib_pairs
+from trainer.data.rows.sources import STDLIB_DOCS, TRAIN, read_records
+from trainer.data.rows.stdlib_docs import read_stdlib_pairs
 from trainer.errors import DataError
 from trainer.files import expanded
 
@@ -29,7 +29,7 @@ def read_texts(spec: str, *, split: str = TRAIN, limit: int | None = None) -> It
     """The first `limit` documents of `spec`, in its own order.
 
     `spec`: a .txt or .md file, or a folder of them at any depth (a document each); a file or data set as
-    `trainer.data.sources.read_records` takes it, with a column `text` (a document a row);
+    `trainer.data.rows.sources.read_records` takes it, with a column `text` (a document a row);
     or `builtin:stdlib-docs`. Raises DataError for anything that cannot be read, and where there is no document at all.
     """
     found = 0
