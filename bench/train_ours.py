@@ -113,9 +113,9 @@ def write_model(model: str, folder: Path) -> None:
 
 def write_tokens(contender: Contender, path: Path) -> None:
     """Random documents, the same every time: of a row's length, or of lengths that packing has to put together."""
-    from trainer.data.chat import Encoded
-    from trainer.data.token_writer import TokenWriter
-    from trainer.data.tokenizer import load_tokenizer, vocabulary_hash
+    from trainer.data.tokenize.chat import Encoded
+    from trainer.data.tokenize.token_writer import TokenWriter
+    from trainer.data.tokenize.tokenizer import load_tokenizer, vocabulary_hash
     from trainer.schema import Config
 
     vocab, random = SHAPES[contender.model]["vocab"], np.random.default_rng(11)

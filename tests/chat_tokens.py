@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from trainer.data.tokenizer import build_bytes_tokenizer
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 
 SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>")
 QWEN25_SYSTEM = """\

@@ -21,8 +21,8 @@ from trainer import losses
 from trainer.batch import Batch, LossSum
 from trainer.config.batch import BatchRules
 from trainer.data.batching import build_batches
-from trainer.data.chat import Encoded
 from trainer.data.loader import Data
+from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.metrics_log import MetricsLog
 from trainer.models.build import build_decoder

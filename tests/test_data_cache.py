@@ -17,9 +17,9 @@ from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from trainer.data.cache import telling, tokenize_in_memory, tokenize_in_run
 from trainer.data.documents import read_rows
-from trainer.data.encoding import encode_rows
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.encode import encode_rows
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist, DistError
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, TrainConfig

@@ -10,9 +10,9 @@ import re
 import pytest
 
 from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
-from trainer.data.chat import Encoded, encode
 from trainer.data.rows.messages import Row
-from trainer.data.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
+from trainer.data.tokenize.chat import Encoded, encode
+from trainer.data.tokenize.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer
 from trainer.errors import DataError
 
 CHATML = """\

@@ -15,9 +15,9 @@ import pytest
 from tokenizers import AddedToken
 
 from tests.chat_tokens import chat_tokenizer
-from trainer.data.chat import Encoded, encode
 from trainer.data.rows.messages import Row, build_row
-from trainer.data.tokenizer import build_bytes_tokenizer
+from trainer.data.tokenize.chat import Encoded, encode
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.errors import DataError
 
 HERE = Path(__file__).parent

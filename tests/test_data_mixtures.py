@@ -12,7 +12,7 @@ import pytest
 from tests.documents import ONE, documents_of
 from trainer.config.rules import check_config
 from trainer.data.loader import Data, build_data
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.schema import Config, DataConfig, SourceConfig, TrainConfig
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import pack
-from trainer.data.chat import Encoded
 from trainer.data.packing import plan_rows
+from trainer.data.tokenize.chat import Encoded
 
 
 def document(first: int, length: int, *, name: str = "d") -> Encoded:

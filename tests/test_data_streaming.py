@@ -18,11 +18,11 @@ from tests.documents import ONE, Rank, documents_of
 from tests.tiny import ALONE
 from trainer.config.rules import check_config, config_notes
 from trainer.data.documents import KEYS
-from trainer.data.encoding import content_key
 from trainer.data.loader import Data, build_data
 from trainer.data.rows.messages import Row
 from trainer.data.steps import Loader
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.encode import content_key
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.recipes import sft
 from trainer.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, SourceConfig, TrainConfig

@@ -11,7 +11,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.ferry import REPO
-from trainer.data.tokenizer import build_bytes_tokenizer, load_tokenizer, tokenizer_hash, vocab_size, vocabulary_hash
+from trainer.data.tokenize.tokenizer import (
+    build_bytes_tokenizer,
+    load_tokenizer,
+    tokenizer_hash,
+    vocab_size,
+    vocabulary_hash,
+)
 from trainer.errors import DataError
 from trainer.schema import Config, DataConfig, ModelConfig
 
@@ -89,7 +95,7 @@ def test_unreachable_hub_gives_errors_without_retries():
     # a new process, because the libraries look at the environment once; nothing listens on port 1
     code = """
 from trainer.data.rows.sources import read_conversations
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.schema import Config, ModelConfig
 config = Config(model=ModelConfig(name="some/model"))
 for ask in (lambda: load_tokenizer(config), lambda: list(read_conversations("some/data"))):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.ferry import REPO
 from tests.token_files import document, write
-from trainer.data.token_writer import TokenWriter
-from trainer.data.tokens import TokenFile, check_ids
+from trainer.data.tokenize.token_file import TokenFile, check_ids
+from trainer.data.tokenize.token_writer import TokenWriter
 from trainer.errors import DataError
 
 
@@ -126,8 +126,8 @@ def test_an_exception_leaves_the_earlier_file(tmp_path):
 
 def test_a_killed_writer_leaves_no_file_of_that_name(tmp_path):
     program = (
-        "import os, numpy as np; from pathlib import Path; from trainer.data.chat import Encoded\n"
-        "from trainer.data.token_writer import TokenWriter\n"
+        "import os, numpy as np; from pathlib import Path; from trainer.data.tokenize.chat import Encoded\n"
+        "from trainer.data.tokenize.token_writer import TokenWriter\n"
         "w = TokenWriter(Path('a.tokens'), vocab_size=9, tokenizer='t', has_targets=False).__enter__()\n"
         "for _ in range(9999): w.add(Encoded('d', np.ones(99, np.int32), np.ones(99, bool)))\n"
         "os.kill(os.getpid(), 9)\n"

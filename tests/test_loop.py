@@ -19,7 +19,7 @@ from tests.trainings import STEPS, build, losses, poison, train, train_rank, tra
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.finishing import rows_to_compare

@@ -316,7 +316,7 @@ def test_freeze_beside_lora_is_refused():
 
 def write_base(folder: Path) -> str:
     from tests.oracles.reference import hf_model
-    from trainer.data.tokenizer import build_bytes_tokenizer
+    from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 
     hf_model(tiny_shape(vocab_size=260)).save_pretrained(folder)
     build_bytes_tokenizer().save_pretrained(folder)

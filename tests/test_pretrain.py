@@ -21,8 +21,8 @@ from trainer.config.load import check_config, config_notes
 from trainer.data.corpus import build_corpus
 from trainer.data.documents import pick_held_out
 from trainer.data.loader import Data
-from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
-from trainer.data.tokens import TokenFile
+from trainer.data.tokenize.token_file import TokenFile
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.dist import Dist
 from trainer.errors import ConfigError, DataError
 from trainer.losses import sft_loss

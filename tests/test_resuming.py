@@ -17,7 +17,7 @@ from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.config.load import config_from_dict, config_to_dict
-from trainer.data.tokenizer import build_bytes_tokenizer
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.resuming import check_optimizer, render_horizon
@@ -165,7 +165,7 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
 
     from trainer.building import build_run
     from trainer.data.loader import build_data
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.tokenize.tokenizer import load_tokenizer
     from trainer.losses import sft_loss
     from trainer.models.shapes import shape_from_config
 

@@ -17,10 +17,10 @@ from tests.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
 from trainer.data.rows.texts import Text, read_texts
-from trainer.data.tokenizer import build_bytes_tokenizer, vocabulary_hash
-from trainer.data.tokens import TokenFile
+from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, cut_texts, write_token_file
+from trainer.data.tokenize.token_file import TokenFile
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.errors import DataError
-from trainer.tokenizing import CHUNK_CHARS, CHUNK_TEXTS, cut_texts, write_token_file
 
 END = "<|im_end|>"  # of the byte tokenizer
 
@@ -154,7 +154,7 @@ def test_command_is_known_to_train_py():
 
 WORKER = """
 import os, signal
-from trainer.data.workers import Workers
+from trainer.data.tokenize.workers import Workers
 if __name__ == "__main__":
     print(list(Workers(signal.getsignal, 1).map([signal.SIGINT])) == [signal.SIG_IGN], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

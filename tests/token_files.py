@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.chat import Encoded
-from trainer.data.token_writer import TokenWriter
-from trainer.data.tokens import TokenFile
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.token_file import TokenFile
+from trainer.data.tokenize.token_writer import TokenWriter
 
 
 def document(ids, *, name: str = "d", targets=None) -> Encoded:

@@ -12,7 +12,7 @@ from tests.tiny import ALONE
 from trainer.batch import LossSum
 from trainer.building import build_run, seed_everything
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.losses import sft_loss
 from trainer.models.shapes import shape_from_config

@@ -13,7 +13,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import is_complete, newest_complete, steps_in
 from trainer.checkpoint.loading import Resumed, load_model, read_full, read_info
 from trainer.config.load import config_from_dict
-from trainer.data.tokenizer import load_tokenizer, quiet_transformers
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.files import expanded, lack_of_room

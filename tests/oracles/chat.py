@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from tests.oracles.measure import Oracle
-from trainer.data.chat import encode
 from trainer.data.rows.sources import Row
+from trainer.data.tokenize.chat import encode
 
 # the public formats, with tags around what the assistant generates
 CHATML = """\

@@ -17,7 +17,7 @@ from tests.oracles.reference import save_hf
 from tests.oracles.runs import SEQ_LEN, run_config, write_rows
 from tests.ranks import run_ranks
 from tests.tiny import tiny_shape
-from trainer.data.tokenizer import build_bytes_tokenizer
+from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.recipes import sft
 

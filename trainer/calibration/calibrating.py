@@ -13,7 +13,7 @@ from trainer.calibration.bench import Bench
 from trainer.calibration.sizes import given_batch, search, sizes
 from trainer.calibration.verdict import HEADER, Calibration
 from trainer.config.batch import BatchRules
-from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist, on_rank0
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length

@@ -1,4 +1,4 @@
-"""`train.py tokenize`: the words of the command line. No torch; the work is `trainer.tokenizing`'s."""
+"""`train.py tokenize`: the words of the command line. No torch; the work is `trainer.data.tokenize.plain_text`'s."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def tokenize(
     from tqdm import tqdm
 
     from trainer.config.data import TOKEN_SUFFIX
-    from trainer.data.tokenizer import load_tokenizer
+    from trainer.data.tokenize.plain_text import read_all_texts, write_token_file
+    from trainer.data.tokenize.tokenizer import load_tokenizer
     from trainer.schema import Config, DataConfig
-    from trainer.tokenizing import read_all_texts, write_token_file
 
     if out.suffix != TOKEN_SUFFIX:
         raise click.BadParameter(

@@ -15,8 +15,8 @@ import torch
 
 from trainer.batch import IGNORE, Batch
 from trainer.config.batch import BatchRules
-from trainer.data.chat import Encoded
 from trainer.data.packing import PackedRow, build_row
+from trainer.data.tokenize.chat import Encoded
 
 
 class Ranks(Protocol):

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as torch_dist
 
 from trainer.data.documents import list_sources, read_rows
-from trainer.data.encoding import EncodedRow, encode_rows
 from trainer.data.rows.sources import identify
 from trainer.data.store import ListStore, RowTable, Store, collect
-from trainer.data.token_writer import TokenWriter
-from trainer.data.tokenizer import tokenizer_hash, vocab_size
-from trainer.data.tokens import TokenFile
+from trainer.data.tokenize.encode import EncodedRow, encode_rows
+from trainer.data.tokenize.token_file import TokenFile
+from trainer.data.tokenize.token_writer import TokenWriter
+from trainer.data.tokenize.tokenizer import tokenizer_hash, vocab_size
 from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config

@@ -23,13 +23,13 @@ from trainer.data.report import SplitReport
 from trainer.data.rows.sources import identify
 from trainer.data.rows.texts import read_texts
 from trainer.data.store import NO_TARGET, Selection
-from trainer.data.tokenizer import vocabulary_hash
-from trainer.data.tokens import SUFFIX, TokenFile
+from trainer.data.tokenize.plain_text import Tell, write_token_file
+from trainer.data.tokenize.token_file import SUFFIX, TokenFile
+from trainer.data.tokenize.tokenizer import vocabulary_hash
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.files import expanded
 from trainer.schema import Config, as_sources
-from trainer.tokenizing import Tell, write_token_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

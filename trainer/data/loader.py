@@ -20,7 +20,6 @@ from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
 from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.cache import tokenize_in_memory, tokenize_in_run
-from trainer.data.chat import check_template
 from trainer.data.documents import (
     Documents,
     check_documents,
@@ -36,8 +35,9 @@ from trainer.data.report import DataReport, SplitReport
 from trainer.data.steps import Loader, global_batch_size
 from trainer.data.store import Store
 from trainer.data.streaming import StreamLoader
-from trainer.data.tokenizer import vocab_size
-from trainer.data.tokens import TokenFile, check_ids
+from trainer.data.tokenize.chat import check_template
+from trainer.data.tokenize.token_file import TokenFile, check_ids
+from trainer.data.tokenize.tokenizer import vocab_size
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.schema import Config

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainer.batch import IGNORE
-from trainer.data.chat import Encoded
+from trainer.data.tokenize.chat import Encoded
 
 BUFFER_DOCS = 4096
 """Documents that are sorted into rows together; beyond it the order of reading holds."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.chat import Encoded
-from trainer.data.tokens import TokenFile
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.token_file import TokenFile
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
-from trainer.data.chat import Encoded
-from trainer.data.encoding import EncodedRow
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.encode import EncodedRow
 from trainer.schema import DataConfig
 
 NO_TARGET = "no target token"

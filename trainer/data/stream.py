@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trainer.data.documents import KEYS, Source, held_out_share, is_held_out, read_source
-from trainer.data.encoding import content_key
 from trainer.data.rows.messages import Row
+from trainer.data.tokenize.encode import content_key
 from trainer.errors import DataError
 from trainer.schema import Config
 

@@ -15,11 +15,11 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
 from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.chat import Encoded
 from trainer.data.documents import Source
 from trainer.data.report import SplitReport
 from trainer.data.steps import global_batch_size
-from trainer.data.tokenizer import tokenizer_hash
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.data.windows import Window, WindowMaker, WindowStart, first_window
 from trainer.errors import DataError
 from trainer.schema import Config

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.chat import Encoded
 from trainer.data.documents import Source
-from trainer.data.encoding import RowEncoder
 from trainer.data.order import generator, lay_out
 from trainer.data.packing import Plan
 from trainer.data.report import some
 from trainer.data.rows.sources import identify
 from trainer.data.store import fit
 from trainer.data.stream import Position, StreamRow, stream_rows
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.encode import RowEncoder
 from trainer.errors import DataError
 from trainer.schema import Config
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer import loop
 from trainer.building import build_run, seed_everything
 from trainer.data.loader import Data
-from trainer.data.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
 from trainer.losses import sft_loss

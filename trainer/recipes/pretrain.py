@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.data.corpus import build_corpus
-from trainer.data.tokenizer import vocabulary_hash
+from trainer.data.tokenize.tokenizer import vocabulary_hash
 from trainer.dist import Dist
 from trainer.recipes.causal_lm import CausalLM, train_causal_lm
 from trainer.schema import Config

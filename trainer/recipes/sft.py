@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.data.loader import build_data
-from trainer.data.tokenizer import tokenizer_hash
+from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.dist import Dist
 from trainer.recipes.causal_lm import CausalLM, train_causal_lm
 from trainer.schema import Config

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.chat import Encoded
 from trainer.data.rows.texts import Text, read_texts
-from trainer.data.token_writer import TokenWriter
-from trainer.data.tokenizer import vocab_size, vocabulary_hash
-from trainer.data.workers import Workers
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.token_writer import TokenWriter
+from trainer.data.tokenize.tokenizer import vocab_size, vocabulary_hash
+from trainer.data.tokenize.workers import Workers
 from trainer.errors import DataError
 
 if TYPE_CHECKING:

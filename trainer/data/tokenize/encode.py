@@ -10,9 +10,9 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from trainer.data.chat import Encoded, encode
 from trainer.data.rows.messages import Row
-from trainer.data.workers import Workers, chunks
+from trainer.data.tokenize.chat import Encoded, encode
+from trainer.data.tokenize.workers import Workers, chunks
 from trainer.schema import DataConfig
 
 if TYPE_CHECKING:

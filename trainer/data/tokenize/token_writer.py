@@ -1,4 +1,4 @@
-"""Token files are written in one piece, document by document; `trainer.data.tokens` has their layout."""
+"""Token files are written in one piece, document by document; `trainer.data.tokenize.token_file` has their layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainer.data.chat import Encoded
-from trainer.data.tokens import ALIGN, CHUNK_BYTES, MAGIC, PROLOGUE, SECTIONS, VERSION, TokenHeader, check_ids
+from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.token_file import (
+    ALIGN,
+    CHUNK_BYTES,
+    MAGIC,
+    PROLOGUE,
+    SECTIONS,
+    VERSION,
+    TokenHeader,
+    check_ids,
+)
 from trainer.errors import DataError
 from trainer.files import sync_folder
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config.data import TOKEN_SUFFIX
-from trainer.data.chat import Encoded
+from trainer.data.tokenize.chat import Encoded
 from trainer.errors import DataError
 
 SUFFIX = TOKEN_SUFFIX
