@@ -15,8 +15,8 @@ import pytest
 from tests.documents import documents_of
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
-from trainer.data.cache import telling, tokenize_in_memory, tokenize_in_run
-from trainer.data.documents import read_rows
+from trainer.data.dataset.cache import telling, tokenize_in_memory, tokenize_in_run
+from trainer.data.dataset.documents import read_rows
 from trainer.data.loader import build_data
 from trainer.data.tokenize.encode import encode_rows
 from trainer.data.tokenize.tokenizer import load_tokenizer

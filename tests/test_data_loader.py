@@ -15,11 +15,11 @@ from tests.documents import ONE, Rank, documents_of
 from tests.oracles.reference import from_folder, save_hf
 from tests.tiny import ALONE, tiny_shape
 from trainer.batch import Batch
-from trainer.data.documents import Documents, read_rows
+from trainer.data.dataset.documents import Documents, read_rows
+from trainer.data.dataset.order import Mixture
+from trainer.data.dataset.report import SplitReport
+from trainer.data.dataset.store import ListStore, Selection
 from trainer.data.loader import Data, EvalSet, TrainLoader, build_data
-from trainer.data.order import Mixture
-from trainer.data.report import SplitReport
-from trainer.data.store import ListStore, Selection
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import RowEncoder
 from trainer.data.tokenize.tokenizer import load_tokenizer

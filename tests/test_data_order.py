@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import Mixture, epoch_documents, interleave, plan_epoch, shares
+from trainer.data.dataset.order import Mixture, epoch_documents, interleave, plan_epoch, shares
 from trainer.schema import Config, DataConfig, SourceConfig, TrainConfig
 
 

@@ -19,7 +19,7 @@ from tests.tiny import ALONE, tiny_shape
 from tests.token_files import document, write
 from trainer.config.load import check_config, config_notes
 from trainer.data.corpus import build_corpus
-from trainer.data.documents import pick_held_out
+from trainer.data.dataset.documents import pick_held_out
 from trainer.data.loader import Data
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash

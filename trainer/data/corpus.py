@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.data import is_token_file
-from trainer.data.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
-from trainer.data.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
+from trainer.data.dataset.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
+from trainer.data.dataset.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
+from trainer.data.dataset.order import Mixture, epoch_documents
+from trainer.data.dataset.pieces import PieceStore
+from trainer.data.dataset.report import SplitReport
+from trainer.data.dataset.store import NO_TARGET, Selection
 from trainer.data.loader import Data, TrainLoader, lay_out
-from trainer.data.order import Mixture, epoch_documents
-from trainer.data.pieces import PieceStore
-from trainer.data.report import SplitReport
 from trainer.data.rows.sources import identify
 from trainer.data.rows.texts import read_texts
-from trainer.data.store import NO_TARGET, Selection
 from trainer.data.tokenize.plain_text import Tell, write_token_file
 from trainer.data.tokenize.token_file import SUFFIX, TokenFile
 from trainer.data.tokenize.tokenizer import vocabulary_hash

@@ -19,8 +19,8 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
 from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank, rows_within
-from trainer.data.cache import tokenize_in_memory, tokenize_in_run
-from trainer.data.documents import (
+from trainer.data.dataset.cache import tokenize_in_memory, tokenize_in_run
+from trainer.data.dataset.documents import (
     Documents,
     check_documents,
     divide,
@@ -29,11 +29,11 @@ from trainer.data.documents import (
     read_stream_eval,
     trains_end_token,
 )
-from trainer.data.order import epoch_documents, plan_epoch
+from trainer.data.dataset.order import epoch_documents, plan_epoch
+from trainer.data.dataset.report import DataReport, SplitReport
+from trainer.data.dataset.store import Store
 from trainer.data.packing import Plan, plan_rows
-from trainer.data.report import DataReport, SplitReport
 from trainer.data.steps import Loader, global_batch_size
-from trainer.data.store import Store
 from trainer.data.streaming import StreamLoader
 from trainer.data.tokenize.chat import check_template
 from trainer.data.tokenize.token_file import TokenFile, check_ids

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from trainer.data.documents import KEYS, Source, held_out_share, is_held_out, read_source
+from trainer.data.dataset.documents import KEYS, Source, held_out_share, is_held_out, read_source
 from trainer.data.rows.messages import Row
 from trainer.data.tokenize.encode import content_key
 from trainer.errors import DataError

@@ -15,8 +15,8 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.ahead import Ahead
 from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.documents import Source
-from trainer.data.report import SplitReport
+from trainer.data.dataset.documents import Source
+from trainer.data.dataset.report import SplitReport
 from trainer.data.steps import global_batch_size
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash

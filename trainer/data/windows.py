@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.documents import Source
-from trainer.data.order import generator, lay_out
+from trainer.data.dataset.documents import Source
+from trainer.data.dataset.order import generator, lay_out
+from trainer.data.dataset.report import some
+from trainer.data.dataset.store import fit
 from trainer.data.packing import Plan
-from trainer.data.report import some
 from trainer.data.rows.sources import identify
-from trainer.data.store import fit
 from trainer.data.stream import Position, StreamRow, stream_rows
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import RowEncoder

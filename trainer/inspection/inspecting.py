@@ -18,8 +18,8 @@ import torch
 
 from trainer.config.load import config_notes, num_processes
 from trainer.config.train import length_notes, warmup_steps
+from trainer.data.dataset.report import DataReport
 from trainer.data.loader import Data
-from trainer.data.report import DataReport
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.inspection.samples import Sample, read_samples

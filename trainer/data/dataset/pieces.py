@@ -40,7 +40,7 @@ def cut_documents(lengths: np.ndarray, *, seq_len: int) -> Pieces:
 
 
 class PieceStore:
-    """The pieces of all documents of some token files, one file after another; a `trainer.data.store.Store`."""
+    """The pieces of all documents of some token files, one file after another; a `trainer.data.dataset.store.Store`."""
 
     def __init__(self, files: Sequence[TokenFile], *, seq_len: int) -> None:
         self._files = list(files)

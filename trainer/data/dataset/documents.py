@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.order import Mixture, epoch_documents
-from trainer.data.report import SourceShare, SplitReport, some
+from trainer.data.dataset.order import Mixture, epoch_documents
+from trainer.data.dataset.report import SourceShare, SplitReport, some
+from trainer.data.dataset.store import ListStore, RowTable, Selection, Store, collect
 from trainer.data.rows.messages import Row
 from trainer.data.rows.sources import HELD_OUT, STDLIB_DOCS, TRAIN, read_conversations
-from trainer.data.store import ListStore, RowTable, Selection, Store, collect
 from trainer.data.tokenize.chat import Encoded, special_ids
 from trainer.data.tokenize.encode import SourceRow, content_key, encode_rows
 from trainer.errors import DataError

@@ -17,9 +17,9 @@ from zipfile import BadZipFile
 import torch
 import torch.distributed as torch_dist
 
-from trainer.data.documents import list_sources, read_rows
+from trainer.data.dataset.documents import list_sources, read_rows
+from trainer.data.dataset.store import ListStore, RowTable, Store, collect
 from trainer.data.rows.sources import identify
-from trainer.data.store import ListStore, RowTable, Store, collect
 from trainer.data.tokenize.encode import EncodedRow, encode_rows
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.token_writer import TokenWriter
