@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trainer.data.steps import Loader
+from trainer.data.batches.steps import Loader
 
 
 def documents_of(loader: Loader, steps: Iterable[int], *, world_size: int = 1) -> list[str]:

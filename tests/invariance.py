@@ -20,7 +20,7 @@ from tests.tiny import tiny_shape
 from trainer import losses
 from trainer.batch import Batch, LossSum
 from trainer.config.batch import BatchRules
-from trainer.data.batching import build_batches
+from trainer.data.batches.micro_batches import build_batches
 from trainer.data.loader import Data
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist

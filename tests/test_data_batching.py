@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.batch import BatchRules
-from trainer.data.batching import MicroBatch, padding_share, plan_micro_batches, rows_within
+from trainer.data.batches.micro_batches import MicroBatch, padding_share, plan_micro_batches, rows_within
 
 BUDGET = 96
 budgeted = BatchRules(seq_len=64, packing=False, micro_batch_size=4, micro_batch_tokens=BUDGET)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import pack
-from trainer.data.packing import plan_rows
+from trainer.data.batches.packing import plan_rows
 from trainer.data.tokenize.chat import Encoded
 
 

@@ -17,10 +17,10 @@ import torch
 from tests.documents import ONE, Rank, documents_of
 from tests.tiny import ALONE
 from trainer.config.rules import check_config, config_notes
+from trainer.data.batches.steps import Loader
 from trainer.data.dataset.documents import KEYS
 from trainer.data.loader import Data, build_data
 from trainer.data.rows.messages import Row
-from trainer.data.steps import Loader
 from trainer.data.tokenize.encode import content_key
 from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.errors import ConfigError, DataError

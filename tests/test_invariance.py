@@ -25,7 +25,7 @@ from tests.invariance import (
 from tests.oracles.measure import scaled_difference
 from tests.ranks import run_ranks
 from trainer.config.batch import BatchRules
-from trainer.data.batching import build_batches
+from trainer.data.batches.micro_batches import build_batches
 from trainer.dist import Dist
 
 BACKENDS = {1: ("pytorch", "ddp", "fsdp"), 2: ("ddp", "fsdp"), 3: ("ddp", "fsdp"), 4: ("ddp", "fsdp")}

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.tiny import packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.config.parallel import recompute_mode
-from trainer.data.steps import micro_batches
+from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist
 from trainer.losses import sft_loss
 from trainer.memory.estimate import MemoryEstimate, estimate_memory, savings

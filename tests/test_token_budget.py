@@ -11,7 +11,7 @@ from tests.gradients import assert_same_grads, config, full_grads, prepared
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, tiny_shape
 from trainer.config.batch import BatchRules
-from trainer.data.batching import build_batches
+from trainer.data.batches.micro_batches import build_batches
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist, sum_over_ranks
 from trainer.losses import sft_loss

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.batch import IGNORE, Batch
-from trainer.data.packing import PackedRow, build_row, plan_rows
+from trainer.data.batches.packing import PackedRow, build_row, plan_rows
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.models.decoder import Decoder, DecoderShape

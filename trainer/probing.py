@@ -15,7 +15,7 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.config.load import config_to_dict
 from trainer.config.parallel import recompute_mode
-from trainer.data.steps import micro_batches
+from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist, DistError, gather
 from trainer.kernels.support import give_up_triton, why_no_triton
 from trainer.memory.fitting import MemoryKeeper, free_bytes

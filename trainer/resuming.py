@@ -25,7 +25,7 @@ from trainer.checkpoint.folders import (
 from trainer.checkpoint.loading import Resumed, load, verify
 from trainer.checkpoint.shards import differences
 from trainer.config.load import config_to_dict
-from trainer.data.steps import Loader
+from trainer.data.batches.steps import Loader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
 from trainer.files import expanded

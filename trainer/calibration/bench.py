@@ -15,8 +15,8 @@ from trainer.building import graphed_micro_batches
 from trainer.calibration.sizes import first_size, with_rows
 from trainer.calibration.verdict import Timed
 from trainer.config.parallel import recompute_mode
+from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data
-from trainer.data.steps import micro_batches
 from trainer.dist import Dist, gather
 from trainer.flops import flops_of, peak_flops
 from trainer.host_memory import available_bytes

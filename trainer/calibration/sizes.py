@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from trainer.calibration.verdict import Timed, fastest
-from trainer.data.steps import global_batch_size
+from trainer.data.batches.steps import global_batch_size
 from trainer.schema import Config
 
 FIRST_TOKENS = 4096

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
-from trainer.data.ahead import Ahead
-from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank, rows_within
+from trainer.data.batches.ahead import Ahead
+from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank, rows_within
+from trainer.data.batches.packing import Plan, plan_rows
+from trainer.data.batches.steps import Loader, global_batch_size
 from trainer.data.dataset.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.dataset.documents import (
     Documents,
@@ -32,8 +34,6 @@ from trainer.data.dataset.documents import (
 from trainer.data.dataset.order import epoch_documents, plan_epoch
 from trainer.data.dataset.report import DataReport, SplitReport
 from trainer.data.dataset.store import Store
-from trainer.data.packing import Plan, plan_rows
-from trainer.data.steps import Loader, global_batch_size
 from trainer.data.streaming import StreamLoader
 from trainer.data.tokenize.chat import check_template
 from trainer.data.tokenize.token_file import TokenFile, check_ids
@@ -197,7 +197,7 @@ class TrainLoader:
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of optimizer step `step`, counted from 0; every rank gets the same number.
 
-        Rows without targets fill up (see `trainer.data.batching`).
+        Rows without targets fill up (see `trainer.data.batches.micro_batches`).
         The next steps are laid out in a thread meanwhile.
         """
         return self._ahead.take(step, total_steps=self.total_steps)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
-from trainer.data.ahead import Ahead
-from trainer.data.batching import Ranks, build_batches, padding_share, rows_of_rank
+from trainer.data.batches.ahead import Ahead
+from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank
+from trainer.data.batches.steps import global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
-from trainer.data.steps import global_batch_size
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.data.windows import Window, WindowMaker, WindowStart, first_window

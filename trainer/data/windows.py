@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.batches.packing import Plan
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.order import generator, lay_out
 from trainer.data.dataset.report import some
 from trainer.data.dataset.store import fit
-from trainer.data.packing import Plan
 from trainer.data.rows.sources import identify
 from trainer.data.stream import Position, StreamRow, stream_rows
 from trainer.data.tokenize.chat import Encoded

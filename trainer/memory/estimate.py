@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.config.parallel import backend_of, recompute_mode, sharding
-from trainer.data.steps import global_batch_size, micro_batches
+from trainer.data.batches.steps import global_batch_size, micro_batches
 from trainer.memory.activations import Kernels, count_activations
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape

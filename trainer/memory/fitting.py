@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.config.parallel import backend_of
-from trainer.data.steps import micro_batches
+from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist, gather
 from trainer.files import replace_text
 from trainer.memory.activations import Kernels

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.data.packing import BUFFER_DOCS, Plan, plan_rows
+from trainer.data.batches.packing import BUFFER_DOCS, Plan, plan_rows
 from trainer.schema import Config, SourceConfig
 
 

@@ -15,7 +15,7 @@ import torch
 
 from trainer.batch import IGNORE, Batch
 from trainer.config.batch import BatchRules
-from trainer.data.packing import PackedRow, build_row
+from trainer.data.batches.packing import PackedRow, build_row
 from trainer.data.tokenize.chat import Encoded
 
 

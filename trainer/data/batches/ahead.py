@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from trainer.batch import Batch
-from trainer.data.batching import Ranks
+from trainer.data.batches.micro_batches import Ranks
 from trainer.dist import Dist
 
 
