@@ -34,7 +34,7 @@ from trainer.data.dataset.documents import (
 from trainer.data.dataset.order import epoch_documents, plan_epoch
 from trainer.data.dataset.report import DataReport, SplitReport
 from trainer.data.dataset.store import Store
-from trainer.data.streaming import StreamLoader
+from trainer.data.streams.loader import StreamLoader
 from trainer.data.tokenize.chat import check_template
 from trainer.data.tokenize.token_file import TokenFile, check_ids
 from trainer.data.tokenize.tokenizer import vocab_size

@@ -13,7 +13,7 @@ from trainer.data.dataset.order import generator, lay_out
 from trainer.data.dataset.report import some
 from trainer.data.dataset.store import fit
 from trainer.data.rows.sources import identify
-from trainer.data.stream import Position, StreamRow, stream_rows
+from trainer.data.streams.rows import Position, StreamRow, stream_rows
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import RowEncoder
 from trainer.errors import DataError

@@ -18,9 +18,9 @@ from trainer.data.batches.micro_batches import Ranks, build_batches, padding_sha
 from trainer.data.batches.steps import global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
+from trainer.data.streams.windows import Window, WindowMaker, WindowStart, first_window
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
-from trainer.data.windows import Window, WindowMaker, WindowStart, first_window
 from trainer.errors import DataError
 from trainer.schema import Config
 
