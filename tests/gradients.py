@@ -15,10 +15,10 @@ from trainer.dist import (
     Dist,
     sum_over_ranks,
 )
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import init_random, named_weights
+from trainer.models.losses import sft_loss
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig

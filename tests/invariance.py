@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny import tiny_shape
-from trainer import losses
 from trainer.batch import Batch, LossSum
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches
@@ -25,6 +24,7 @@ from trainer.data.loader import Data
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.metrics_log import MetricsLog
+from trainer.models import losses
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, logits_head
 from trainer.models.hf import init_random, named_weights
@@ -135,7 +135,7 @@ LOSSES = {"sft_loss": LossCase(partial(losses.sft_loss, chunk=32), plain_cross_e
 
 
 def shipped_losses() -> set[str]:
-    """The names of all functions of trainer.losses that return a LossSum."""
+    """The names of all functions of trainer.models.losses that return a LossSum."""
     functions = inspect.getmembers(losses, inspect.isfunction)
     own = {name: function for name, function in functions if function.__module__ == losses.__name__}
     return {name for name, function in own.items() if get_type_hints(function).get("return") is LossSum}

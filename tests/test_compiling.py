@@ -10,9 +10,9 @@ from torch._dynamo.exc import Unsupported
 
 from tests.tiny import packed_batch, tiny_shape
 from trainer.errors import ConfigError
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
+from trainer.models.losses import sft_loss
 from trainer.parallel import compiling
 from trainer.schema import Config, LoraConfig, TrainConfig
 

@@ -24,7 +24,7 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import RowEncoder
 from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.errors import DataError
-from trainer.losses import sft_loss
+from trainer.models.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
 
 

@@ -20,11 +20,11 @@ from trainer.config.load import config_from_dict
 from trainer.config.rules import config_notes
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder, Linear
 from trainer.models.float8 import odd_size, use_float8
 from trainer.models.hf import init_random, named_weights
+from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
 from trainer.parallel.float8_choice import decide_float8, float8_gain
 from trainer.parallel.timing import seconds_of

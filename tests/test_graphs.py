@@ -10,8 +10,8 @@ from trainer.batch import Batch, LossSum
 from trainer.config.load import load_config
 from trainer.errors import ConfigError
 from trainer.graphs import GraphedMicroBatches, decide_graphs
-from trainer.losses import sft_loss
 from trainer.models.decoder import DecoderShape
+from trainer.models.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
 
 

@@ -1,6 +1,6 @@
 """A step is the same however its rows are split: over ranks, micro-batches, backends, and in whatever order.
 
-Every loss of `trainer.losses` goes through it. What is expected comes from a plain torch loop, row by row.
+Every loss of `trainer.models.losses` goes through it. What is expected comes from a plain torch loop, row by row.
 """
 
 from __future__ import annotations

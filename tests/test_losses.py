@@ -6,7 +6,7 @@ import torch
 
 from tests.oracles.losses import case
 from tests.tiny import packed_batch, tiny_decoder
-from trainer.losses import chunked_cross_entropy, sft_loss
+from trainer.models.losses import chunked_cross_entropy, sft_loss
 
 
 def test_loss_without_gradients_is_the_same():

@@ -15,11 +15,11 @@ from trainer.config.load import config_from_dict
 from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist
-from trainer.losses import sft_loss
 from trainer.memory.estimate import MemoryEstimate, estimate_memory, savings
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import init_random
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.recompute import recompute_blocks

@@ -35,10 +35,10 @@ from trainer.dist import (
     sum_over_ranks,
 )
 from trainer.errors import ModelError
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import gather_full, load_pretrained
+from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config
 from trainer.step import clip_divisor

@@ -32,10 +32,10 @@ from tests.tiny import ALONE, tiny_shape
 from trainer.checkpoint import loading
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import load_pretrained, named_weights
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend

@@ -25,7 +25,7 @@ from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.dist import Dist
 from trainer.errors import ConfigError, DataError
-from trainer.losses import sft_loss
+from trainer.models.losses import sft_loss
 from trainer.recipes import pretrain
 from trainer.schema import Config, RunConfig
 

@@ -17,8 +17,8 @@ from tests.ranks import run_ranks
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
+from trainer.models.losses import sft_loss
 from trainer.parallel.wrapping import plan_wrapping
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------

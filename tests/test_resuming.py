@@ -166,7 +166,7 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
     from trainer.building import build_run
     from trainer.data.loader import build_data
     from trainer.data.tokenize.tokenizer import load_tokenizer
-    from trainer.losses import sft_loss
+    from trainer.models.losses import sft_loss
     from trainer.models.shapes import shape_from_config
 
     tokenizer = load_tokenizer(config)

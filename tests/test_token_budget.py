@@ -14,7 +14,7 @@ from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist, sum_over_ranks
-from trainer.losses import sft_loss
+from trainer.models.losses import sft_loss
 
 LENGTHS = [3, 40, 9, 17, 2, 5, 11]
 ONE_LONG_ROW = [40]  # all ranks but one have nothing, and take part all the same

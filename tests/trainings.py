@@ -14,7 +14,7 @@ from trainer.building import build_run, seed_everything
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
-from trainer.losses import sft_loss
+from trainer.models.losses import sft_loss
 from trainer.models.shapes import shape_from_config
 from trainer.recipes import sft
 from trainer.run import Run

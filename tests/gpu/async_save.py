@@ -24,10 +24,10 @@ from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist, gather, start_dist, stop_dist
-from trainer.losses import sft_loss
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import init_random
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig

@@ -11,11 +11,11 @@ from trainer.batch import IGNORE, Batch
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.graphs import CudaCapture, GraphedMicroBatches
-from trainer.losses import chunked_cross_entropy, sft_loss
 from trainer.metrics_log import MetricsLog
 from trainer.models.attention import attention, document_blocks, document_mask, fastest_kernels, tuned_tiles
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
+from trainer.models.losses import chunked_cross_entropy, sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.run import Run

@@ -9,11 +9,11 @@ import torch
 
 from trainer.batch import Batch
 from trainer.dist import Dist
-from trainer.losses import sft_loss
 from trainer.models.attention import fastest_kernels, tuned_tiles
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.float8 import use_float8
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.parallel.compiling import compile_blocks

@@ -13,12 +13,12 @@ import torch
 from tests.tiny import packed_batch
 from trainer.config.load import config_from_dict
 from trainer.dist import start_dist, stop_dist
-from trainer.losses import sft_loss
 from trainer.memory.activations import Kernels
 from trainer.memory.estimate import PARTS, MemoryEstimate, estimate_memory
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config

@@ -20,7 +20,6 @@ from trainer.config.load import config_from_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist, stop_dist
 from trainer.kernels import support
-from trainer.losses import sft_loss
 from trainer.memory.activations import Kernels
 from trainer.memory.estimate import estimate_memory
 from trainer.memory.fitting import MemoryKeeper, free_bytes, planned
@@ -29,6 +28,7 @@ from trainer.metrics_log import MetricsLog
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
+from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.run import Run

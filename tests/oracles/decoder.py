@@ -14,9 +14,9 @@ from tests.oracles.measure import Oracle, largest_difference, scaled_difference,
 from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels, save_hf
 from tests.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
-from trainer.losses import sft_loss
 from trainer.models.compare import sequence_logits
 from trainer.models.decoder import DecoderShape, logits_head
+from trainer.models.losses import sft_loss
 
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = [5, 9, 7, 3, 8]

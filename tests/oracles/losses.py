@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
 from trainer.batch import IGNORE
-from trainer.losses import chunked_cross_entropy
+from trainer.models.losses import chunked_cross_entropy
 
 CHUNKS = {101: (1, 7, 64), 151_936: (8,)}
 

@@ -17,10 +17,10 @@ import torch
 from trainer.config.batch import BatchRules
 from trainer.config.parallel import is_compiled, recompute_mode
 from trainer.kernels.support import why_no_triton
-from trainer.losses import CHUNK_TOKENS, CHUNK_TOKENS_IN_TORCH
 from trainer.models.attention import FLEX_HEAD_DIMS
 from trainer.models.decoder import Block, Decoder, DecoderShape, Linear
 from trainer.models.lora import LoraSpec
+from trainer.models.losses import CHUNK_TOKENS, CHUNK_TOKENS_IN_TORCH
 from trainer.parallel.compiling import decide_compile
 from trainer.parallel.partition import FP32, Kept, keeps_input, kept_by, linears_of
 from trainer.schema import Config, ParallelConfig

@@ -15,10 +15,10 @@ from trainer.data.loader import Data
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.finishing import finish
-from trainer.losses import sft_loss
 from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
+from trainer.models.losses import sft_loss
 from trainer.models.shapes import shape_from_config
 from trainer.precision import settle_precision
 from trainer.probing import probe
