@@ -18,7 +18,7 @@ from trainer.commands.export import export
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ModelError, UserError
-from trainer.exporting import check_space
+from trainer.export.checkpoint import check_space
 from trainer.recipes import sft
 
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}

@@ -22,11 +22,11 @@ from tests.trainings import losses
 from trainer.config.load import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
+from trainer.export.compare import sequence_logits
 from trainer.flops import Flops, flops_of
-from trainer.models.adapter_export import plain_adapted, verify_adapter, write_adapter
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
-from trainer.models.compare import sequence_logits
 from trainer.models.decoder import Decoder
 from trainer.models.freezing import base_fingerprint
 from trainer.models.hf import base_weights, gather_full

@@ -22,7 +22,7 @@ from trainer.batch import LossSum
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.finishing import finish
+from trainer.export.finish import finish
 from trainer.metrics_log import MetricsLog, render_train
 from trainer.reading import NonFiniteError, PeakMemory, Window
 from trainer.recipes import sft

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
 from tests.oracles.reference import SHAPES, save_hf
 from tests.tiny import tiny_shape
-from trainer.models.adapter_export import write_adapter
+from trainer.export.adapter import write_adapter
+from trainer.export.compare import sequence_logits
 from trainer.models.adapter_files import PREFIX, adapter_weights, load_adapter, lora_spec
-from trainer.models.compare import sequence_logits
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import load_pretrained
 from trainer.models.lora import attach, linear_names, lora_of, merge

@@ -1,4 +1,4 @@
-"""`train.py export`: the words of the command line. Imports no torch; the work is `trainer.exporting`'s."""
+"""`train.py export`: the words of the command line. Imports no torch; the work is `trainer.export.checkpoint`'s."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def export(
     as_json: bool,
     debug: bool,
 ) -> None:
-    from trainer import exporting
+    from trainer.export import checkpoint
 
     def tell(line: str) -> None:
         click.echo(line, err=True)
 
-    source = exporting.find_source(run, step)
+    source = checkpoint.find_source(run, step)
     written: dict[str, object] = {"checkpoint": str(source.path), "step": source.step}
     lines = []
     if full_state is not None:
-        written |= {"full_state": str(exporting.write_full_state(source, full_state, tell=tell))}
+        written |= {"full_state": str(checkpoint.write_full_state(source, full_state, tell=tell))}
         lines.append(f"full state of step {source.step}: {written['full_state']}")
     if full_state is None or out is not None:
-        folder = exporting.export_folder(source, out or source.run_dir / f"export_{source.path.name}")
+        folder = checkpoint.export_folder(source, out or source.run_dir / f"export_{source.path.name}")
         written |= {"export": str(folder), "dtype": dtype}
-        lines += exporting.export_checkpoint(
+        lines += checkpoint.export_checkpoint(
             source, folder, dtype=dtype, merged=merge, tokenizer_name=tokenizer, tell=tell
         )
     click.echo(json.dumps(written) if as_json else "\n".join(lines))

@@ -14,7 +14,7 @@ from trainer.building import build_run, seed_everything
 from trainer.data.loader import Data
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
-from trainer.finishing import finish
+from trainer.export.finish import finish
 from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder

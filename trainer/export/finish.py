@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from trainer.dist import Dist, on_rank0
-from trainer.models.adapter_export import export_adapter
-from trainer.models.compare import Rows, random_rows, rows_of
+from trainer.export.adapter import export_adapter
+from trainer.export.compare import Rows, random_rows, rows_of
+from trainer.export.model import export_tensors
 from trainer.models.decoder import DecoderShape
-from trainer.models.export import export_tensors
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
 from trainer.run import Result, Run

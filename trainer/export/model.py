@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
-from trainer.models.compare import Rows, check_logits, sequence_logits
+from trainer.export.compare import Rows, check_logits, sequence_logits
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.shapes import rope_fields, shape_to_hf_config
 
