@@ -16,7 +16,7 @@ from trainer.models.float8 import use_float8
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.parallel.compiling import compile_blocks
+from trainer.parallel.compile import compile_blocks
 from trainer.parallel.timing import seconds_of
 from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.step import apply_update
