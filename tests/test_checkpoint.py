@@ -16,15 +16,15 @@ from torch import nn
 from tests.ranks import run_ranks
 from tests.saves import Tied, save, start, step
 from tests.tiny import ALONE
-from trainer.checkpoint import writing
+from trainer.checkpoint import write
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
-from trainer.checkpoint.loading import load, load_model, read_full, read_info
+from trainer.checkpoint.load import load, load_model, read_full, read_info
 from trainer.checkpoint.random_state import random_state, set_random_state
+from trainer.checkpoint.resume import choose
 from trainer.checkpoint.retention import Keep, prune, to_delete
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer
-from trainer.resuming import choose
 from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig
 
 
@@ -223,7 +223,7 @@ def test_too_little_space_is_said_before_anything_is_written(small_disk):
 
 
 def test_disk_that_fills_up_keeps_the_old_checkpoint_and_no_partial_one(small_disk, monkeypatch):
-    monkeypatch.setattr(writing, "HEADROOM_BYTES", 0)
+    monkeypatch.setattr(write, "HEADROOM_BYTES", 0)
     save_after_two_steps(ALONE, str(small_disk))
     model = nn.Linear(256, 256)  # 256 KiB and its optimizer state: passes for one tensor, not for what is written
     optimizer = torch.optim.SGD(model.parameters())

@@ -19,7 +19,7 @@ from tests.trainings import build
 from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.loading import load, read_full
+from trainer.checkpoint.load import load, read_full
 from trainer.checkpoint.packing import pack, packed_bytes, unpack
 from trainer.checkpoint.saver_process import Launched
 from trainer.checkpoint.shards import sharded_state

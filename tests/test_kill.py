@@ -23,7 +23,7 @@ from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.folders import newest_complete, steps_in
 from trainer.checkpoint.integrity import damages
-from trainer.checkpoint.loading import read_info
+from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 
 INSIDE = ("staged", "begun", "shards", "random", "state", "marker", "replaced", "renamed", "committed", "pruned")

@@ -29,7 +29,7 @@ from tests.oracles.reference import save_hf
 from tests.ranks import run_ranks
 from tests.saves import save
 from tests.tiny import ALONE, tiny_shape
-from trainer.checkpoint import loading
+from trainer.checkpoint import load
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models.build import build_decoder, fill_weights
@@ -453,7 +453,7 @@ def load_and_step(dist: Dist, options: dict[str, Any], shape: DecoderShape, fold
     cfg = config("fsdp", **options)
     backend, module = prepared(dist, cfg, shape)
     optimizer = build_optimizer(module, cfg.optim)
-    loading.load(folder / "step_000001", module, optimizer, dist)
+    load.load(folder / "step_000001", module, optimizer, dist)
     return one_step(backend, module, optimizer, dist)
 
 

@@ -16,11 +16,11 @@ from tests.trainings import build, losses, train, training_on
 from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
+from trainer.checkpoint.resume import check_optimizer, render_horizon
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
-from trainer.resuming import check_optimizer, render_horizon
 from trainer.schema import OptimConfig
 
 FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}

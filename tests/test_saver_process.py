@@ -24,7 +24,7 @@ from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.integrity import Manifest, damages
-from trainer.checkpoint.loading import read_info
+from trainer.checkpoint.load import read_info
 from trainer.checkpoint.saver_process import Launched, launch_saver
 from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist

@@ -21,7 +21,7 @@ from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.integrity import damages
-from trainer.checkpoint.loading import read_info
+from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft
 from trainer.run_folder import release_all, taken_by

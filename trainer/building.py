@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from trainer.checkpoint.resume import Identity, choose, render_changes, render_doomed, resume
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
@@ -25,7 +26,6 @@ from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.resuming import Identity, choose, render_changes, render_doomed, resume
 from trainer.run import LossFn, Run
 from trainer.schema import METRICS_FILE, Config
 from trainer.watch.trackers import open_trackers

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from trainer.checkpoint.write import AtPoint, nothing
 from trainer.checkpoint.writer import Beside
-from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.dist import FlagBoard
 from trainer.evaluation import Evaluator
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate

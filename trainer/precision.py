@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.loading import read_info
+from trainer.checkpoint.load import read_info
+from trainer.checkpoint.resume import choose
 from trainer.dist import Dist, gather, on_rank0
-from trainer.resuming import choose
 from trainer.schema import Config
 
 Precision = Literal["bf16", "fp32"]

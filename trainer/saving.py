@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.retention import METRIC, Keep
+from trainer.checkpoint.write import AtPoint, nothing
 from trainer.checkpoint.writer import Beside, Writer
-from trainer.checkpoint.writing import AtPoint, nothing
 from trainer.reading import PeakMemory
 from trainer.run import Run
 from trainer.schema import CHECKPOINTS_DIR

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from trainer.checkpoint.states import State
-from trainer.checkpoint.writing import Order
+from trainer.checkpoint.write import Order
 
 
 @dataclass(frozen=True)

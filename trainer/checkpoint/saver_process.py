@@ -19,7 +19,7 @@ import trainer
 from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive, send
 from trainer.checkpoint.region import Region
 from trainer.checkpoint.states import State
-from trainer.checkpoint.writing import AtPoint, Order, nothing
+from trainer.checkpoint.write import AtPoint, Order, nothing
 from trainer.run_folder import held_descriptors
 
 NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

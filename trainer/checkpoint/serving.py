@@ -16,7 +16,7 @@ from trainer.checkpoint.errors import CheckpointError, first_cause
 from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive, send
 from trainer.checkpoint.packing import unpack
 from trainer.checkpoint.region import Region
-from trainer.checkpoint.writing import AtPoint, nothing, write
+from trainer.checkpoint.write import AtPoint, nothing, write
 from trainer.dist import Group
 
 

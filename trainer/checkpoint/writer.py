@@ -31,7 +31,7 @@ from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.sizing import expected_bytes, why_no_room
 from trainer.checkpoint.staging import Staging
 from trainer.checkpoint.states import State, local_bytes
-from trainer.checkpoint.writing import AtPoint, Order, nothing, write
+from trainer.checkpoint.write import AtPoint, Order, nothing, write
 from trainer.dist import Dist, control_timeout_s, gather, new_control_group
 
 ASK_AGAIN_S = 0.5

@@ -11,7 +11,7 @@ import torch
 
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import is_complete, newest_complete, steps_in
-from trainer.checkpoint.loading import Resumed, load_model, read_full, read_info
+from trainer.checkpoint.load import Resumed, load_model, read_full, read_info
 from trainer.config.load import config_from_dict
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist

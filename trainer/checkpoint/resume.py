@@ -22,7 +22,7 @@ from trainer.checkpoint.folders import (
     set_aside,
     steps_in,
 )
-from trainer.checkpoint.loading import Resumed, load, verify
+from trainer.checkpoint.load import Resumed, load, verify
 from trainer.checkpoint.shards import differences
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
