@@ -25,10 +25,10 @@ import torch
 import torch.distributed as torch_dist
 
 from tests.limits import HANG_S
-from trainer.checkpoint.saver import serve
-from trainer.checkpoint.saver_process import Launched
-from trainer.checkpoint.writer import Beside
 from trainer.dist import Dist
+from trainer.saver.main import serve
+from trainer.saver.process import Launched
+from trainer.saver.writer import Beside
 
 _ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 _PRELOAD = [
@@ -40,7 +40,7 @@ _PRELOAD = [
     "transformers.models.auto.modeling_auto",
     "transformers.quantizers.auto",  # which imports torchao, where it is installed
     "trainer.models.build",
-    "trainer.checkpoint.serving",
+    "trainer.saver.serve",
 ]
 _savers: list[Launched] = []  # of a rank: the one that was forked with it
 

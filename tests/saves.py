@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.limits import HANG_S
 from trainer.checkpoint.retention import Keep
-from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer
+from trainer.saver.writer import Writer
 from trainer.schema import OptimConfig
 
 

@@ -20,16 +20,16 @@ from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.load import load, read_full
-from trainer.checkpoint.packing import pack, packed_bytes, unpack
-from trainer.checkpoint.saver_process import Launched
 from trainer.checkpoint.shards import sharded_state
-from trainer.checkpoint.sizing import expected_bytes, why_no_room
-from trainer.checkpoint.spare import RESERVE_BYTES, SpareMemory, spare_bytes
-from trainer.checkpoint.staging import Staging
-from trainer.checkpoint.writer import Writer
 from trainer.dist import Dist
 from trainer.host_memory import available_bytes
 from trainer.optim.build import build_optimizer
+from trainer.saver.packing import pack, packed_bytes, unpack
+from trainer.saver.process import Launched
+from trainer.saver.sizes import expected_bytes, why_no_room
+from trainer.saver.spare import RESERVE_BYTES, SpareMemory, spare_bytes
+from trainer.saver.staging import Staging
+from trainer.saver.writer import Writer
 from trainer.saving import Saver
 from trainer.schema import OptimConfig
 from trainer.step import train_step

@@ -13,10 +13,10 @@ from tests.tiny import ALONE
 from tests.trainings import train
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.retention import Keep, to_delete
-from trainer.checkpoint.writer import Writer
 from trainer.config.load import config_notes
 from trainer.config.rules import check_config
 from trainer.errors import ConfigError
+from trainer.saver.writer import Writer
 from trainer.schema import Config, DataConfig, TrainConfig
 
 LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 4.0}

@@ -25,10 +25,10 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.integrity import Manifest, damages
 from trainer.checkpoint.load import read_info
-from trainer.checkpoint.saver_process import Launched, launch_saver
-from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist
 from trainer.run_folder import release_all, taken_by
+from trainer.saver.process import Launched, launch_saver
+from trainer.saver.writer import Beside, Writer
 from trainer.saving import Saver
 from trainer.step import train_step
 
@@ -218,7 +218,7 @@ def test_run_folder_is_in_use_as_long_as_a_saver_lives(tmp_path):
 
 TRAINER = """
 import sys
-from trainer.checkpoint.saver_process import launch_saver
+from trainer.saver.process import launch_saver
 saver = launch_saver()
 print(saver.pid, flush=True)
 sys.stdin.read()

@@ -8,9 +8,9 @@ from typing import Any
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.retention import METRIC, Keep
 from trainer.checkpoint.write import AtPoint, nothing
-from trainer.checkpoint.writer import Beside, Writer
 from trainer.reading import PeakMemory
 from trainer.run import Run
+from trainer.saver.writer import Beside, Writer
 from trainer.schema import CHECKPOINTS_DIR
 
 DEFAULT = Beside()

@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from trainer.batch import Batch
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
-from trainer.checkpoint.writer import Beside, Writer
 from trainer.dist import Dist, gather, start_dist, stop_dist
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
@@ -30,6 +29,7 @@ from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
+from trainer.saver.writer import Beside, Writer
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
 from trainer.step import apply_update
 from trainer.tensors import local_tensor

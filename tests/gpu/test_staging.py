@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainer.checkpoint.region import Region
-from trainer.checkpoint.staging import Staging
+from trainer.saver.region import Region
+from trainer.saver.staging import Staging
 from trainer.step import on_its_way
 
 DEVICE = torch.device("cuda", 0)

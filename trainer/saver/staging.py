@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.packing import pack, room_for
-from trainer.checkpoint.region import Region
-from trainer.checkpoint.spare import SpareMemory
 from trainer.checkpoint.states import State
+from trainer.saver.packing import pack, room_for
+from trainer.saver.region import Region
+from trainer.saver.spare import SpareMemory
 
 PIECE_BYTES = 64 * 2**20
 """Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive, send
-from trainer.checkpoint.region import Region
 from trainer.checkpoint.states import State
 from trainer.checkpoint.write import AtPoint, Order, nothing
 from trainer.run_folder import held_descriptors
+from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
+from trainer.saver.region import Region
 
 NOT_FOR_A_SAVER = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Sent to the whole process group by a terminal or a scheduler; the trainer decides what becomes of a save."""
@@ -45,7 +45,7 @@ def launch_saver() -> Launched:
     Raises OSError when it cannot be started.
     """
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "trainer.checkpoint.saver", str(theirs.fileno()), str(os.getpid())]
+    command = [sys.executable, "-m", "trainer.saver.main", str(theirs.fileno()), str(os.getpid())]
     with theirs:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_A_SAVER)  # the child has the mask for good
         try:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.region import Region
 from trainer.checkpoint.states import Key, State, is_plain, key_of, map_leaves
+from trainer.saver.region import Region
 from trainer.tensors import local_tensor
 
 ALIGNMENT = 64

@@ -13,11 +13,11 @@ import torch.distributed as torch_dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.errors import CheckpointError, first_cause
-from trainer.checkpoint.messages import Outcome, Point, Save, Setup, Up, receive, send
-from trainer.checkpoint.packing import unpack
-from trainer.checkpoint.region import Region
 from trainer.checkpoint.write import AtPoint, nothing, write
 from trainer.dist import Group
+from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
+from trainer.saver.packing import unpack
+from trainer.saver.region import Region
 
 
 def serve_orders(connection: Connection, *, niceness: int = 0) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.packing import packed_bytes, room_for
 from trainer.checkpoint.shards import model_state
 from trainer.checkpoint.states import is_plain
 from trainer.host_memory import available_bytes
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.low_bit import is_quantised
+from trainer.saver.packing import packed_bytes, room_for
 from trainer.tensors import local_tensor
 from trainer.words import render_bytes
 

@@ -25,7 +25,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """`python -m trainer.checkpoint.saver DESCRIPTOR PARENT`: serve the trainer at the other end of a socket."""
+    """`python -m trainer.saver.main DESCRIPTOR PARENT`: serve the trainer at the other end of a socket."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with(parent)
     with suppress(OSError):
@@ -36,7 +36,7 @@ def main() -> None:
 def serve(connection: Connection, *, niceness: int = 0) -> None:
     """Join the other savers and write what is ordered, until the trainer's end of the connection closes."""
     threading.Thread(target=end_with, args=(connection.fileno(),), name="trainer gone", daemon=True).start()
-    from trainer.checkpoint.serving import serve_orders  # imports torch: seconds, while the trainer goes on
+    from trainer.saver.serve import serve_orders  # imports torch: seconds, while the trainer goes on
 
     serve_orders(connection, niceness=niceness)
 
