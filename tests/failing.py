@@ -13,8 +13,8 @@ from tests.tiny import ALONE
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import MemoryKeeper, fit_into, read_failed
 from trainer.models.decoder import DecoderShape
-from trainer.run import Run
 from trainer.schema import Config, TrainConfig
+from trainer.train.run import Run
 from trainer.words import GIB
 
 

@@ -30,10 +30,10 @@ from trainer.models.decoder import Decoder, logits_head
 from trainer.models.hf import init_random, named_weights
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.run import LossFn, Run
 from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
-from trainer.step import train_step
 from trainer.tensors import local_tensor
+from trainer.train.run import LossFn, Run
+from trainer.train.step import train_step
 
 SEQ_LEN = 24
 LENGTHS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [24], [8, 8], [17, 5], [2, 2, 2], [23], [1], [1, 1]]

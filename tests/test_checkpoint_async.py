@@ -16,7 +16,6 @@ from tests.ranks import FORKED, run_ranks
 from tests.saves import Gate, begin, start, step
 from tests.tiny import ALONE
 from tests.trainings import build
-from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.load import load, read_full
@@ -30,9 +29,10 @@ from trainer.saver.sizes import expected_bytes, why_no_room
 from trainer.saver.spare import RESERVE_BYTES, SpareMemory, spare_bytes
 from trainer.saver.staging import Staging
 from trainer.saver.writer import Writer
-from trainer.saving import Saver
 from trainer.schema import OptimConfig
-from trainer.step import train_step
+from trainer.train import loop
+from trainer.train.saves import Saver
+from trainer.train.step import train_step
 
 GIB = 2**30
 

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.oracles.reference import hf_model
 from tests.tiny import packed_batch, tiny_decoder, tiny_shape
 from tests.trainings import build
-from trainer import loop
 from trainer.flops import flops_of
-from trainer.reading import Window
+from trainer.train import loop
+from trainer.train.values import Window
 
 LENGTHS = [[40, 20, 4], [57]]
 SHAPE = tiny_shape(hidden_size=256, intermediate_size=512, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=1009)

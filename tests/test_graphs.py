@@ -9,10 +9,10 @@ from tests.tiny import packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch, LossSum
 from trainer.config.load import load_config
 from trainer.errors import ConfigError
-from trainer.graphs import GraphedMicroBatches, decide_graphs
 from trainer.models.decoder import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
+from trainer.train.graphs import GraphedMicroBatches, decide_graphs
 
 
 class Replays:

@@ -19,12 +19,12 @@ import torch
 
 from tests.ranks import FORKED, run_ranks
 from tests.trainings import build, losses
-from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.folders import newest_complete, steps_in
 from trainer.checkpoint.integrity import damages
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
+from trainer.train import loop
 
 INSIDE = ("staged", "begun", "shards", "random", "state", "marker", "replaced", "renamed", "committed", "pruned")
 ON_RANK_0 = ("state", "marker", "replaced", "renamed")

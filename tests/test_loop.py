@@ -16,7 +16,6 @@ import torch
 from tests.ranks import run_ranks
 from tests.tiny import ALONE, packed_batch, tiny_shape
 from tests.trainings import STEPS, build, losses, poison, train, train_rank, training_on
-from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer
@@ -26,10 +25,11 @@ from trainer.export.compare import random_rows, rows_of
 from trainer.export.finish import rows_to_compare
 from trainer.models.build import check_length
 from trainer.models.shapes import shape_from_config
-from trainer.reading import NonFiniteError
 from trainer.recipes import sft
-from trainer.step import train_step
-from trainer.stopping import stop_requests
+from trainer.train import loop
+from trainer.train.step import train_step
+from trainer.train.stop import stop_requests
+from trainer.train.values import NonFiniteError
 
 
 def eval_losses(records: list[dict]) -> list[float]:

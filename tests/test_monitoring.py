@@ -17,17 +17,17 @@ from torch import nn
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import build, poison, train, training_on
-from trainer import loop
 from trainer.batch import LossSum
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.export.finish import finish
 from trainer.metrics_log import MetricsLog, render_train
-from trainer.reading import NonFiniteError, PeakMemory, Window
 from trainer.recipes import sft
-from trainer.run import Run
 from trainer.schema import Config
+from trainer.train import loop
+from trainer.train.run import Run
+from trainer.train.values import NonFiniteError, PeakMemory, Window
 from trainer.watch.profiling import step_watchers
 from trainer.watch.summary import summarize
 from trainer.watch.trackers import check_trackers, numbers_of, open_trackers

@@ -16,7 +16,7 @@ from trainer.config.train import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps
 from trainer.schema import OptimConfig
-from trainer.step import apply_update
+from trainer.train.step import apply_update
 
 STEPS = 100
 

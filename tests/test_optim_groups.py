@@ -30,7 +30,7 @@ from trainer.parallel.choose import make_backend
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.recipes import sft
 from trainer.schema import Config, GroupConfig, ModelConfig, OptimConfig, TargetConfig, TrainConfig
-from trainer.step import apply_update, divides_by_itself
+from trainer.train.step import apply_update, divides_by_itself
 
 SHAPE = tiny_shape()
 FINITE, NOT_FINITE = torch.tensor(True), torch.tensor(False)

@@ -41,8 +41,8 @@ from trainer.models.hf import gather_full, load_pretrained
 from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config
-from trainer.step import clip_divisor
 from trainer.tensors import local_tensor
+from trainer.train.step import clip_divisor
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 

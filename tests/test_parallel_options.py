@@ -41,8 +41,8 @@ from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import LoraConfig
-from trainer.step import apply_update, clip_divisor
 from trainer.tensors import local_tensor
+from trainer.train.step import apply_update, clip_divisor
 
 DEEP = {"num_layers": 4}
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "dp_replicate": 2}

@@ -10,11 +10,11 @@ import torch
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import train, training_on
-from trainer import precision
 from trainer.config.load import config_from_dict
 from trainer.errors import ConfigError
 from trainer.inspection.inspecting import inspect_run
 from trainer.parallel.float8_choice import decide_float8, why_no_float8
+from trainer.train import precision
 
 X86 = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\nbugs\t\t:\n\nprocessor\t: 1\n"

@@ -13,14 +13,14 @@ from tests.failing import Keeper, compile_failure, fail_once
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import build
-from trainer import probing
 from trainer.config.load import config_from_dict
 from trainer.dist import Dist
 from trainer.kernels import support
 from trainer.memory.fitting import MemoryKeeper
-from trainer.run import Run
 from trainer.schema import Config
-from trainer.step import train_step
+from trainer.train import probe
+from trainer.train.run import Run
+from trainer.train.step import train_step
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_pass_changes_neither_random_numbers_nor_gradients_nor_steps(backend, ro
     expected = stepped(plain)
     run = build(rows, tmp_path / "probed", backend=backend)
     before = torch.get_rng_state()
-    probing.probe_pass(run)
+    probe.probe_pass(run)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in run.module.parameters())
     assert stepped(run) == expected
@@ -63,14 +63,14 @@ def test_pass_changes_neither_random_numbers_nor_gradients_nor_steps(backend, ro
     ],
 )
 def test_largest_batch_has_full_rows_all_of_targets(train, data, shape):
-    batch = probing.largest_batch(config_from_dict({"train": train, "data": data}))
+    batch = probe.largest_batch(config_from_dict({"train": train, "data": data}))
     assert tuple(batch.input_ids.shape) == shape
     assert int(batch.num_targets) == int(batch.num_tokens) == shape[0] * shape[1]
 
 
 def test_probe_is_told_with_what_the_first_step_adds():
     gib = 2**30
-    told = probing.render_probe(needs=58 * gib, room=79 * gib, later=12 * gib)
+    told = probe.render_probe(needs=58 * gib, room=79 * gib, later=12 * gib)
     assert told == "probe: peak 58.0 GiB of 79.0, 12.0 of them the optimizer's state, which the first step makes"
 
 
@@ -82,10 +82,10 @@ def after_compile_failure(dist: Dist, rows: str, folder: str, backend: str, back
     expected = stepped(plain)
     run = build(rows, Path(folder) / f"run-{dist.rank}", dist, backend=backend)
     fail_once(run, compile_failure(), backward=backward)
-    failure = probing.try_pass(run)
+    failure = probe.try_pass(run)
     assert isinstance(failure, str)
-    probing.run_without_compiler(run, keeper_of(run), failure)
-    assert probing.try_pass(run) is None
+    probe.run_without_compiler(run, keeper_of(run), failure)
+    assert probe.try_pass(run) is None
     return failure, expected, stepped(run)
 
 
@@ -110,7 +110,7 @@ def test_failed_compiler_is_told_in_a_line_and_a_budget_becomes_selective(rows, 
     memory.given = replace(
         memory.given, parallel=replace(memory.given.parallel, compile=True, activation_checkpointing="budget")
     )
-    probing.run_without_compiler(run, memory, "rank 0: NoCompiler: none found")
+    probe.run_without_compiler(run, memory, "rank 0: NoCompiler: none found")
     told = "warning: blocks cannot be compiled and run as plain torch, which is slower: rank 0: NoCompiler: none found"
     assert told in capsys.readouterr().out
     assert (run.config.parallel.compile, run.config.parallel.activation_checkpointing) == (False, "selective")
@@ -120,11 +120,11 @@ def test_plan_that_runs_out_of_memory_gives_way_to_the_next_in_the_same_process(
     expected = stepped(build(rows, tmp_path / "plain", backend="fsdp"))
     run = build(rows, tmp_path / "run", backend="fsdp")
     fail_once(run, torch.OutOfMemoryError("CUDA out of memory."), backward=True)
-    assert isinstance(probing.try_pass(run), torch.OutOfMemoryError)
+    assert isinstance(probe.try_pass(run), torch.OutOfMemoryError)
     memory = Keeper(run.run_dir, run.config)
     taken = []
     while run.config.parallel.activation_checkpointing != "selective":
-        assert probing.take_next_plan(run, memory)
+        assert probe.take_next_plan(run, memory)
         plan = run.backend.plan
         taken.append((run.config.parallel.activation_checkpointing, plan.strategy, plan.reduces_every))
     assert taken == [
@@ -141,10 +141,10 @@ def test_error_of_the_model_itself_is_raised(rows, tmp_path):
     run = build(rows, tmp_path / "run")
     fail_once(run, ValueError("no"), backward=False)
     with pytest.raises(ValueError, match="no"):
-        probing.try_pass(run)
+        probe.try_pass(run)
 
 
 def test_nothing_is_tried_on_the_cpu(rows, tmp_path):
     run = build(rows, tmp_path / "run")
     fail_once(run, ValueError("no"), backward=False)
-    probing.probe(run, MemoryKeeper(Config(), Any, tmp_path, ALONE))  # type: ignore[arg-type]
+    probe.probe(run, MemoryKeeper(Config(), Any, tmp_path, ALONE))  # type: ignore[arg-type]

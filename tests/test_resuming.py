@@ -13,7 +13,6 @@ from deployer.agent.host.files import read_text
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import build, losses, train, training_on
-from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.resume import check_optimizer, render_horizon
@@ -22,6 +21,7 @@ from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.schema import OptimConfig
+from trainer.train import loop
 
 FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}
 
@@ -163,11 +163,11 @@ def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
     """As tests.test_loop.build does, of a whole config."""
     from functools import partial
 
-    from trainer.building import build_run
     from trainer.data.loader import build_data
     from trainer.data.tokenize.tokenizer import load_tokenizer
     from trainer.models.losses import sft_loss
     from trainer.models.shapes import shape_from_config
+    from trainer.train.build import build_run
 
     tokenizer = load_tokenizer(config)
     shape = shape_from_config(config.model, len(tokenizer))

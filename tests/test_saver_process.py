@@ -20,7 +20,6 @@ from tests.ranks import FORKED, forked_saver, run_ranks
 from tests.saves import begin, start, step
 from tests.tiny import ALONE
 from tests.trainings import build
-from trainer import loop
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.integrity import Manifest, damages
@@ -29,8 +28,9 @@ from trainer.dist import Dist
 from trainer.run_folder import release_all, taken_by
 from trainer.saver.process import Launched, launch_saver
 from trainer.saver.writer import Beside, Writer
-from trainer.saving import Saver
-from trainer.step import train_step
+from trainer.train import loop
+from trainer.train.saves import Saver
+from trainer.train.step import train_step
 
 
 def save_in_both_ways(dist: Dist, folder: str) -> tuple[Manifest, Manifest]:

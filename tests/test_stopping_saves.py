@@ -16,7 +16,6 @@ import torch
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from tests.trainings import build, losses, training_on
-from trainer import loop
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
@@ -25,6 +24,7 @@ from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft
 from trainer.run_folder import release_all, taken_by
+from trainer.train import loop
 
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
 

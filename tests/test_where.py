@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.ranks import run_ranks
 from tests.tiny import tiny_decoder
 from tests.trainings import build
-from trainer import loop
 from trainer.dist import Dist
 from trainer.flops import sustained_flops
 from trainer.metrics_log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
+from trainer.train import loop
 from trainer.watch.ceiling import ceiling_of
 from trainer.watch.profiling import step_watchers, where_it_went
 from trainer.watch.where import (

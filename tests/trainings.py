@@ -10,15 +10,15 @@ from tests.configs import SMALL_MODEL, config_of
 from tests.ranks import run_ranks
 from tests.tiny import ALONE
 from trainer.batch import LossSum
-from trainer.building import build_run, seed_everything
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.models.losses import sft_loss
 from trainer.models.shapes import shape_from_config
 from trainer.recipes import sft
-from trainer.run import Run
 from trainer.schema import Config
+from trainer.train.build import build_run, seed_everything
+from trainer.train.run import Run
 
 STEPS = 8
 

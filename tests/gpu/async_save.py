@@ -31,8 +31,8 @@ from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.saver.writer import Beside, Writer
 from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
-from trainer.step import apply_update
 from trainer.tensors import local_tensor
+from trainer.train.step import apply_update
 
 NORM = "model.norm.weight"
 SHAPES = {

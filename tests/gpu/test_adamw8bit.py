@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.adamw8bit_check import check_adamw8bit
 from trainer.optim.build import build_optimizer
 from trainer.schema import OptimConfig
-from trainer.step import apply_update
+from trainer.train.step import apply_update
 
 CONFIGS = {word: OptimConfig(optimizer=word) for word in ("adamw", "adamw8bit")}
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from trainer.batch import IGNORE, Batch
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.graphs import CudaCapture, GraphedMicroBatches
 from trainer.metrics_log import MetricsLog
 from trainer.models.attention import attention, document_blocks, document_mask, fastest_kernels, tuned_tiles
 from trainer.models.build import build_decoder, fill_weights
@@ -18,9 +17,10 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.losses import chunked_cross_entropy, sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.run import Run
 from trainer.schema import Config, DataConfig, ParallelConfig, TargetConfig, TrainConfig
-from trainer.step import train_step
+from trainer.train.graphs import CudaCapture, GraphedMicroBatches
+from trainer.train.run import Run
+from trainer.train.step import train_step
 
 DEVICE = torch.device("cuda")
 SHAPE = DecoderShape("qwen2", 4096, 256, 512, 3, 4, 2, 64)

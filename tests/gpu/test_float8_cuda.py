@@ -19,7 +19,7 @@ from trainer.parallel.choose import make_backend
 from trainer.parallel.compile import compile_blocks
 from trainer.parallel.timing import seconds_of
 from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
-from trainer.step import apply_update
+from trainer.train.step import apply_update
 
 DEVICE = torch.device("cuda", 0)
 DIST = Dist(0, 0, 1, DEVICE)

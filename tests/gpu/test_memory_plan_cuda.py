@@ -14,7 +14,6 @@ from tests.failing import compile_failure, fail_once
 from tests.ferry import REPO
 from tests.limits import HANG_S
 from tests.tiny import packed_batch
-from trainer import probing
 from trainer.batch import Batch
 from trainer.config.load import config_from_dict
 from trainer.data.loader import Data
@@ -31,9 +30,10 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.run import Run
 from trainer.schema import MEMORY_PLAN_FILE, Config
-from trainer.step import train_step
+from trainer.train import probe
+from trainer.train.run import Run
+from trainer.train.step import train_step
 
 SHAPE = DecoderShape("qwen2", 32000, 1024, 4096, 8, 16, 4, 64)
 LENGTH, ROWS = 2048, 16
@@ -98,7 +98,7 @@ def test_plan_that_does_not_fit_gives_way_to_one_that_does(backend, tmp_path, ca
     room = int(1.1 * needs) - torch.cuda.memory_allocated(DEVICE)
     held = torch.empty(free_bytes(DEVICE) - room, dtype=torch.uint8, device=DEVICE)
     with fastest_kernels():
-        probing.probe(run, memory)
+        probe.probe(run, memory)
         values = train_step(run, 0, lr=1e-3).read()
     del held
     told = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_failing_compiler_leaves_a_run_in_plain_torch_with_the_same_loss(tmp_pat
     with fastest_kernels():
         compiled = train_step(run, 0, lr=0.0).read()
         fail_once(run, compile_failure(), backward=False)
-        probing.probe(run, memory)
+        probe.probe(run, memory)
         plain = train_step(run, 0, lr=0.0).read()
     assert "warning: blocks cannot be compiled and run as plain torch, which is" in capsys.readouterr().out
     assert not run.backend.compiled

@@ -7,7 +7,7 @@ import torch
 
 from trainer.saver.region import Region
 from trainer.saver.staging import Staging
-from trainer.step import on_its_way
+from trainer.train.step import on_its_way
 
 DEVICE = torch.device("cuda", 0)
 MIB = 2**20

@@ -22,8 +22,8 @@ from trainer.optim.schedules import lr_multiplier
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config, OptimConfig, TargetConfig, TrainConfig
-from trainer.step import clip_divisor
 from trainer.tensors import local_tensor, own_slices
+from trainer.train.step import clip_divisor
 
 Fields = dict[str, Any]
 STEPS = 100

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from trainer.batch import Batch
-from trainer.building import graphed_micro_batches
 from trainer.calibration.sizes import first_size, with_rows
 from trainer.calibration.verdict import Timed
 from trainer.config.parallel import recompute_mode
@@ -29,11 +28,12 @@ from trainer.models.decoder import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.probing import largest_batch
-from trainer.run import Run
 from trainer.schema import Config
-from trainer.step import train_step
 from trainer.tensors import local_tensor
+from trainer.train.build import graphed_micro_batches
+from trainer.train.probe import largest_batch
+from trainer.train.run import Run
+from trainer.train.step import train_step
 from trainer.words import GIB
 
 WARM_STEPS, TIMED_STEPS = 2, 3

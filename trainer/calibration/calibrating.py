@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainer.building import seed_everything
 from trainer.calibration.bench import Bench
 from trainer.calibration.sizes import given_batch, search, sizes
 from trainer.calibration.verdict import HEADER, Calibration
@@ -18,8 +17,9 @@ from trainer.dist import Dist, on_rank0
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length
 from trainer.models.shapes import model_folder, shape_from_config
-from trainer.precision import settle_anew
 from trainer.schema import Config
+from trainer.train.build import seed_everything
+from trainer.train.precision import settle_anew
 
 
 def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Calibration:

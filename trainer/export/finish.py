@@ -15,9 +15,9 @@ from trainer.export.model import export_tensors
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
-from trainer.run import Result, Run
 from trainer.run_folder import write_outcome
 from trainer.schema import ADAPTER_DIR, EXPORT_DIR
+from trainer.train.run import Result, Run
 
 
 def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> int:

@@ -35,8 +35,8 @@ from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr
 from trainer.parallel.float8_choice import foresee_float8
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
-from trainer.precision import foresee_precision
 from trainer.schema import JOB_ID_ENV, Config
+from trainer.train.precision import foresee_precision
 from trainer.watch.summary import ParameterSummary, summarize
 from trainer.words import GIB
 

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import loop
-from trainer.building import build_run, seed_everything
 from trainer.data.loader import Data
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
@@ -20,10 +18,12 @@ from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.losses import sft_loss
 from trainer.models.shapes import shape_from_config
-from trainer.precision import settle_precision
-from trainer.probing import probe
 from trainer.schema import Config
-from trainer.telling import tell_plan
+from trainer.train import loop
+from trainer.train.build import build_run, seed_everything
+from trainer.train.plan_log import tell_plan
+from trainer.train.precision import settle_precision
+from trainer.train.probe import probe
 from trainer.watch.oom import oom_advice
 from trainer.watch.profiling import step_watchers
 

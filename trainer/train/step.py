@@ -12,7 +12,7 @@ import torch
 
 from trainer.dist import Dist, sum_over_ranks
 from trainer.optim.groups import set_learning_rate
-from trainer.run import Run
+from trainer.train.run import Run
 
 NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite", "squared document lengths")
 """The first entries of StepValues.values. After them stand, rank by rank, the seconds that each took to get its data

@@ -10,8 +10,8 @@ from trainer.config.train import length_notes
 from trainer.models.lora import render_lora
 from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
-from trainer.run import Run
 from trainer.schema import JOB_ID_ENV
+from trainer.train.run import Run
 from trainer.watch.summary import summarize
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.retention import METRIC, Keep
 from trainer.checkpoint.write import AtPoint, nothing
-from trainer.reading import PeakMemory
-from trainer.run import Run
 from trainer.saver.writer import Beside, Writer
 from trainer.schema import CHECKPOINTS_DIR
+from trainer.train.run import Run
+from trainer.train.values import PeakMemory
 
 DEFAULT = Beside()
 WORTH_SAYING_S = 1.0

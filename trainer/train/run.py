@@ -14,10 +14,10 @@ from trainer.batch import Batch, LossSum
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import NO_FLOPS, Flops
-from trainer.graphs import GraphedMicroBatches
 from trainer.metrics_log import MetricsLog
 from trainer.parallel.backend import Backend
 from trainer.schema import Config
+from trainer.train.graphs import GraphedMicroBatches
 
 LossFn = Callable[[nn.Module, Batch], LossSum]
 

@@ -17,7 +17,6 @@ from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.flops import flops_of, peak_flops
-from trainer.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
 from trainer.metrics_log import MetricsLog
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
@@ -26,8 +25,9 @@ from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.run import LossFn, Run
 from trainer.schema import METRICS_FILE, Config
+from trainer.train.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
+from trainer.train.run import LossFn, Run
 from trainer.watch.trackers import open_trackers
 
 

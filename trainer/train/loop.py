@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from trainer.checkpoint.write import AtPoint, nothing
 from trainer.dist import FlagBoard
-from trainer.evaluation import Evaluator
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
-from trainer.reading import NonFiniteError, PeakMemory, Reader
-from trainer.run import Result, Run
 from trainer.saver.writer import Beside
-from trainer.saving import DEFAULT, Saver
-from trainer.step import StepWatcher, is_watched, train_step, watched
-from trainer.stopping import stop_requests
+from trainer.train.evaluate import Evaluator
+from trainer.train.run import Result, Run
+from trainer.train.saves import DEFAULT, Saver
+from trainer.train.step import StepWatcher, is_watched, train_step, watched
+from trainer.train.stop import stop_requests
+from trainer.train.values import NonFiniteError, PeakMemory, Reader
 
 
 def train(

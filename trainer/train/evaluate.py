@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from trainer.dist import FlagBoard, sum_over_ranks
-from trainer.run import Run
+from trainer.train.run import Run
 
 
 def never() -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer.metrics_log import Record
-from trainer.run import Run
-from trainer.step import StepValues
+from trainer.train.run import Run
+from trainer.train.step import StepValues
 from trainer.words import first_few
 
 
