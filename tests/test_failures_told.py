@@ -17,13 +17,13 @@ from tests.ranks import run_ranks
 from tests.tiny import ALONE, tiny_shape
 from tests.trainings import training_on
 from trainer.dist import Dist
+from trainer.failures.comm_errors import comm_facts, explain
+from trainer.failures.diagnose import claim_failure, describe, is_lost_peer
+from trainer.failures.oom import OutOfMemory, oom_advice, parse_oom, render_oom
 from trainer.schema import Config, TargetConfig, TrainConfig
 from trainer.start.launch import build_debug_env, build_launch_env
 from trainer.start.rank import exit_code, run_recipe
 from trainer.startup import Phase, Startup
-from trainer.watch.comm_errors import comm_facts, explain
-from trainer.watch.diagnose import claim_failure, describe, is_lost_peer
-from trainer.watch.oom import OutOfMemory, oom_advice, parse_oom, render_oom
 
 GIB = 2**30
 

@@ -19,12 +19,12 @@ from tests.ferry import REPO
 from tests.limits import HANG_S
 from trainer.commands import cli
 from trainer.config.load import ConfigError, config_from_dict, load_config
+from trainer.failures import diagnose
 from trainer.flops import card_peak_flops
 from trainer.metrics_log import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 from trainer.start import launch, torchrun
 from trainer.start.launch import HostGpus
-from trainer.watch import diagnose
 
 TWO_GPUS = "0, GPU-11111111\n1, GPU-22222222\n"
 

@@ -18,9 +18,9 @@ import torch
 from tests.limits import FOREVER_S, HANG_S
 from tests.ranks import barrier, run_ranks
 from trainer.dist import Dist
+from trainer.failures.heartbeat import Beat, Observer, Seen, judge, late_ranks
+from trainer.failures.watchdog import machine_id, process_ended, watching
 from trainer.start.rank import comm_timeout_s
-from trainer.watch.heartbeat import Beat, Observer, Seen, judge, late_ranks
-from trainer.watch.watchdog import machine_id, process_ended, watching
 
 TIMEOUT_S = 2.0
 

@@ -10,9 +10,9 @@ import click
 
 from trainer.calibration.calibrating import calibrate
 from trainer.dist import start_dist, stop_dist
+from trainer.failures.watchdog import leave
 from trainer.schema import Config
 from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
-from trainer.watch.watchdog import leave
 
 
 def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:

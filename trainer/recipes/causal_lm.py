@@ -13,6 +13,7 @@ from trainer.data.loader import Data
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist
 from trainer.export.finish import finish
+from trainer.failures.oom import oom_advice
 from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
@@ -24,7 +25,6 @@ from trainer.train.build import build_run, seed_everything
 from trainer.train.plan_log import tell_plan
 from trainer.train.precision import settle_precision
 from trainer.train.probe import probe
-from trainer.watch.oom import oom_advice
 from trainer.watch.profiling import step_watchers
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ import torch
 
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
+from trainer.failures import diagnose
+from trainer.failures.heartbeat import SILENT_S
+from trainer.failures.watchdog import leave, watching
 from trainer.run_folder import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.start import launch
 from trainer.startup import Startup
-from trainer.watch import diagnose
-from trainer.watch.heartbeat import SILENT_S
 from trainer.watch.trackers import check_trackers
-from trainer.watch.watchdog import leave, watching
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
 COMM_MARGIN_S = 60

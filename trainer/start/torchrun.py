@@ -20,8 +20,8 @@ if __name__ == "__main__":
     # not this folder: its names would hide other packages
     sys.path[0] = str(next(folder.parent for folder in Path(__file__).absolute().parents if folder.name == "trainer"))
 
+from trainer.failures.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
-from trainer.watch.diagnose import FAILURE_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from trainer.failures.diagnose import has_failed
 from trainer.schema import STOP_FILE
-from trainer.watch.diagnose import has_failed
 
 
 @contextmanager

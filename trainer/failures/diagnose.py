@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from trainer.failures.comm_errors import comm_facts, explain, is_comm_error
 from trainer.run_folder import write_outcome
-from trainer.watch.comm_errors import comm_facts, explain, is_comm_error
 from trainer.words import first_line
 
 FAILURE_FILE = "control/failure.json"

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as torch_dist
 
 from trainer.dist import Dist, control_timeout_s
+from trainer.failures import diagnose
+from trainer.failures.heartbeat import SILENT_S, Beat, Observer, Verdict, judge
 from trainer.progress import Progress
-from trainer.watch import diagnose
-from trainer.watch.heartbeat import SILENT_S, Beat, Observer, Verdict, judge
 
 HANG_DIR = "hang"
 """In the run folder: each rank's stacks at the moment of the verdict."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from trainer.dist import Dist
+from trainer.failures.diagnose import place_of
 from trainer.memory.estimate import Saving, estimate_memory, savings
 from trainer.models.decoder import DecoderShape
 from trainer.progress import render_place
 from trainer.schema import Config
-from trainer.watch.diagnose import place_of
 from trainer.words import render_bytes
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
