@@ -23,12 +23,12 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.export.finish import finish
 from trainer.metrics_log import MetricsLog, render_train
+from trainer.profile.trace import step_watchers
 from trainer.recipes import sft
 from trainer.schema import Config
 from trainer.train import loop
 from trainer.train.run import Run
 from trainer.train.values import NonFiniteError, PeakMemory, Window
-from trainer.watch.profiling import step_watchers
 from trainer.watch.summary import summarize
 from trainer.watch.trackers import check_trackers, numbers_of, open_trackers
 

@@ -23,10 +23,9 @@ from trainer.dist import Dist
 from trainer.flops import sustained_flops
 from trainer.metrics_log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
-from trainer.train import loop
-from trainer.watch.ceiling import ceiling_of
-from trainer.watch.profiling import step_watchers, where_it_went
-from trainer.watch.where import (
+from trainer.profile.ceiling import ceiling_of
+from trainer.profile.trace import step_watchers, where_it_went
+from trainer.profile.where import (
     CLASSES,
     COMMUNICATION,
     GAPS,
@@ -37,6 +36,7 @@ from trainer.watch.where import (
     where_kernels_went,
     where_operators_went,
 )
+from trainer.train import loop
 
 GEMM, NCCL, ADAM = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "ncclDevKernel_AllGather_RING_LL(...)", "FusedAdam"
 POINTWISE = "triton_poi_fused__to_copy_mul_silu_3"

@@ -19,13 +19,13 @@ from trainer.models.attention import fastest_kernels
 from trainer.models.build import check_length, pretrained_folder
 from trainer.models.losses import sft_loss
 from trainer.models.shapes import shape_from_config
+from trainer.profile.trace import step_watchers
 from trainer.schema import Config
 from trainer.train import loop
 from trainer.train.build import build_run, seed_everything
 from trainer.train.plan_log import tell_plan
 from trainer.train.precision import settle_precision
 from trainer.train.probe import probe
-from trainer.watch.profiling import step_watchers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

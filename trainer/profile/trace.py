@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.dist import gather
 from trainer.flops import sustained_flops
 from trainer.models.float8 import uses_float8
+from trainer.profile.ceiling import Ceiling, ceiling_of
+from trainer.profile.where import Event, StepTime, where_kernels_went, where_operators_went
 from trainer.train.run import Run
 from trainer.train.step import NAMES, StepValues, StepWatcher
-from trainer.watch.ceiling import Ceiling, ceiling_of
-from trainer.watch.where import Event, StepTime, where_kernels_went, where_operators_went
 
 PROFILE_DIR = "profile"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.watch.where import COMMUNICATION, GAPS, StepTime
+from trainer.profile.where import COMMUNICATION, GAPS, StepTime
 
 
 @dataclass(frozen=True)
