@@ -23,7 +23,7 @@ from trainer.data.batches.micro_batches import build_batches
 from trainer.data.loader import Data
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.log import MetricsLog
 from trainer.models import losses
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, logits_head

@@ -24,7 +24,7 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
 from trainer.export.compare import sequence_logits
-from trainer.flops import Flops, flops_of
+from trainer.metrics.flops import Flops, flops_of
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder

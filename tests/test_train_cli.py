@@ -20,8 +20,8 @@ from tests.limits import HANG_S
 from trainer.commands import cli
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.failures import diagnose
-from trainer.flops import card_peak_flops
-from trainer.metrics_log import Screen, drop_records_after, render_bar, render_duration, render_train
+from trainer.metrics.flops import card_peak_flops
+from trainer.metrics.log import Screen, drop_records_after, render_bar, render_duration, render_train
 from trainer.schema import Config, RunConfig, TargetConfig
 from trainer.start import launch, torchrun
 from trainer.start.launch import HostGpus

@@ -20,8 +20,8 @@ from tests.ranks import run_ranks
 from tests.tiny import tiny_decoder
 from tests.trainings import build
 from trainer.dist import Dist
-from trainer.flops import sustained_flops
-from trainer.metrics_log import MetricsLog, Record
+from trainer.metrics.flops import sustained_flops
+from trainer.metrics.log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
 from trainer.profile.ceiling import ceiling_of
 from trainer.profile.trace import step_watchers, where_it_went

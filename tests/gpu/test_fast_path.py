@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from trainer.batch import IGNORE, Batch
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.log import MetricsLog
 from trainer.models.attention import attention, document_blocks, document_mask, fastest_kernels, tuned_tiles
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape

@@ -23,7 +23,7 @@ from trainer.memory.activations import Kernels
 from trainer.memory.estimate import estimate_memory
 from trainer.memory.fitting import MemoryKeeper, free_bytes, planned
 from trainer.memory.plans import MemoryPlan
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.log import MetricsLog
 from trainer.models.attention import fastest_kernels
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape

@@ -17,12 +17,12 @@ from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data
 from trainer.dist import Dist, gather
-from trainer.flops import flops_of, peak_flops
 from trainer.host_memory import available_bytes
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import Fit, fit_into, free_bytes
 from trainer.memory.plans import usable
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.flops import flops_of, peak_flops
+from trainer.metrics.log import MetricsLog
 from trainer.models.build import build_decoder
 from trainer.models.decoder import DecoderShape
 from trainer.models.losses import sft_loss

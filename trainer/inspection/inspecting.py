@@ -26,6 +26,7 @@ from trainer.inspection.samples import Sample, read_samples
 from trainer.memory.estimate import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.memory.fitting import Fit, fit_into
 from trainer.memory.plans import Choice
+from trainer.metrics.summary import ParameterSummary, summarize
 from trainer.models.build import build_decoder, check_length
 from trainer.models.decoder import DecoderShape
 from trainer.models.lora import render_lora
@@ -37,7 +38,6 @@ from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
 from trainer.train.precision import foresee_precision
-from trainer.watch.summary import ParameterSummary, summarize
 from trainer.words import GIB
 
 if TYPE_CHECKING:

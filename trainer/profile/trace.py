@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.dist import gather
-from trainer.flops import sustained_flops
+from trainer.metrics.flops import sustained_flops
 from trainer.models.float8 import uses_float8
 from trainer.profile.ceiling import Ceiling, ceiling_of
 from trainer.profile.where import Event, StepTime, where_kernels_went, where_operators_went

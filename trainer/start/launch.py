@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple, NoReturn
 
 from trainer.config.load import ConfigError, config_to_yaml, local_data_paths, num_processes
 from trainer.files import expanded, replace_text
+from trainer.metrics.trackers import check_trackers
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Config, gpu_count
 from trainer.startup import now_s, process_start_s
-from trainer.watch.trackers import check_trackers
 
 DeviceKind = Literal["cuda", "cpu"]
 

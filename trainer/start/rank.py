@@ -17,11 +17,11 @@ from trainer.errors import ConfigError, UserError
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S
 from trainer.failures.watchdog import leave, watching
+from trainer.metrics.trackers import check_trackers
 from trainer.run_folder import IN_USE_HINT, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.start import launch
 from trainer.startup import Startup
-from trainer.watch.trackers import check_trackers
 
 FAILURES = (Exception, KeyboardInterrupt, SystemExit)
 COMM_MARGIN_S = 60

@@ -16,8 +16,9 @@ from trainer.checkpoint.resume import Identity, choose, render_changes, render_d
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.flops import flops_of, peak_flops
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.flops import flops_of, peak_flops
+from trainer.metrics.log import MetricsLog
+from trainer.metrics.trackers import open_trackers
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import DecoderShape
 from trainer.models.freezing import is_partly_frozen, trained_part
@@ -28,7 +29,6 @@ from trainer.parallel.choose import make_backend
 from trainer.schema import METRICS_FILE, Config
 from trainer.train.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
 from trainer.train.run import LossFn, Run
-from trainer.watch.trackers import open_trackers
 
 
 def build_run(

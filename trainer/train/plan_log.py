@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from trainer.config.load import config_notes
 from trainer.config.train import length_notes
+from trainer.metrics.summary import summarize
 from trainer.models.lora import render_lora
 from trainer.optim.groups import render_groups
 from trainer.optim.schedules import render_lr_scaling
 from trainer.schema import JOB_ID_ENV
 from trainer.train.run import Run
-from trainer.watch.summary import summarize
 
 
 def tell_plan(train: Run, chosen: Sequence[str] = ()) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.flops import NO_FLOPS, Flops
-from trainer.metrics_log import MetricsLog
+from trainer.metrics.flops import NO_FLOPS, Flops
+from trainer.metrics.log import MetricsLog
 from trainer.parallel.backend import Backend
 from trainer.schema import Config
 from trainer.train.graphs import GraphedMicroBatches

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.metrics_log import Record
+from trainer.metrics.log import Record
 from trainer.train.run import Run
 from trainer.train.step import StepValues
 from trainer.words import first_few

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.files import replace_bytes
-from trainer.watch.trackers import Tracker, numbers_of
+from trainer.metrics.trackers import Tracker, numbers_of
 
 Record = dict[str, Any]
 
