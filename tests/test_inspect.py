@@ -16,7 +16,7 @@ from tests.tiny import tiny_shape
 from trainer.commands import cli
 from trainer.config.load import config_from_dict
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
-from trainer.inspection.inspecting import inspect_run
+from trainer.inspection.inspect_run import inspect_run
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.inspection.view import print_inspection, render_sample
 from trainer.memory.estimate import MemoryEstimate

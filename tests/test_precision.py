@@ -12,7 +12,7 @@ from tests.tiny import ALONE
 from tests.trainings import train, training_on
 from trainer.config.load import config_from_dict
 from trainer.errors import ConfigError
-from trainer.inspection.inspecting import inspect_run
+from trainer.inspection.inspect_run import inspect_run
 from trainer.parallel.float8_choice import decide_float8, why_no_float8
 from trainer.train import precision
 

@@ -157,7 +157,7 @@ def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_
     """Print what a run would do. Raises ConfigError, DataError and ModelError as the run itself would."""
     if config.script is not None:
         raise ConfigError(f"script is {config.script!r}: --inspect looks at the trainer only")
-    from trainer.inspection.inspecting import inspect_run  # imports torch
+    from trainer.inspection.inspect_run import inspect_run  # imports torch
     from trainer.inspection.view import inspection_to_dict, print_inspection
 
     with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for

@@ -10,7 +10,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
-from trainer.inspection.inspecting import Inspection, Schedule
+from trainer.inspection.inspect_run import Inspection, Schedule
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.memory.plans import Choice, render_table, usable
 from trainer.words import GIB, render_bytes
