@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 
 import click
 
-from trainer.calibration.calibrating import calibrate
+from trainer.calibration.calibrate import calibrate
 from trainer.dist import start_dist, stop_dist
 from trainer.failures.watchdog import leave
 from trainer.schema import Config
