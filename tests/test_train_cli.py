@@ -181,7 +181,7 @@ def test_help_shows_an_example():
 
 def test_help_imports_neither_torch_nor_yaml():
     code = (
-        "import atexit, sys; from trainer import cli\n"
+        "import atexit, sys; from trainer.commands import cli\n"
         "atexit.register(lambda: print({'torch', 'yaml', 'numpy', 'rich'} & set(sys.modules)))\n"
         "cli.main(['--help'])"
     )

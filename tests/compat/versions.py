@@ -164,7 +164,8 @@ def supervisor(job: Path) -> int:
 
 def is_supervised_by(code: Path, job: Path) -> bool:
     """Whether the job's supervisor runs the agent of this code, file by file."""
-    agents = [Path(word) for word in words_of(supervisor(job)) if "/agent/" in word and Path(word).name == "agent"]
+    words = [Path(word) for word in words_of(supervisor(job)) if "/agent/" in word]
+    agents = [folder for word in words for folder in (word, word / "agent") if (folder / "rank.py").exists()]
     return bool(agents) and all(is_agent_of(code, agent) for agent in agents)
 
 
