@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from delay_tun import Line  # noqa: E402
 
-from tests.sshd import ALIAS, SshServer, start_sshd  # noqa: E402
+from tests.support.sshd import ALIAS, SshServer, start_sshd  # noqa: E402
 
 DEPLOY = str(HERE.parent / "deploy.py")
 

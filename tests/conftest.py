@@ -12,8 +12,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.ferry import Ferry
-from tests.sshd import ALIAS, SshServer, make_key, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.sshd import ALIAS, SshServer, make_key, start_sshd
 from trainer.config.load import (
     ConfigError,
     load_config,

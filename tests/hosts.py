@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sshd import start_sshd
+from tests.support.sshd import start_sshd
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.batch import Batch, LossSum
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches

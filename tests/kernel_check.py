@@ -11,7 +11,7 @@ import json
 import torch
 import torch.nn.functional as F
 
-from tests.adamw8bit_check import check_adamw8bit
+from tests.support.adamw8bit_check import check_adamw8bit
 from trainer.batch import IGNORE
 from trainer.kernels.cross_entropy import scale_, softmax_gradient_, softmax_gradient_in_torch_
 from trainer.kernels.support import INTERPRETED, uses_triton

@@ -21,8 +21,8 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.supervisor import start as supervise
-from tests.ferry import REPO, Ferry
-from tests.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 
 FAILS_ONCE = """
 import os, sys

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO
-from tests.jobs import wait_for
-from tests.limits import HANG_S
-from tests.stubborn import running
+from tests.support.ferry import REPO
+from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
+from tests.support.stubborn import running
 
 sys.path.insert(0, str(REPO / "bench"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 sys.path.insert(0, str(REPO / "bench"))
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.models.blocks import BLOCK, Block, blocks_of, for_each_block

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.commands.cli import compile_cache
 from trainer.config.load import config_from_dict
 from trainer.models.attention import KERNEL_ORDER

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
 from trainer.calibration.verdict import Calibration, Timed
 from trainer.commands import cli

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_ranks
-from tests.saves import Tied, save, start, step
-from tests.tiny import ALONE
+from tests.support.ranks import run_ranks
+from tests.support.saves import Tied, save, start, step
+from tests.support.tiny import ALONE
 from trainer.checkpoint import write
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import FORKED, run_ranks
-from tests.saves import Gate, begin, start, step
-from tests.tiny import ALONE
-from tests.trainings import build
+from tests.support.ranks import FORKED, run_ranks
+from tests.support.saves import Gate, begin, start, step
+from tests.support.tiny import ALONE
+from tests.support.trainings import build
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.load import load, read_full

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 
 TRAINER = REPO / "trainer"
 COLLECTIVES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from tests.tiny import packed_batch, tiny_shape
+from tests.support.tiny import packed_batch, tiny_shape
 from trainer.errors import ConfigError
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.config.keys import known_keys
 from trainer.config.load import (
     ConfigError,

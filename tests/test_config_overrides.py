@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.configs import override
+from tests.support.configs import override
 from trainer.config.keys import ALIASES, known_keys
 from trainer.config.load import (
     num_processes,

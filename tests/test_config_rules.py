@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.configs import error_of
+from tests.support.configs import error_of
 from trainer.config.keys import known_keys
 from trainer.config.load import (
     check_config,

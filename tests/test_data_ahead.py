@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.limits import HANG_S
+from tests.support.limits import HANG_S
 from trainer.data.batches.ahead import Ahead
 
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
+from tests.support.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from trainer.data.rows.messages import Row
 from trainer.data.tokenize.chat import Encoded, encode
 from trainer.data.tokenize.tokenizer import CHATML_TEMPLATE, build_bytes_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from tests.chat_tokens import chat_tokenizer
+from tests.support.chat_tokens import chat_tokenizer
 from trainer.data.rows.messages import Row, build_row
 from trainer.data.tokenize.chat import Encoded, encode
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny import pack
+from tests.support.tiny import pack
 from trainer.data.batches.packing import plan_rows
 from trainer.data.tokenize.chat import Encoded
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny import pack
+from tests.support.tiny import pack
 from tests.token_files import document, write
 from trainer.data.dataset.pieces import PieceStore, cut_documents
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.documents import ONE, Rank, documents_of
-from tests.tiny import ALONE
+from tests.support.tiny import ALONE
 from trainer.config.rules import check_config, config_notes
 from trainer.data.batches.steps import Loader
 from trainer.data.dataset.documents import KEYS

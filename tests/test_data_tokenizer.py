@@ -10,7 +10,7 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.data.tokenize.tokenizer import (
     build_bytes_tokenizer,
     load_tokenizer,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from tests.token_files import document, write
 from trainer.data.tokenize.token_file import TokenFile, check_ids
 from trainer.data.tokenize.token_writer import TokenWriter

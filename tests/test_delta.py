@@ -20,7 +20,7 @@ from deployer.launch.known_tree import LastTree
 from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
-from tests.jobs import wait_for
+from tests.support.jobs import wait_for
 
 
 class Tap(LocalTransport):

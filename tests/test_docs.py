@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from deployer.cli import cli
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.commands.cli import COMMANDS, load_command, train_command
 from trainer.config.keys import known_keys
 

@@ -24,9 +24,9 @@ from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
 from deployer.commands.host.doctor import Contact, check_contact
-from tests.ferry import REPO, Ferry
-from tests.pythons import make_python
-from tests.smi import fake_smi
+from tests.support.ferry import REPO, Ferry
+from tests.support.pythons import make_python
+from tests.support.smi import fake_smi
 
 FREE = Limits(None, None, None, 0)
 DISK = Disk("/root/x", "ext4", ["rw"], 10**12, 10**11, 10**6, 10**5)

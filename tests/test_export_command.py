@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.commands import cli
 from trainer.commands.export import export
 from trainer.config.load import config_from_dict, config_to_dict

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_shape
-from tests.trainings import training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_shape
+from tests.support.trainings import training_on
 from trainer.dist import Dist
 from trainer.failures.comm_errors import comm_facts, explain
 from trainer.failures.diagnose import claim_failure, describe, is_lost_peer

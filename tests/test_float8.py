@@ -13,9 +13,9 @@ from torch._dynamo.exc import TorchDynamoException
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from deployer.plan.prepare import requirements
-from tests.gradients import backward, full, micro_batches
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, packed_batch, tiny_shape
+from tests.support.gradients import backward, full, micro_batches
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.config.rules import config_notes
 from trainer.dist import Dist

@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracles.reference import hf_model
-from tests.tiny import packed_batch, tiny_decoder, tiny_shape
-from tests.trainings import build
+from tests.support.tiny import packed_batch, tiny_decoder, tiny_shape
+from tests.support.trainings import build
 from trainer.metrics.flops import flops_of
 from trainer.train import loop
 from trainer.train.values import Window

@@ -22,11 +22,11 @@ from deployer.connection.host import Host
 from deployer.errors import HostError
 from deployer.launch.follow import Watcher, follow_to_end
 from deployer.launch.logview import LogView
-from tests.cutproxy import CutProxy
-from tests.ferry import Ferry
-from tests.jobs import end_of, log_of, make_job, make_plan, python, start, wait_for
-from tests.limits import HANG_S
-from tests.sshd import ALIAS, SshServer, start_sshd
+from tests.support.cutproxy import CutProxy
+from tests.support.ferry import Ferry
+from tests.support.jobs import end_of, log_of, make_job, make_plan, python, start, wait_for
+from tests.support.limits import HANG_S
+from tests.support.sshd import ALIAS, SshServer, start_sshd
 
 SEED = 1729
 both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])

@@ -25,7 +25,7 @@ from deployer.agent.gc.choose import (
     Thing,
     choose,
 )
-from tests.storing import DAY_S
+from tests.support.storing import DAY_S
 
 
 def job(name: str, *, ended_s: float | None = 10 * DAY_S, size: int = 10, names: Any = (), **more: Any) -> JobItem:

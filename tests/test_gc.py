@@ -24,8 +24,8 @@ from deployer.agent.store import spare
 from deployer.agent.store.content import Store
 from deployer.agent.store.packs import PackWriter
 from deployer.agent.store.tree import content_hash
-from tests.jobs import end_of, make_job, make_plan, python, said, start, wait_for
-from tests.storing import DAY_S, disk, ended, keep, make_old
+from tests.support.jobs import end_of, make_job, make_plan, python, said, start, wait_for
+from tests.support.storing import DAY_S, disk, ended, keep, make_old
 
 
 @pytest.fixture

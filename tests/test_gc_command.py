@@ -22,10 +22,10 @@ from deployer.agent.requests.launch import launch
 from deployer.agent.store.lock import store_alone, store_in_use
 from deployer.agent.store.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from deployer.agent.wire.frames import Frame
-from tests.ferry import Ferry
-from tests.jobs import end_of, make_plan, wait_for
-from tests.limits import HANG_S
-from tests.storing import disk, ended, keep, make_old
+from tests.support.ferry import Ferry
+from tests.support.jobs import end_of, make_plan, wait_for
+from tests.support.limits import HANG_S
+from tests.support.storing import disk, ended, keep, make_old
 
 # --- the command ------------------------------------------------------------------------------------------------------
 

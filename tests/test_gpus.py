@@ -11,8 +11,8 @@ import pytest
 from deployer.agent.gpus.nvidia import Gpu, holders, list_gpus, see
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.processes import is_running, process_of
-from tests.jobs import wait_for
-from tests.smi import fake_smi
+from tests.support.jobs import wait_for
+from tests.support.smi import fake_smi
 
 GPUS = """\
 0, GPU-aaaa1111-0000, NVIDIA H100 80GB HBM3, 81559, 4

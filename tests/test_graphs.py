@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.tiny import packed_batch, tiny_decoder, tiny_shape
+from tests.support.tiny import packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch, LossSum
 from trainer.config.load import load_config
 from trainer.errors import ConfigError

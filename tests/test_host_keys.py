@@ -11,16 +11,8 @@ import pytest
 
 from deployer.connection.choose import make_transport
 from deployer.transport.ssh.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
-from tests.sshd import ALIAS, SshServer, make_key
-from tests.ways import (
-    at_terminal,
-    both_ways,
-    connect,
-    known_hosts_config,
-    public,
-    refusal,
-    with_config,
-)
+from tests.support.sshd import ALIAS, SshServer, make_key
+from tests.support.ways import at_terminal, both_ways, connect, known_hosts_config, public, refusal, with_config
 
 # --- host keys --------------------------------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import ask_all, rows_of
 from deployer.pull.rounds import pull
-from tests.ferry import Ferry
-from tests.limits import HANG_S
-from tests.lying import PRELUDE, Lying, lying_host
-from tests.sshd import ALIAS, SshServer, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.limits import HANG_S
+from tests.support.lying import PRELUDE, Lying, lying_host
+from tests.support.sshd import ALIAS, SshServer, start_sshd
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from deployer.plan.launch_plan import new_job_id
 from deployer.plan.prepare import Options, read_config
 from deployer.transport.ssh.ssh_config import ssh_argv
 from deployer.transport.ssh.target import parse_target
-from tests.ferry import Ferry
-from tests.hostile import CANARY, hostile_strings
+from tests.support.ferry import Ferry
+from tests.support.hostile import CANARY, hostile_strings
 
 STRINGS = hostile_strings()
 SHORT = [text for text in STRINGS if len(text) <= 3000]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.commands import cli
 from trainer.config.load import config_from_dict
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer

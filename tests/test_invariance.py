@@ -23,7 +23,7 @@ from tests.invariance import (
     steps_of_rank,
 )
 from tests.oracles.measure import scaled_difference
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches
 from trainer.dist import Dist

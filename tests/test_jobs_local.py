@@ -19,10 +19,10 @@ from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
 from deployer.plan.launch_plan import plan_to_json
 from deployer.plan.prepare import Options, Prepared, prepare, read_config
-from tests.ferry import REPO, Ferry
-from tests.jobs import wait_for
-from tests.limits import HANG_S
-from tests.smi import fake_smi
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
+from tests.support.smi import fake_smi
 
 
 def test_program_output_exit_code_and_results_come_home(ferry):

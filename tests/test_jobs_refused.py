@@ -10,8 +10,8 @@ import pytest
 from deployer import terminal
 from deployer.plan.launch_plan import Command
 from deployer.plan.prepare import requirements
-from tests.ferry import REPO
-from tests.pythons import make_wheel
+from tests.support.ferry import REPO
+from tests.support.pythons import make_wheel
 from trainer.schema import Config, OptimConfig, RunConfig
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO, Ferry
-from tests.jobs import wait_for
-from tests.limits import HANG_S
-from tests.sshd import ALIAS, SshServer, login_user, start_sshd
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
+from tests.support.sshd import ALIAS, SshServer, login_user, start_sshd
 
 
 @pytest.fixture(params=["fabric", "openssh"])

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.kernels.support import uses_triton, why_no_triton
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import FORKED, run_ranks
-from tests.trainings import build, losses
+from tests.support.ranks import FORKED, run_ranks
+from tests.support.trainings import build, losses
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.folders import newest_complete, steps_in
 from trainer.checkpoint.integrity import damages

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cutproxy import CutProxy
-from tests.ferry import Ferry
-from tests.jobs import wait_for
-from tests.sshd import ALIAS, SshServer
+from tests.support.cutproxy import CutProxy
+from tests.support.ferry import Ferry
+from tests.support.jobs import wait_for
+from tests.support.sshd import ALIAS, SshServer
 
 SEED = 42
 LARGEST = 9_000

@@ -20,11 +20,11 @@ import pytest
 from deployer.agent.gpus.claim import claim_gpus
 from deployer.agent.gpus.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
 from deployer.agent.host.errors import AgentError
-from tests.ferry import Ferry
-from tests.jobs import make_plan, wait_for
-from tests.limits import HANG_S
-from tests.smi import fake_smi
-from tests.sshd import ALIAS, login_user, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.jobs import make_plan, wait_for
+from tests.support.limits import HANG_S
+from tests.support.smi import fake_smi
+from tests.support.sshd import ALIAS, login_user, start_sshd
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 NOBODY = 65534

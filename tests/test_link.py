@@ -25,10 +25,10 @@ from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
 from deployer.plan.prepare import Options, prepare, read_config
 from deployer.transport.local import LocalTransport
-from tests.ferry import REPO
-from tests.jobs import wait_for
-from tests.limits import HANG_S
-from tests.lying import Lying
+from tests.support.ferry import REPO
+from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
+from tests.support.lying import Lying
 
 HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.text(max_size=200), max_size=5)
 

@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 
 from deployer.connection.choose import make_transport
-from tests.sshd import ALIAS, SshServer, make_key, start_sshd
-from tests.ways import (
-    add_to_agent,
-    at_terminal,
-    authorise,
-    both_ways,
-    connect,
-    read_all,
-    refusal,
-    with_config,
-)
+from tests.support.sshd import ALIAS, SshServer, make_key, start_sshd
+from tests.support.ways import add_to_agent, at_terminal, authorise, both_ways, connect, read_all, refusal, with_config
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 

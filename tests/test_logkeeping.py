@@ -22,7 +22,7 @@ from deployer.agent.logs.grep import LineFilter, Match
 from deployer.agent.logs.keep import LogLimit, first_to_keep
 from deployer.agent.logs.read import Chunk, Dropped, LogReader
 from deployer.agent.logs.times import Entry, TimeIndex, offsets_since, read_index, thinned
-from tests.jobs import make_plan, python, run_job
+from tests.support.jobs import make_plan, python, run_job
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from deployer.commands.values import parse_duration, parse_since, parse_size
 from deployer.errors import UsageError
-from tests.ferry import Ferry
+from tests.support.ferry import Ferry
 
 MIXED = "zwölf ✓\n".encode() + b"\xff\xfe\r 10%\r 20%\r\nwith cr lf\r\n\x1b[1mbold\x1b[0m\nno end"
 NOW = 2_000_000_000

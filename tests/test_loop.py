@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, packed_batch, tiny_shape
-from tests.trainings import STEPS, build, losses, poison, train, train_rank, training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, packed_batch, tiny_shape
+from tests.support.trainings import STEPS, build, losses, poison, train, train_rank, training_on
 from trainer.batch import Batch, LossSum
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer

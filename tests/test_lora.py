@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.gradients import assert_same_grads, backward, full, micro_batches
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_shape
-from tests.trainings import losses
+from tests.support.gradients import assert_same_grads, backward, full, micro_batches
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_shape
+from tests.support.trainings import losses
 from trainer.config.load import config_from_dict, config_notes, config_to_dict, local_data_paths
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError

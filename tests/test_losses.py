@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.oracles.losses import case
-from tests.tiny import packed_batch, tiny_decoder
+from tests.support.tiny import packed_batch, tiny_decoder
 from trainer.models.losses import chunked_cross_entropy, sft_loss
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ferry import REPO, Ferry
-from tests.sshd import ALIAS, start_sshd
+from tests.support.ferry import REPO, Ferry
+from tests.support.sshd import ALIAS, start_sshd
 
 
 @dataclass

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.configs import config_of
-from tests.ranks import run_ranks
-from tests.tiny import packed_batch, tiny_shape
+from tests.support.configs import config_of
+from tests.support.ranks import run_ranks
+from tests.support.tiny import packed_batch, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from deployer.agent.supervisor.restarts import Past, why_no_restart
-from tests.failing import CONFIG, SMALL, Keeper
-from tests.tiny import ALONE, tiny_shape
+from tests.support.failing import CONFIG, SMALL, Keeper
+from tests.support.tiny import ALONE, tiny_shape
 from trainer.config.load import config_from_dict
 from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed

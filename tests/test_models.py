@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
 from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
-from tests.tiny import ALONE, export_model, packed_batch, tiny_decoder, tiny_shape
+from tests.support.tiny import ALONE, export_model, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
 from trainer.export.compare import check_logits, random_rows, rows_of, sequence_logits

@@ -14,9 +14,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
-from tests.trainings import build, poison, train, training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
+from tests.support.trainings import build, poison, train, training_on
 from trainer.batch import LossSum
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist

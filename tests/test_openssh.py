@@ -22,9 +22,19 @@ from deployer.connection.ssh_way import why_openssh
 from deployer.errors import LostConnection
 from deployer.transport.ssh.ssh_config import SshOptions
 from deployer.transport.ssh_program.control import BIND_SUFFIX, MAX_ADDRESS, control_path
-from tests.jobs import wait_for
-from tests.sshd import ALIAS, SshServer, make_key, start_sshd
-from tests.ways import add_to_agent, at_terminal, authorise, connect, hang_up, public, read_all, refusal, with_config
+from tests.support.jobs import wait_for
+from tests.support.sshd import ALIAS, SshServer, make_key, start_sshd
+from tests.support.ways import (
+    add_to_agent,
+    at_terminal,
+    authorise,
+    connect,
+    hang_up,
+    public,
+    read_all,
+    refusal,
+    with_config,
+)
 
 # --- when it is chosen ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.config.train import warmup_steps
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier, wsd_decay_steps

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.gradients import assert_same_grads, backward, full, micro_batches
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_decoder, tiny_shape
+from tests.support.gradients import assert_same_grads, backward, full, micro_batches
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_decoder, tiny_shape
 from trainer.config.load import config_from_dict, load_config
 from trainer.dist import Dist
 from trainer.errors import ConfigError

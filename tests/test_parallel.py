@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.gradients import (
+from tests.oracles.reference import save_hf
+from tests.support.gradients import (
     assert_same_grads,
     backward,
     config,
@@ -21,9 +22,8 @@ from tests.gradients import (
     micro_batches,
     prepared,
 )
-from tests.oracles.reference import save_hf
-from tests.ranks import barrier, run_ranks
-from tests.tiny import ALONE, export_model, tiny_shape
+from tests.support.ranks import barrier, run_ranks
+from tests.support.tiny import ALONE, export_model, tiny_shape
 from trainer.dist import (
     Dist,
     DistError,

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gradients import (
+from tests.oracles.reference import save_hf
+from tests.support.gradients import (
     assert_same_grads,
     backward,
     config,
@@ -25,10 +26,9 @@ from tests.gradients import (
     micro_batches,
     prepared,
 )
-from tests.oracles.reference import save_hf
-from tests.ranks import run_ranks
-from tests.saves import save
-from tests.tiny import ALONE, tiny_shape
+from tests.support.ranks import run_ranks
+from tests.support.saves import save
+from tests.support.tiny import ALONE, tiny_shape
 from trainer.checkpoint import load
 from trainer.dist import Dist
 from trainer.errors import ConfigError

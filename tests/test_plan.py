@@ -18,7 +18,7 @@ from deployer.plan.launch_plan import (
     render_command,
     shell_slots,
 )
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.schema import Config, TargetConfig
 
 SLOTS = {"python": "/py", "root": "/r", "job": "/r/jobs/j1", "agent": "/r/agent/h/agent"}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import Ferry
-from tests.sshd import ALIAS, SshServer, login_user, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.sshd import ALIAS, SshServer, login_user, start_sshd
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
-from tests.trainings import train, training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
+from tests.support.trainings import train, training_on
 from trainer.config.load import config_from_dict
 from trainer.errors import ConfigError
 from trainer.inspection.inspect_run import inspect_run

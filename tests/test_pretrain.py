@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.configs import SMALL_MODEL, config_of
 from tests.documents import documents_of
 from tests.oracles.reference import from_folder, save_hf
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_shape
+from tests.support.configs import SMALL_MODEL, config_of
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_shape
 from tests.token_files import document, write
 from trainer.config.load import check_config, config_notes
 from trainer.data.corpus import build_corpus

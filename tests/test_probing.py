@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.failing import Keeper, compile_failure, fail_once
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
-from tests.trainings import build
+from tests.support.failing import Keeper, compile_failure, fail_once
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
+from tests.support.trainings import build
 from trainer.config.load import config_from_dict
 from trainer.dist import Dist
 from trainer.kernels import support

@@ -23,11 +23,11 @@ from deployer.errors import HostError
 from deployer.jobs import lastseen
 from deployer.jobs.registry import JobRecord, read_records, write_record
 from deployer.jobs.roster import Asker, ask_all, rows_of
-from tests.ferry import Ferry
-from tests.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
-from tests.limits import FOREVER_S, HANG_S
-from tests.lying import Lying
-from tests.sshd import ALIAS, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
+from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.lying import Lying
+from tests.support.sshd import ALIAS, start_sshd
 
 NO_JOBS = "frame({'id': 0, 'event': 'jobs', 'value': []}); frame({'id': 0, 'ok': {}}); sys.stdin.read()"
 

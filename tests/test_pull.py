@@ -18,10 +18,10 @@ from deployer.pull.landing import Landing
 from deployer.pull.pieces import PIECE_BYTES, RemoteFile
 from deployer.pull.rounds import pull
 from deployer.transport.local import LocalTransport
-from tests.jobs import wait_for
-from tests.limits import HANG_S
-from tests.lying import lying_host
-from tests.sshd import ALIAS, SshServer, start_sshd
+from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
+from tests.support.lying import lying_host
+from tests.support.sshd import ALIAS, SshServer, start_sshd
 
 
 @pytest.fixture

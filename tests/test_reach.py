@@ -16,16 +16,9 @@ import pytest
 from deployer.connection.choose import make_transport
 from deployer.errors import ConnectError
 from deployer.transport.protocol import Transport
-from tests.limits import FOREVER_S
-from tests.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
-from tests.ways import (
-    address_config,
-    both_ways,
-    jump_config,
-    read_all,
-    refusal,
-    with_config,
-)
+from tests.support.limits import FOREVER_S
+from tests.support.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
+from tests.support.ways import address_config, both_ways, jump_config, read_all, refusal, with_config
 
 # --- jumps ------------------------------------------------------------------------------------------------------------
 

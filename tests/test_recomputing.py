@@ -12,9 +12,17 @@ from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gradients import ROWS, assert_same_grads, config, grads_of_one, loss_and_grads, micro_batches, prepared
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, packed_batch, tiny_shape
+from tests.support.gradients import (
+    ROWS,
+    assert_same_grads,
+    config,
+    grads_of_one,
+    loss_and_grads,
+    micro_batches,
+    prepared,
+)
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, packed_batch, tiny_shape
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models.build import build_decoder

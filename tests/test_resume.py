@@ -19,8 +19,8 @@ from deployer.errors import HostError, UsageError
 from deployer.plan.launch_plan import LaunchPlan, plan_to_json
 from deployer.plan.next_attempt import Resumable, beginning, plan_next
 from deployer.plan.prepare import Options
-from tests.ferry import REPO, Ferry
-from tests.jobs import end_of, wait_for
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import end_of, wait_for
 from trainer.config.load import config_to_yaml
 from trainer.schema import Config, TargetConfig, TrainConfig
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from deployer.agent.host.files import read_text
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
-from tests.trainings import build, losses, train, training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
+from tests.support.trainings import build, losses, train, training_on
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.resume import check_optimizer, render_horizon

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.saves import start
-from tests.tiny import ALONE
-from tests.trainings import train
+from tests.support.saves import start
+from tests.support.tiny import ALONE
+from tests.support.trainings import train
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.retention import Keep, to_delete
 from trainer.config.load import config_notes

@@ -20,7 +20,7 @@ from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.python.build import read_lock
 from deployer.agent.python.find import candidates, find_python, resolve_python
-from tests.pythons import make_python, make_wheel
+from tests.support.pythons import make_python, make_wheel
 
 
 @pytest.fixture

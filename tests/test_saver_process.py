@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG_S
-from tests.ranks import FORKED, forked_saver, run_ranks
-from tests.saves import begin, start, step
-from tests.tiny import ALONE
-from tests.trainings import build
+from tests.support.limits import HANG_S
+from tests.support.ranks import FORKED, forked_saver, run_ranks
+from tests.support.saves import begin, start, step
+from tests.support.tiny import ALONE
+from tests.support.trainings import build
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.integrity import Manifest, damages

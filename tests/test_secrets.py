@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import Ferry
-from tests.limits import HANG_S
+from tests.support.ferry import Ferry
+from tests.support.limits import HANG_S
 
 SECRET = "canary-7f3a91c5e0d24b68"
 WAITING = (

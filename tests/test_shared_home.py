@@ -13,9 +13,9 @@ import pytest
 
 from deployer.agent.host.layout import Job
 from deployer.agent.job.status import FINAL, read_status
-from tests.ferry import Ferry
 from tests.hosts import SharedHost, start_hosts
-from tests.jobs import said, wait_for
+from tests.support.ferry import Ferry
+from tests.support.jobs import said, wait_for
 
 GO = "import os, time\nprint('up on', os.uname().nodename)\nwhile not os.path.exists('go'): time.sleep(0.02)"
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from deployer.agent.host.layout import Job
-from tests.ferry import Ferry
-from tests.jobs import end_of, wait_for
-from tests.limits import FOREVER_S, HANG_S
-from tests.smi import fake_smi
+from tests.support.ferry import Ferry
+from tests.support.jobs import end_of, wait_for
+from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.smi import fake_smi
 
 FOUR = "".join(f"{n}, GPU-{n}, Fake H100, 81559, {used}\n" for n, used in enumerate((300, 4, 200, 4)))
 BLOCKED = "while [ ! -e go ]; do sleep 0.02; done"

@@ -8,7 +8,7 @@ import pytest
 from deployer.agent.host.layout import Root
 from deployer.agent.store import spare
 from deployer.agent.store.content import Store
-from tests.storing import keep
+from tests.support.storing import keep
 
 
 def read(folder: Path) -> dict[str, object]:
@@ -69,7 +69,7 @@ def test_spare_serves_one_launch_and_a_damaged_record_none(tmp_path):
 
 
 def test_process_that_makes_it_later_leaves_a_whole_spare(tmp_path):
-    from tests.jobs import wait_for
+    from tests.support.jobs import wait_for
 
     root = Root(str(tmp_path / "root"))
     spare.make_later(root, keep(root, OLD))

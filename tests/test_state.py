@@ -20,7 +20,7 @@ from deployer.agent.job import summary
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
-from tests.jobs import make_job, make_plan, wait_for
+from tests.support.jobs import make_job, make_plan, wait_for
 
 
 def ended_process() -> Process:

@@ -22,9 +22,9 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
 from deployer.agent.requests import adopt
-from tests import stubborn
-from tests.ferry import Ferry
-from tests.jobs import (
+from tests.support import stubborn
+from tests.support.ferry import Ferry
+from tests.support.jobs import (
     GO,
     end_of,
     kill_supervisor,
@@ -38,8 +38,8 @@ from tests.jobs import (
     start,
     wait_for,
 )
-from tests.limits import FOREVER_S, HANG_S
-from tests.stubborn import running
+from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.stubborn import running
 
 GO_AND_EXIT = GO + "sys.exit(%d)"
 

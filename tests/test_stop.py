@@ -23,13 +23,26 @@ from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import request_stop
 from deployer.commands.launch import stop as command
 from deployer.errors import HostError
-from tests import stubborn
-from tests.ferry import REPO, Ferry
-from tests.jobs import UP, end_of, launch, log_of, make_job, make_plan, python, run_up, said, start, torchrun, wait_for
-from tests.limits import FOREVER_S, HANG_S
-from tests.lying import lying_host
-from tests.smi import fake_smi
-from tests.stubborn import canary, hops, program, running
+from tests.support import stubborn
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import (
+    UP,
+    end_of,
+    launch,
+    log_of,
+    make_job,
+    make_plan,
+    python,
+    run_up,
+    said,
+    start,
+    torchrun,
+    wait_for,
+)
+from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.lying import lying_host
+from tests.support.smi import fake_smi
+from tests.support.stubborn import canary, hops, program, running
 
 # --- trees -----------------------------------------------------------------------------------------------------------
 

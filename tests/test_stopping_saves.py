@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
-from tests.trainings import build, losses, training_on
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
+from tests.support.trainings import build, losses, training_on
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in

@@ -23,8 +23,8 @@ from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.supervisor import start as supervise
 from deployer.agent.supervisor.command import fill, job_env
-from tests.ferry import REPO
-from tests.jobs import (
+from tests.support.ferry import REPO
+from tests.support.jobs import (
     GO,
     end_of,
     kill_supervisor,
@@ -39,7 +39,7 @@ from tests.jobs import (
     torchrun,
     wait_for,
 )
-from tests.limits import FOREVER_S, HANG_S
+from tests.support.limits import FOREVER_S, HANG_S
 from trainer import schema
 from trainer.startup import now_s
 

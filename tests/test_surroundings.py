@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.host.layout import Job
-from tests.ferry import Ferry
-from tests.jobs import said
-from tests.sshd import ALIAS, login_user, start_sshd
+from tests.support.ferry import Ferry
+from tests.support.jobs import said
+from tests.support.sshd import ALIAS, login_user, start_sshd
 
 UP = "import time\nprint('up', flush=True)\ntime.sleep(1000)"
 HIDEPID = ("unshare", "-m", "sh", "-c", 'mount -t proc -o hidepid=2 proc /proc && exec "$@"', "sh")

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gradients import assert_same_grads, config, full_grads, prepared
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_shape
+from tests.support.gradients import assert_same_grads, config, full_grads, prepared
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_shape
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches
 from trainer.data.tokenize.chat import Encoded

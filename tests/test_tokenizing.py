@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
 from trainer.data.rows.texts import Text, read_texts

@@ -15,8 +15,8 @@ import click
 import pytest
 import yaml
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 from trainer.commands import cli
 from trainer.config.load import ConfigError, config_from_dict, load_config
 from trainer.failures import diagnose

@@ -25,16 +25,9 @@ from deployer.errors import FerryError, HostError, LostConnection
 from deployer.transport.local import LocalTransport
 from deployer.transport.protocol import Transport
 from deployer.transport.ssh.explain import explain_no_answer
-from tests.limits import HANG_S
-from tests.sshd import ALIAS, SshServer, login_user, start_sshd
-from tests.ways import (
-    address_config,
-    both_ways,
-    children,
-    connect,
-    hang_up,
-    read_all,
-)
+from tests.support.limits import HANG_S
+from tests.support.sshd import ALIAS, SshServer, login_user, start_sshd
+from tests.support.ways import address_config, both_ways, children, connect, hang_up, read_all
 
 MIB = 1 << 20
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.limits import FOREVER_S, HANG_S
-from tests.ranks import barrier, run_ranks
+from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.ranks import barrier, run_ranks
 from trainer.dist import Dist
 from trainer.failures.heartbeat import Beat, Observer, Seen, judge, late_ranks
 from trainer.failures.watchdog import machine_id, process_ended, watching

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 

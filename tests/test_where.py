@@ -16,9 +16,9 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tests.ranks import run_ranks
-from tests.tiny import tiny_decoder
-from tests.trainings import build
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_decoder
+from tests.support.trainings import build
 from trainer.dist import Dist
 from trainer.metrics.flops import sustained_flops
 from trainer.metrics.log import MetricsLog, Record

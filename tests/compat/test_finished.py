@@ -13,7 +13,7 @@ import pytest
 
 from tests.compat.finished import lay_out
 from tests.compat.versions import HANG_S, Versions, done, ending_jobs, is_agent_of, record, rows, told
-from tests.ferry import REPO, Ferry
+from tests.support.ferry import REPO, Ferry
 from tests.test_gpus import fake_smi
 
 pytestmark = pytest.mark.timeout(900)

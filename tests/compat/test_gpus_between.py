@@ -21,8 +21,8 @@ from tests.compat.versions import (
     told,
     written,
 )
-from tests.ferry import Ferry
-from tests.jobs import wait_for
+from tests.support.ferry import Ferry
+from tests.support.jobs import wait_for
 
 PROGRAM = ("sh", "-c", f"echo on $CUDA_VISIBLE_DEVICES; {BLOCKED}")
 

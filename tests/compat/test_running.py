@@ -27,8 +27,8 @@ from tests.compat.versions import (
     told,
     words_of,
 )
-from tests.ferry import REPO, Ferry
-from tests.jobs import wait_for
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import wait_for
 
 
 def shell(script: str) -> tuple[str, ...]:

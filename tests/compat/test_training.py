@@ -24,8 +24,8 @@ from tests.compat.versions import (
     supervisor,
     told,
 )
-from tests.ferry import REPO
-from tests.jobs import wait_for
+from tests.support.ferry import REPO
+from tests.support.jobs import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 

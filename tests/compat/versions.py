@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ferry import REPO, Ferry
-from tests.jobs import wait_for
+from tests.support.ferry import REPO, Ferry
+from tests.support.jobs import wait_for
 
 HERE = Path(__file__).parent
 VERSION = "torchferry-836d9e4"

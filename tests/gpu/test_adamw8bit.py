@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.adamw8bit_check import check_adamw8bit
+from tests.support.adamw8bit_check import check_adamw8bit
 from trainer.optim.build import build_optimizer
 from trainer.schema import OptimConfig
 from trainer.train.step import apply_update

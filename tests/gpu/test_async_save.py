@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.tiny import packed_batch, tiny_decoder
+from tests.support.tiny import packed_batch, tiny_decoder
 from trainer.batch import Batch
 from trainer.models.decoder import Decoder, logits_head
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tests.tiny import packed_batch
+from tests.support.tiny import packed_batch
 from trainer.batch import IGNORE, Batch
 from trainer.data.batches.ahead import Ahead
 from trainer.dist import Dist

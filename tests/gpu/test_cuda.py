@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 SHORT = ("train.steps=8", "optim.warmup_steps=2", "train.eval_every=0", "train.save_every=4", "run.export=false")

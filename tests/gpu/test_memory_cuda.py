@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import packed_batch
+from tests.support.tiny import packed_batch
 from trainer.config.load import config_from_dict
 from trainer.dist import start_dist, stop_dist
 from trainer.memory.activations import Kernels

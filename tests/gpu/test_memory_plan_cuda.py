@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.failing import compile_failure, fail_once
-from tests.ferry import REPO
-from tests.limits import HANG_S
-from tests.tiny import packed_batch
+from tests.support.failing import compile_failure, fail_once
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
+from tests.support.tiny import packed_batch
 from trainer.batch import Batch
 from trainer.config.load import config_from_dict
 from trainer.data.loader import Data

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 SIZE = ("model.hidden_size=512", "model.intermediate_size=1536", "model.num_layers=8", "model.num_heads=8")

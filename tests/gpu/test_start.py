@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 from trainer.models.blocks import BLOCK
 from trainer.models.hf import init_random, load_pretrained
 

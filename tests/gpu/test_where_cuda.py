@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from tests.ferry import REPO
-from tests.limits import HANG_S
+from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 WORDS = ("train.steps=7", "optim.warmup_steps=2", "train.eval_every=0", "train.save_every=0", "run.export=false")

@@ -6,8 +6,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tests.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from tests.oracles.measure import Oracle
+from tests.support.chat_tokens import QWEN25_SYSTEM, chat_tokenizer
 from trainer.data.rows.sources import Row
 from trainer.data.tokenize.chat import encode
 

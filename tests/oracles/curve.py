@@ -14,7 +14,7 @@ import numpy as np
 from tests.oracles.measure import Oracle, series_difference
 from tests.oracles.reference import save_hf
 from tests.oracles.runs import SEQ_LEN, records_of, run_config, write_rows
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.token_writer import TokenWriter
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash

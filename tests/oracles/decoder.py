@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
 from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels, save_hf
-from tests.tiny import ALONE, export_model, packed_batch, tiny_shape
+from tests.support.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
 from trainer.export.compare import sequence_logits
 from trainer.models.decoder import DecoderShape, logits_head

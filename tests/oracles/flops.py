@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracles.measure import Oracle
 from tests.oracles.reference import hf_model
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.metrics.flops import flops_of
 from trainer.models.decoder import Decoder, DecoderShape
 

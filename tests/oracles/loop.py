@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_sched
 from tests.oracles.measure import Oracle, largest_difference, worst
 from tests.oracles.reference import save_hf
 from tests.oracles.runs import SEQ_LEN, run_config, write_rows
-from tests.ranks import run_ranks
-from tests.tiny import tiny_shape
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_shape
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.recipes import sft

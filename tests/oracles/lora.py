@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, worst
 from tests.oracles.reference import SHAPES, save_hf
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.export.adapter import write_adapter
 from trainer.export.compare import sequence_logits
 from trainer.models.adapter_files import PREFIX, adapter_weights, load_adapter, lora_spec

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import optimization as hf
 
 from tests.oracles.measure import Oracle, largest_difference, scaled_difference, series_difference, worst
-from tests.ranks import run_ranks
-from tests.tiny import ALONE, tiny_shape
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE, tiny_shape
 from trainer.dist import Dist
 from trainer.models.build import build_decoder
 from trainer.models.hf import gather_full, init_random, named_weights

@@ -6,8 +6,8 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import date
 
-from tests.ferry import REPO
 from tests.oracles.measure import Measured
+from tests.support.ferry import REPO
 
 PAGE = REPO / "docs" / "correctness.md"
 BEGIN, END = "<!-- measured: python -m tests.oracles --write -->", "<!-- end of measured -->"

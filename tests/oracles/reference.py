@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.tiny import tiny_shape
+from tests.support.tiny import tiny_shape
 from trainer.batch import IGNORE, Batch
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
 from trainer.models.hf import load_pretrained

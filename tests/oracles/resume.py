@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.oracles.measure import Oracle, largest_difference, series_difference, worst
 from tests.oracles.runs import records_of, run_config, write_rows
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from trainer.dist import Dist
 from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, Config
 

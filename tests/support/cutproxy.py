@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.sshd import SshServer
+from tests.support.sshd import SshServer
 
 
 @dataclass

@@ -18,8 +18,8 @@ from deployer.agent.host.processes import is_running, process_of
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import FINAL
 from deployer.agent.supervisor import start as supervise
-from tests.ferry import Ferry
-from tests.limits import HANG_S
+from tests.support.ferry import Ferry
+from tests.support.limits import HANG_S
 
 
 def wait_for(condition: Callable[[], Any], *, timeout_s: float = HANG_S) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from tests.limits import HANG_S
+from tests.support.limits import HANG_S
 from trainer.dist import Dist
 from trainer.saver.main import serve
 from trainer.saver.process import Launched

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests.tiny import ALONE
+from tests.support.tiny import ALONE
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import MemoryKeeper, fit_into, read_failed
 from trainer.models.decoder import DecoderShape

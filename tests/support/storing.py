@@ -17,7 +17,7 @@ from deployer.agent.host.machine import own_identity
 from deployer.agent.job.status import utc, write_status
 from deployer.agent.store.content import Store
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, content_hash, entry_of_link, root_hash
-from tests.jobs import make_job, make_plan
+from tests.support.jobs import make_job, make_plan
 
 DAY_S = 86400.0
 

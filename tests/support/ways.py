@@ -17,8 +17,8 @@ import pytest
 from deployer.connection.choose import make_transport
 from deployer.errors import ConnectError
 from deployer.transport.protocol import Stream, Transport
-from tests.limits import HANG_S
-from tests.sshd import ALIAS, SshServer
+from tests.support.limits import HANG_S
+from tests.support.sshd import ALIAS, SshServer
 
 both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])
 

@@ -6,9 +6,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-from tests.configs import SMALL_MODEL, config_of
-from tests.ranks import run_ranks
-from tests.tiny import ALONE
+from tests.support.configs import SMALL_MODEL, config_of
+from tests.support.ranks import run_ranks
+from tests.support.tiny import ALONE
 from trainer.batch import LossSum
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.tiny import ALONE, packed_batch, rows_of, tiny_shape
+from tests.support.tiny import ALONE, packed_batch, rows_of, tiny_shape
 from trainer.batch import Batch
 from trainer.dist import (
     Dist,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG_S
+from tests.support.limits import HANG_S
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin:/usr/libexec")
 ALIAS = "box"
