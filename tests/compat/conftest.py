@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.gpus.test_gpus import fake_smi
 from tests.compat.versions import Versions, ending_jobs, extract
-from tests.test_gpus import fake_smi
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.agent.gpus.test_gpus import fake_smi
 from tests.compat.finished import JOBS, this_machine
 from tests.compat.versions import BLOCKED, Versions, begin, done, ended, extract, kill_supervisor, listed, reached, says
-from tests.test_gpus import fake_smi
 
 TINY = """\
 from trainer.schema import Config, DataConfig, ModelConfig, OptimConfig, RunConfig, TargetConfig, TrainConfig

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.agent.gpus.test_gpus import fake_smi
 from tests.compat.finished import lay_out
 from tests.compat.versions import HANG_S, Versions, done, ending_jobs, is_agent_of, record, rows, told
 from tests.support.ferry import REPO, Ferry
-from tests.test_gpus import fake_smi
 
 pytestmark = pytest.mark.timeout(900)
 

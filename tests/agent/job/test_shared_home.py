@@ -13,7 +13,7 @@ import pytest
 
 from deployer.agent.host.layout import Job
 from deployer.agent.job.status import FINAL, read_status
-from tests.hosts import SharedHost, start_hosts
+from tests.agent.job.hosts import SharedHost, start_hosts
 from tests.support.ferry import Ferry
 from tests.support.jobs import said, wait_for
 
