@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.documents import documents_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
+from tests.trainer.data.documents import documents_of
 from trainer.data.dataset.cache import telling, tokenize_in_memory, tokenize_in_run
 from trainer.data.dataset.documents import read_rows
 from trainer.data.loader import build_data

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.ferry import REPO
-from tests.token_files import document, write
+from tests.trainer.data.token_files import document, write
 from trainer.data.tokenize.token_file import TokenFile, check_ids
 from trainer.data.tokenize.token_writer import TokenWriter
 from trainer.errors import DataError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents import ONE, documents_of
+from tests.trainer.data.documents import ONE, documents_of
 from trainer.config.rules import check_config
 from trainer.data.loader import Data, build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer

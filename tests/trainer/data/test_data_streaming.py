@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.documents import ONE, Rank, documents_of
 from tests.support.tiny import ALONE
+from tests.trainer.data.documents import ONE, Rank, documents_of
 from trainer.config.rules import check_config, config_notes
 from trainer.data.batches.steps import Loader
 from trainer.data.dataset.documents import KEYS

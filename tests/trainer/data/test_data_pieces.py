@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny import pack
-from tests.token_files import document, write
+from tests.trainer.data.token_files import document, write
 from trainer.data.dataset.pieces import PieceStore, cut_documents
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.documents import documents_of
 from tests.oracles.reference import from_folder, save_hf
 from tests.support.configs import SMALL_MODEL, config_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, tiny_shape
-from tests.token_files import document, write
+from tests.trainer.data.documents import documents_of
+from tests.trainer.data.token_files import document, write
 from trainer.config.load import check_config, config_notes
 from trainer.data.corpus import build_corpus
 from trainer.data.dataset.documents import pick_held_out

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.documents import ONE, Rank, documents_of
 from tests.oracles.reference import from_folder, save_hf
 from tests.support.tiny import ALONE, tiny_shape
+from tests.trainer.data.documents import ONE, Rank, documents_of
 from trainer.batch import Batch
 from trainer.data.dataset.documents import Documents, read_rows
 from trainer.data.dataset.order import Mixture

@@ -16,7 +16,7 @@ from trainer.kernels.support import uses_triton, why_no_triton
 @pytest.fixture(scope="module")
 def found():
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.kernel_check"]
+    command = [sys.executable, "-m", "tests.trainer.models.kernel_check"]
     done = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -69,7 +69,7 @@ def test_the_8_bit_step_of_the_kernel_divides_gradients_and_changes_no_bit_when_
 @needs_triton
 def test_every_kernel_is_made_for_ampere_hopper_and_blackwell_without_spilling_registers(tmp_path):
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.kernel_build", "80", "90", "100"]
+    command = [sys.executable, "-m", "tests.trainer.models.kernel_build", "80", "90", "100"]
     done = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)

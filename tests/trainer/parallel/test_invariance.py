@@ -10,7 +10,9 @@ from functools import cache
 import pytest
 import torch
 
-from tests.invariance import (
+from tests.oracles.measure import scaled_difference
+from tests.support.ranks import run_ranks
+from tests.trainer.parallel.invariance import (
     LOSSES,
     SEQ_LEN,
     Row,
@@ -22,8 +24,6 @@ from tests.invariance import (
     splits_of,
     steps_of_rank,
 )
-from tests.oracles.measure import scaled_difference
-from tests.support.ranks import run_ranks
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import build_batches
 from trainer.dist import Dist
