@@ -1,6 +1,6 @@
 """The kernel of 8-bit AdamW against torchao's own step and torchao's own rule for codes.
 
-Run on CPU tensors by tests.trainer.models.kernel_check, in Triton's interpreter, and on a GPU by tests/gpu/test_adamw8bit.py.
+Run on CPU tensors by tests.trainer.models.kernel_check, in Triton's interpreter, on a GPU by gpu/test_adamw8bit.py.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_job_launched_by_a_job_is_not_its_own(tmp_path: Path) -> None:
 import json, os, sys, time
 sys.path.insert(0, {str(REPO)!r})
 from pathlib import Path
-from tests.jobs import make_job, make_plan, python, said, start
+from tests.support.jobs import make_job, make_plan, python, said, start
 plan = make_plan(python({UP!r}))
 said(start(make_job(Path(sys.argv[1]), 'inner', plan), plan), 'up')
 print('up'); time.sleep(1000)

@@ -1,4 +1,4 @@
-"""Builds Triton's kernels for GPUs that need not be here, and tells what each takes: run by tests/trainer/models/test_kernels.py."""
+"""Builds Triton's kernels for GPUs that need not be here, and tells what each takes: run by test_kernels.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by tests/trainer/models/test_kernels.py with TRITON_INTERPRET=1: the kernels on CPU tensors against their twins in torch.
+"""Run by test_kernels.py with TRITON_INTERPRET=1: the kernels on CPU tensors against their twins in torch.
 
 Prints one JSON object: the largest difference of each case, and what torch's own cross entropy and torchao's 8-bit
 AdamW give.
