@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
             click.echo(error.render(), err=True)
+        else:
+            launch.let_rank_0_tell()
         sys.exit(error.exit_code)
     raise AssertionError("click leaves by itself")
 

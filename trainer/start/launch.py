@@ -37,6 +37,10 @@ BUSY_MIB = 1024
 """Memory in use, beyond which `auto:N` does not take a GPU."""
 
 
+TELLING_S = 10.0
+"""How long rank 0 may take on a busy machine to tell of a mistake."""
+
+
 class GpuUsage(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     used_mib: int
@@ -54,6 +58,12 @@ class HostGpus:
 def device_kind(config: Config) -> DeviceKind:
     """`auto` means CUDA: falling back to the CPU without a word would look like a very slow run."""
     return "cpu" if config.target.device == "cpu" else "cuda"
+
+
+def let_rank_0_tell() -> None:
+    """Called by another rank before it leaves with what all have found: torchrun ends every rank with the first that
+    leaves, rank 0 in the middle of telling it too. Once that one has told it, torchrun ends the wait."""
+    time.sleep(TELLING_S)
 
 
 def is_under_torchrun(environ: Mapping[str, str]) -> bool:
