@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -79,6 +80,23 @@ def test_no_folders_need_each_other_in_a_circle():
         assert ground, left
         for folder in ground:
             del left[folder]
+
+
+def floors(half: str) -> dict[str, int]:
+    """Folder -> the line that it stands on in the picture of docs/architecture.md, from above."""
+    picture = re.search(rf"```house {half}\n(.*?)```", (REPO / "docs" / "architecture.md").read_text(), re.DOTALL)
+    assert picture
+    lines = [line.split()[:1] if line.startswith(". ") else line.split() for line in picture[1].splitlines()]
+    return {half if name == "." else f"{half}/{name}": i for i, names in enumerate(lines) for name in names}
+
+
+@pytest.mark.parametrize("half", ["deployer", "deployer/agent", "trainer"])
+def test_picture_of_the_house_shows_each_folder_above_what_it_needs(half):
+    drawn = floors(half)
+    agent = half == "deployer/agent"
+    inside = {f for f in needs() if f"{f}/".startswith(f"{half}/") and f.startswith("deployer/agent") == agent}
+    assert drawn.keys() == inside
+    assert [(f, other) for f in inside for other in needs()[f] & inside if drawn[f] >= drawn[other]] == []
 
 
 def test_deployer_and_trainer_meet_in_the_schema_and_the_config_alone():

@@ -29,6 +29,15 @@ def test_every_file_that_a_page_links_exists(page):
         assert (page.parent / target).stat().st_size > 0, target
 
 
+def test_every_module_that_the_architecture_names_exists():
+    named = set(re.findall(r"`([\w/]+\.py)`", (REPO / "docs" / "architecture.md").read_text()))
+    files = [
+        f"/{path.relative_to(REPO)}" for top in ("deployer", "trainer", "tests") for path in (REPO / top).rglob("*.py")
+    ]
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert len(named) > 20 and missing - {"deploy.py", "train.py"} == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_option_that_a_page_names_exists(page):
     known = {
