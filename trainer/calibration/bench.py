@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from trainer.batch import Batch
-from trainer.calibration.sizes import first_size, with_rows
-from trainer.calibration.verdict import Timed
+from trainer.calibration.sizes import Timed, first_size, with_rows
 from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 
 from trainer.calibration.bench import Bench
-from trainer.calibration.sizes import given_batch, search, sizes
-from trainer.calibration.verdict import HEADER, Calibration
+from trainer.calibration.sizes import HEADER, Calibration, given_batch, search, sizes
 from trainer.config.batch import BatchRules
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
 from trainer.dist import Dist, on_rank0
