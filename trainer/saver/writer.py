@@ -22,10 +22,9 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.errors import CheckpointError, SaverLostError, cannot_write
-from trainer.checkpoint.random_state import random_state
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import sharded_state
-from trainer.checkpoint.states import State, local_bytes
+from trainer.checkpoint.states import State, local_bytes, random_state
 from trainer.checkpoint.write import AtPoint, Order, nothing, write
 from trainer.dist import Dist, control_timeout_s, gather, new_control_group
 from trainer.saver.messages import Outcome, Setup, meeting_at
