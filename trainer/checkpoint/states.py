@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.integrity import ChecksummedFile, Manifest
+from trainer.checkpoint.folders import ChecksummedFile, Manifest
 from trainer.tensors import local_tensor
 from trainer.words import first_few
 
