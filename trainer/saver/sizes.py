@@ -13,7 +13,7 @@ from trainer.checkpoint.states import is_plain
 from trainer.host_memory import available_bytes
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.optim.low_bit import is_quantised
-from trainer.saver.packing import packed_bytes, room_for
+from trainer.saver.region import packed_bytes, room_for
 from trainer.tensors import local_tensor
 from trainer.words import render_bytes
 

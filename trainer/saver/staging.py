@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.states import State
-from trainer.saver.packing import pack, room_for
-from trainer.saver.region import Region
+from trainer.saver.region import Region, pack, room_for
 from trainer.saver.spare import SpareMemory
 
 PIECE_BYTES = 64 * 2**20
