@@ -30,7 +30,7 @@ from trainer.dist import Dist, control_timeout_s, gather, new_control_group
 from trainer.saver.messages import Outcome, Setup, meeting_at
 from trainer.saver.process import Launch, SaverProcess, launch_saver
 from trainer.saver.region import why_no_shared_memory
-from trainer.saver.sizes import expected_bytes, why_no_room
+from trainer.saver.room import expected_bytes, why_no_room
 from trainer.saver.staging import Staging
 
 ASK_AGAIN_S = 0.5
