@@ -21,8 +21,7 @@ from trainer.data.dataset.report import SplitReport
 from trainer.data.dataset.store import NO_TARGET, PieceStore, Selection
 from trainer.data.loader import Data, TrainLoader, lay_out
 from trainer.data.rows.sources import identify
-from trainer.data.rows.texts import read_texts
-from trainer.data.tokenize.plain_text import Tell, write_token_file
+from trainer.data.tokenize.plain_text import Tell, read_texts, write_token_file
 from trainer.data.tokenize.token_file import SUFFIX, TokenFile
 from trainer.data.tokenize.tokenizer import vocabulary_hash
 from trainer.dist import Dist

@@ -16,8 +16,7 @@ from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
-from trainer.data.rows.texts import Text, read_texts
-from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, cut_texts, write_token_file
+from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, Text, cut_texts, read_texts, write_token_file
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.errors import DataError
