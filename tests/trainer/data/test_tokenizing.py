@@ -153,7 +153,7 @@ def test_command_is_known_to_train_py():
 
 WORKER = """
 import os, signal
-from trainer.data.tokenize.workers import Workers
+from trainer.data.tokenize.encode import Workers
 if __name__ == "__main__":
     print(list(Workers(signal.getsignal, 1).map([signal.SIGINT])) == [signal.SIG_IGN], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

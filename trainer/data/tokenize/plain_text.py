@@ -17,9 +17,9 @@ from trainer.config.data import TEXT_SUFFIXES
 from trainer.data.rows.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.rows.stdlib_docs import read_stdlib_pairs
 from trainer.data.tokenize.chat import Encoded
+from trainer.data.tokenize.encode import Workers
 from trainer.data.tokenize.token_writer import TokenWriter
 from trainer.data.tokenize.tokenizer import vocab_size, vocabulary_hash
-from trainer.data.tokenize.workers import Workers
 from trainer.errors import DataError
 from trainer.files import expanded
 
