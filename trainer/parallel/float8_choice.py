@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from trainer.config.float8 import why_no_float8
+from trainer.config.train import why_no_float8
 from trainer.dist import Dist, gather
 from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
