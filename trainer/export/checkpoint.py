@@ -16,8 +16,8 @@ from trainer.config.load import config_from_dict
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
-from trainer.export.compare import random_rows
 from trainer.export.finish import export, render_export
+from trainer.export.model import random_rows
 from trainer.files import expanded, lack_of_room
 from trainer.models.adapter_files import CONFIG_FILE
 from trainer.models.build import build_decoder, fill_weights, pretrained_folder

@@ -23,7 +23,7 @@ from trainer.config.load import config_from_dict, config_notes, config_to_dict, 
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
-from trainer.export.compare import sequence_logits
+from trainer.export.model import sequence_logits
 from trainer.metrics.flops import Flops, flops_of
 from trainer.models.adapter_files import adapter_weights, lora_spec
 from trainer.models.build import build_decoder, fill_weights
