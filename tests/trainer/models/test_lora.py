@@ -26,9 +26,8 @@ from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
 from trainer.export.model import sequence_logits
 from trainer.metrics.flops import Flops, flops_of
 from trainer.models.adapter_files import adapter_weights, lora_spec
-from trainer.models.build import build_decoder, fill_weights
+from trainer.models.build import base_fingerprint, build_decoder, fill_weights
 from trainer.models.decoder import Decoder
-from trainer.models.freezing import base_fingerprint
 from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer
