@@ -31,7 +31,7 @@ from trainer.models.build import build_decoder, check_length
 from trainer.models.decoder import DecoderShape
 from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
-from trainer.optim.groups import parameter_groups, render_groups
+from trainer.optim.build import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.float8_choice import foresee_float8
 from trainer.parallel.plan import WrapPlan

@@ -9,7 +9,7 @@ from trainer.config.load import config_notes
 from trainer.config.train import length_notes
 from trainer.metrics.summary import summarize
 from trainer.models.lora import render_lora
-from trainer.optim.groups import render_groups
+from trainer.optim.build import render_groups
 from trainer.optim.schedules import render_lr_scaling
 from trainer.schema import JOB_ID_ENV
 from trainer.train.run import Run
