@@ -27,8 +27,8 @@ from trainer.models.build import check_length
 from trainer.models.shapes import shape_from_config
 from trainer.recipes import sft
 from trainer.train import loop
+from trainer.train.loop import stop_requests
 from trainer.train.step import train_step
-from trainer.train.stop import stop_requests
 from trainer.train.values import NonFiniteError
 
 
