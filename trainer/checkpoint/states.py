@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as nested dicts, and how to go through it."""
+"""What a checkpoint holds: nested dicts of tensors, ways to go through them, and the random numbers of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model written in Hugging Face's format, and read back with transformers before it counts as written."""
+"""A model written in Hugging Face's format, read back with transformers and compared before it counts as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The model that a config describes: its folder, the Decoder without storage, and its first weights."""
+"""The model that a config describes: its folder, the Decoder without storage, what of it is frozen, its first weights.
+
+A checkpoint leaves out what is frozen: what a run trains over which base is kept in it, and compared at a resume.
+"""
 
 from __future__ import annotations
 

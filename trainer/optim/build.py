@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for, over what this rank holds of each sharded parameter."""
+"""The optimizer that a config asks for, in groups, over what this rank holds of each sharded parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile of each block: where it can be had, and the way back when it fails.
+"""How each block runs: compiled where that can be had, and what of its activations is computed again.
 
 The forward alone is compiled, so FSDP's hooks stay outside of it and no parameter gets another name. All blocks are of
 one kind and share what is compiled for the first.

@@ -1,4 +1,4 @@
-"""Whether a run's products are in float8: what rules it out, and for `auto` a few blocks timed in both."""
+"""Whether a run's products are in float8: what rules it out, and for `auto` a few blocks timed in both on this card."""
 
 from __future__ import annotations
 

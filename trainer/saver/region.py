@@ -1,4 +1,7 @@
-"""Memory that the trainer and its saver process both map: what one writes into it, the other reads."""
+"""Memory that the trainer and its saver process both map, and a rank's state in it: bytes, and a description of them.
+
+What is described: plain tensors, those that are several in one (8-bit optimizer state), and shards of either.
+"""
 
 from __future__ import annotations
 

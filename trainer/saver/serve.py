@@ -80,6 +80,6 @@ def _telling(connection: Connection) -> AtPoint:
             send(connection, Point(point))
             receive(connection)
         except (EOFError, OSError):
-            os._exit(1)  # the trainer is gone: this save ends where it is, as with `saver.end_with`
+            os._exit(1)  # the trainer is gone: this save ends where it is, as with `main.end_with`
 
     return at

@@ -131,6 +131,9 @@ class Border:
         return stopping
 
 
+# --- around the loop -------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def long_lived() -> Iterator[Callable[[], None]]:
     """Give a function that sets what lives now aside, to be called once that is most of what will: until the end of the

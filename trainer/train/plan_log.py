@@ -1,4 +1,4 @@
-"""What is about to happen, in lines for the reader of the console."""
+"""What is about to happen, in lines for the reader of the console; the model's parameters among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop asks of training data, whether it is all at hand or comes as a stream."""
+"""What the loop asks of training data, at hand or a stream; and a thread that lays out the next steps' batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where tokenized documents lie, in memory or in a token file, and what became of each row that was read."""
+"""Where tokenized documents lie, in memory or in token files, and what became of each row that was read.
+
+Documents of token files come in pieces that fit a row, without a copy of any token. Pieces of one document overlap by a
+token: the last one of a piece, which is predicted there, is what the next piece begins with. So every token of a
+document but its first is a target exactly once.
+"""
 
 from __future__ import annotations
 
@@ -210,7 +215,7 @@ def cut_documents(lengths: np.ndarray, *, seq_len: int) -> Pieces:
 
 
 class PieceStore:
-    """The pieces of all documents of some token files, one file after another; a `trainer.data.dataset.store.Store`."""
+    """The pieces of all documents of some token files, one file after another; a `Store`."""
 
     def __init__(self, files: Sequence[TokenFile], *, seq_len: int) -> None:
         self._files = list(files)

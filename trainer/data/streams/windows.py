@@ -1,4 +1,9 @@
-"""A stream of rows becomes windows of documents, each tokenized, shuffled and packed by itself."""
+"""An endless stream of rows from sources that are never read whole; its windows, each tokenized, shuffled and packed.
+
+Without weights an epoch reads the sources one after another, each as often as its `repeat` says; of a part of a pass it
+takes the rows whose content hashes below it. With weights the sources take turns, in proportion, and each begins anew
+when it ends. Rows for evaluation, chosen by content hash as well, are passed over.
+"""
 
 from __future__ import annotations
 
@@ -113,6 +118,9 @@ def _read(config: Config, source: Source, skip: int) -> Iterator[tuple[int, Row 
 
 def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

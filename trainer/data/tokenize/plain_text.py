@@ -1,4 +1,7 @@
-"""Texts become token files: every document tokenized as plain text, with the tokenizer's end-of-text token after it."""
+"""Plain texts for pretraining, read as they are asked for, and as token files.
+
+Every document is tokenized as plain text, with the tokenizer's end-of-text token after it.
+"""
 
 from __future__ import annotations
 

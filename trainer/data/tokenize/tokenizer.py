@@ -1,4 +1,9 @@
-"""The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download."""
+"""The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download.
+
+Before the first one, it is found out whether the Hugging Face Hub can be reached. Its libraries try each file six
+times, half a minute in all, before they look into their cache or give up, and they read HF_HUB_OFFLINE when they are
+imported, so the answer has to be there before.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +141,9 @@ def _read_template(path: Path) -> str:
         raise DataError(
             f"the chat template {path.absolute()} cannot be read: {error}", where="data.chat_template"
         ) from None
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 def hub_names(config: Config) -> list[str]:
