@@ -9,7 +9,7 @@ import torch
 
 from tests.support.tiny import packed_batch
 from trainer.batch import IGNORE, Batch
-from trainer.data.batches.ahead import Ahead
+from trainer.data.batches.steps import Ahead
 from trainer.dist import Dist
 
 

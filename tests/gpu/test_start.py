@@ -15,8 +15,7 @@ from torch import nn
 
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
-from trainer.models.blocks import BLOCK
-from trainer.models.hf import init_random, load_pretrained
+from trainer.models.hf import BLOCK, init_random, load_pretrained
 
 ROWS, WIDTH = 3 * (BLOCK // 1024) + 7, 1024
 

@@ -14,7 +14,7 @@ from tests.oracles.measure import Oracle, largest_difference, scaled_difference,
 from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels, save_hf
 from tests.support.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
-from trainer.export.compare import sequence_logits
+from trainer.export.model import sequence_logits
 from trainer.models.decoder import DecoderShape, logits_head
 from trainer.models.losses import sft_loss
 

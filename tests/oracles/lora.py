@@ -16,7 +16,7 @@ from tests.oracles.measure import Oracle, largest_difference, scaled_difference,
 from tests.oracles.reference import SHAPES, save_hf
 from tests.support.tiny import tiny_shape
 from trainer.export.adapter import write_adapter
-from trainer.export.compare import sequence_logits
+from trainer.export.model import sequence_logits
 from trainer.models.adapter_files import PREFIX, adapter_weights, load_adapter, lora_spec
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import load_pretrained

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause, on_all
-from trainer.checkpoint.folders import STATE_FILE, is_complete, missing
-from trainer.checkpoint.integrity import Manifest, damages, share
-from trainer.checkpoint.random_state import read_random_state, set_random_state
+from trainer.checkpoint.folders import STATE_FILE, Manifest, damages, is_complete, missing, share
 from trainer.checkpoint.shards import (
     model_state,
     read_all_shards,
@@ -22,7 +20,7 @@ from trainer.checkpoint.shards import (
     read_shards,
     sharded_state,
 )
-from trainer.checkpoint.states import State, check_finite
+from trainer.checkpoint.states import State, check_finite, read_random_state, set_random_state
 from trainer.dist import Dist
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from trainer.checkpoint.integrity import ChecksummingWriter, Manifest
+from trainer.checkpoint.folders import ChecksummingWriter, Manifest
 from trainer.checkpoint.states import State, leaves
 from trainer.dist import Group
 from trainer.tensors import fsdp_modules

@@ -12,12 +12,10 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause, on_all
-from trainer.checkpoint.folders import commit, make_empty, step_name
-from trainer.checkpoint.integrity import Manifest
-from trainer.checkpoint.random_state import write_random_state
+from trainer.checkpoint.folders import Manifest, commit, make_empty, step_name
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
-from trainer.checkpoint.states import State, check_finite, local_bytes
+from trainer.checkpoint.states import State, check_finite, local_bytes, write_random_state
 from trainer.dist import Group, gather
 from trainer.files import lack_of_room
 

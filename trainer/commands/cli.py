@@ -221,7 +221,7 @@ def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
             options = ["--calibrate", *(["--json"] if as_json else [])]
             return launch.run_torchrun(config, sys.argv[0], options=options, debug=debug)
     os.environ.update(compile_cache(config))
-    from trainer.commands.calibrate import calibrate_rank  # imports torch
+    from trainer.calibration.calibrate import calibrate_rank  # imports torch
 
     return calibrate_rank(config, as_json=as_json, debug=debug)
 

@@ -17,11 +17,12 @@ from trainer.config.data import (
     data_without_effect,
 )
 from trainer.config.fields import show
-from trainer.config.float8 import float8_rules, float8_without_effect
 from trainer.config.keys import Broken, Places, field_kinds, get_key, scalar_texts
 from trainer.config.target import environment_rules, gpu_rules
 from trainer.config.train import (
     best_rules,
+    float8_rules,
+    float8_without_effect,
     groups_rules,
     length_rules,
     lora_rules,

@@ -17,13 +17,11 @@ from trainer.config.data import is_token_file
 from trainer.data.dataset.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
 from trainer.data.dataset.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
 from trainer.data.dataset.order import Mixture, epoch_documents
-from trainer.data.dataset.pieces import PieceStore
 from trainer.data.dataset.report import SplitReport
-from trainer.data.dataset.store import NO_TARGET, Selection
+from trainer.data.dataset.store import NO_TARGET, PieceStore, Selection
 from trainer.data.loader import Data, TrainLoader, lay_out
 from trainer.data.rows.sources import identify
-from trainer.data.rows.texts import read_texts
-from trainer.data.tokenize.plain_text import Tell, write_token_file
+from trainer.data.tokenize.plain_text import Tell, read_texts, write_token_file
 from trainer.data.tokenize.token_file import SUFFIX, TokenFile
 from trainer.data.tokenize.tokenizer import vocabulary_hash
 from trainer.dist import Dist

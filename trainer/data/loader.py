@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
-from trainer.data.batches.ahead import Ahead
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.batches.packing import Plan, plan_rows
-from trainer.data.batches.steps import Loader, global_batch_size
+from trainer.data.batches.steps import Ahead, Loader, global_batch_size
 from trainer.data.dataset.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.dataset.documents import (
     Documents,

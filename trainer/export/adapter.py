@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import ModelError
-from trainer.export.compare import Rows, check_logits, sequence_logits
-from trainer.export.model import plain_decoder
+from trainer.export.model import Rows, check_logits, plain_decoder, sequence_logits
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
 from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import named_weights

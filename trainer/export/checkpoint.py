@@ -16,13 +16,12 @@ from trainer.config.load import config_from_dict
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
-from trainer.export.compare import random_rows
 from trainer.export.finish import export, render_export
+from trainer.export.model import random_rows
 from trainer.files import expanded, lack_of_room
 from trainer.models.adapter_files import CONFIG_FILE
-from trainer.models.build import build_decoder, fill_weights, pretrained_folder
+from trainer.models.build import base_fingerprint, build_decoder, fill_weights, is_partly_frozen, pretrained_folder
 from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
-from trainer.models.freezing import base_fingerprint, is_partly_frozen
 from trainer.models.lora import lora_of
 from trainer.optim.low_bit import torchao_adamw8bit
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config

@@ -10,8 +10,7 @@ import torch
 
 from trainer.dist import Dist, on_rank0
 from trainer.export.adapter import export_adapter
-from trainer.export.compare import Rows, random_rows, rows_of
-from trainer.export.model import export_tensors
+from trainer.export.model import Rows, export_tensors, random_rows, rows_of
 from trainer.models.decoder import DecoderShape
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge

@@ -26,17 +26,17 @@ from trainer.inspection.samples import Sample, read_samples
 from trainer.memory.estimate import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.memory.fitting import Fit, fit_into
 from trainer.memory.plans import Choice
-from trainer.metrics.summary import ParameterSummary, summarize
 from trainer.models.build import build_decoder, check_length
 from trainer.models.decoder import DecoderShape
 from trainer.models.lora import render_lora
 from trainer.models.shapes import model_folder, shape_from_config
-from trainer.optim.groups import parameter_groups, render_groups
+from trainer.optim.build import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.float8_choice import foresee_float8
 from trainer.parallel.plan import WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
+from trainer.train.plan_log import ParameterSummary, summarize
 from trainer.train.precision import foresee_precision
 from trainer.words import GIB
 

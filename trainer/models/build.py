@@ -1,22 +1,31 @@
-"""The model that a config describes: its folder, the Decoder without storage, and its first weights."""
+"""The model that a config describes: its folder, the Decoder without storage, what of it is frozen, its first weights.
+
+A checkpoint leaves out what is frozen: what a run trains over which base is kept in it, and compared at a resume.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from trainer.config.train import base_dtype
-from trainer.dist import Dist
+from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError
 from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.models.freezing import freeze, store_as
 from trainer.models.hf import init_random, load_pretrained
-from trainer.models.lora import attach, linear_names
+from trainer.models.lora import attach, linear_names, lora_of
+from trainer.models.patterns import matching
 from trainer.models.shapes import model_folder
 from trainer.schema import Config
 from trainer.tensors import DTYPES
+
+SAMPLES = 64
+SAMPLE_BYTES = 4096
 
 
 def pretrained_folder(config: Config, dist: Dist) -> Path | None:
@@ -61,3 +70,65 @@ def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, d
         load_adapter(module, adapter_folder(config.lora))
     else:
         init_adapter(module, config.train.seed)
+
+
+# --- what is frozen --------------------------------------------------------------------------------------------------
+
+
+def freeze(decoder: Decoder, patterns: Sequence[str]) -> None:
+    """Take the parameters that the patterns mean out of training. A tied head is the embedding: one parameter.
+
+    Raises ConfigError for a pattern that means none, and when nothing is left to train.
+    """
+    parameters = dict(decoder.named_parameters())
+    for pattern in patterns:
+        for name in matching(pattern, parameters, "model.freeze"):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(
+            f"model.freeze is {list(patterns)}, all {len(parameters)} tensors of the model: nothing is left to train",
+            hint="drop a pattern",
+        )
+
+
+def is_partly_frozen(module: nn.Module) -> bool:
+    return not all(parameter.requires_grad for parameter in module.parameters())
+
+
+def store_as(decoder: Decoder, dtype: torch.dtype) -> None:
+    """Store the parameters of a decoder on the meta device in `dtype`; buffers stay as they are."""
+    for parameter in decoder.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def trained_part(config: Config, module: nn.Module, folder: Path | None, dist: Dist) -> dict[str, str]:
+    """Base, adapters and trained tensors as words; empty where the whole model is trained. Every rank calls this."""
+    if not is_partly_frozen(module):
+        return {}
+    names = sorted(name.removeprefix("module.") for name, p in module.named_parameters() if p.requires_grad)
+    part = {"base": on_rank0(dist, lambda: base_fingerprint(config, folder))}
+    spec = lora_of(module)
+    if spec is not None:
+        part |= {"lora.rank": str(spec.rank), "lora.alpha": f"{spec.alpha:g}", "lora.rslora": str(spec.rslora).lower()}
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+    return {**part, "trained": f"{len(names)} tensors ({digest})"}
+
+
+def base_fingerprint(config: Config, folder: Path | None) -> str:
+    """Names the weights that a run starts from: the same for the same weights, wherever their folder is."""
+    if folder is None or config.model.init == "random":
+        return f"random by seed {config.train.seed}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        _update_with_samples(digest, path)
+    return f"sha256 {digest.hexdigest()[:16]}"
+
+
+def _update_with_samples(digest: hashlib._Hash, path: Path) -> None:
+    """Evenly spread pieces, the first (names and shapes) and the last among them: a whole 7B model takes a minute."""
+    last = max(0, path.stat().st_size - SAMPLE_BYTES)
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(last * number // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))

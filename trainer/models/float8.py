@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
-from trainer.config.float8 import MULTIPLE
+from trainer.config.train import MULTIPLE
 from trainer.models.decoder import Decoder, Linear
 
 NEEDED = (8, 9)

@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainer.dist import gather
 from trainer.metrics.flops import sustained_flops
 from trainer.models.float8 import uses_float8
-from trainer.profile.ceiling import Ceiling, ceiling_of
-from trainer.profile.where import Event, StepTime, where_kernels_went, where_operators_went
+from trainer.profile.where import Ceiling, Event, StepTime, ceiling_of, where_kernels_went, where_operators_went
 from trainer.train.run import Run
 from trainer.train.step import NAMES, StepValues, StepWatcher
 

@@ -16,8 +16,7 @@ from trainer.checkpoint.errors import CheckpointError, first_cause
 from trainer.checkpoint.write import AtPoint, nothing, write
 from trainer.dist import Group
 from trainer.saver.messages import Outcome, Point, Save, Setup, Up, receive, send
-from trainer.saver.packing import unpack
-from trainer.saver.region import Region
+from trainer.saver.region import Region, unpack
 
 
 def serve_orders(connection: Connection, *, niceness: int = 0) -> None:
@@ -81,6 +80,6 @@ def _telling(connection: Connection) -> AtPoint:
             send(connection, Point(point))
             receive(connection)
         except (EOFError, OSError):
-            os._exit(1)  # the trainer is gone: this save ends where it is, as with `saver.end_with`
+            os._exit(1)  # the trainer is gone: this save ends where it is, as with `main.end_with`
 
     return at

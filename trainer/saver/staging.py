@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.states import State
-from trainer.saver.packing import pack, room_for
-from trainer.saver.region import Region
-from trainer.saver.spare import SpareMemory
+from trainer.saver.region import Region, pack, room_for
+from trainer.saver.room import SpareMemory
 
 PIECE_BYTES = 64 * 2**20
 """Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other
-thread can launch a kernel. A multiple of `packing.ALIGNMENT`, so no value lies in two pieces."""
+thread can launch a kernel. A multiple of `region.ALIGNMENT`, so no value lies in two pieces."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of a number. `_foreach_copy_` takes bf16 by way of fp32, after which every NaN has the same bits."""

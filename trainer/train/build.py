@@ -19,9 +19,8 @@ from trainer.dist import Dist
 from trainer.metrics.flops import flops_of, peak_flops
 from trainer.metrics.log import MetricsLog
 from trainer.metrics.trackers import open_trackers
-from trainer.models.build import build_decoder, fill_weights
+from trainer.models.build import build_decoder, fill_weights, is_partly_frozen, trained_part
 from trainer.models.decoder import DecoderShape
-from trainer.models.freezing import is_partly_frozen, trained_part
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.backend import Backend

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 from trainer.checkpoint.write import AtPoint, nothing
 from trainer.dist import FlagBoard
+from trainer.failures.diagnose import has_failed
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate
 from trainer.saver.writer import Beside
+from trainer.schema import STOP_FILE
 from trainer.train.evaluate import Evaluator
 from trainer.train.run import Result, Run
 from trainer.train.saves import DEFAULT, Saver
 from trainer.train.step import StepWatcher, is_watched, train_step, watched
-from trainer.train.stop import stop_requests
 from trainer.train.values import NonFiniteError, PeakMemory, Reader
 
 
@@ -126,6 +131,9 @@ class Border:
         return stopping
 
 
+# --- around the loop -------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def long_lived() -> Iterator[Callable[[], None]]:
     """Give a function that sets what lives now aside, to be called once that is most of what will: until the end of the
@@ -144,3 +152,27 @@ def long_lived() -> Iterator[Callable[[], None]]:
         yield set_aside
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def stop_requests(run_dir: Path) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether this rank was asked to stop: by SIGTERM, by Ctrl-C, or by the stop file.
+
+    A second Ctrl-C ends the process at once, except under torchrun, which passes the terminal's Ctrl-C on once more.
+    """
+    stop_file = run_dir / STOP_FILE
+    asked: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        if has_failed(run_dir):  # torchrun ends us because another rank failed: a checkpoint would wait for that rank
+            os._exit(1)
+        if number == signal.SIGINT and asked and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(asked) or stop_file.exists()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

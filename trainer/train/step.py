@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from trainer.dist import Dist, sum_over_ranks
-from trainer.optim.groups import set_learning_rate
+from trainer.optim.build import set_learning_rate
 from trainer.train.run import Run
 
 NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite", "squared document lengths")

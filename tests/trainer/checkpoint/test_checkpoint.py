@@ -20,9 +20,9 @@ from trainer.checkpoint import write
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import newest_complete
 from trainer.checkpoint.load import load, load_model, read_full, read_info
-from trainer.checkpoint.random_state import random_state, set_random_state
 from trainer.checkpoint.resume import choose
 from trainer.checkpoint.retention import Keep, prune, to_delete
+from trainer.checkpoint.states import random_state, set_random_state
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer
 from trainer.schema import RESTARTED_ENV, Config, OptimConfig, TrainConfig

@@ -20,8 +20,7 @@ import torch
 from tests.support.ranks import FORKED, run_ranks
 from tests.support.trainings import build, losses
 from trainer.batch import Batch, LossSum
-from trainer.checkpoint.folders import newest_complete, steps_in
-from trainer.checkpoint.integrity import damages
+from trainer.checkpoint.folders import damages, newest_complete, steps_in
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.train import loop

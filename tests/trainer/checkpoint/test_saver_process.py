@@ -21,8 +21,7 @@ from tests.support.saves import begin, start, step
 from tests.support.tiny import ALONE
 from tests.support.trainings import build
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import newest_complete
-from trainer.checkpoint.integrity import Manifest, damages
+from trainer.checkpoint.folders import Manifest, damages, newest_complete
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.run_folder import release_all, taken_by

@@ -18,8 +18,7 @@ from tests.support.tiny import ALONE
 from tests.support.trainings import build, losses, training_on
 from trainer.batch import Batch, LossSum
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import steps_in
-from trainer.checkpoint.integrity import damages
+from trainer.checkpoint.folders import damages, steps_in
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft

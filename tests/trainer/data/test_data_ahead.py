@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.support.limits import HANG_S
-from trainer.data.batches.ahead import Ahead
+from trainer.data.batches.steps import Ahead
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import pack
 from tests.trainer.data.token_files import document, write
-from trainer.data.dataset.pieces import PieceStore, cut_documents
+from trainer.data.dataset.store import PieceStore, cut_documents
 
 
 def test_pieces_overlap_by_one_token(tmp_path):

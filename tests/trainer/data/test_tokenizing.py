@@ -16,8 +16,7 @@ from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
-from trainer.data.rows.texts import Text, read_texts
-from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, cut_texts, write_token_file
+from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, Text, cut_texts, read_texts, write_token_file
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
 from trainer.errors import DataError
@@ -154,7 +153,7 @@ def test_command_is_known_to_train_py():
 
 WORKER = """
 import os, signal
-from trainer.data.tokenize.workers import Workers
+from trainer.data.tokenize.encode import Workers
 if __name__ == "__main__":
     print(list(Workers(signal.getsignal, 1).map([signal.SIGINT])) == [signal.SIG_IGN], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

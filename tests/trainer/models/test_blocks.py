@@ -15,8 +15,7 @@ from torch import nn
 from tests.support.ranks import run_ranks
 from trainer.dist import Dist
 from trainer.errors import ModelError
-from trainer.models.blocks import BLOCK, Block, blocks_of, for_each_block
-from trainer.models.hf import init_random, load_pretrained
+from trainer.models.hf import BLOCK, Block, blocks_of, for_each_block, init_random, load_pretrained
 
 ROWS, WIDTH = 2 * (BLOCK // 1024) + 5, 1024  # two whole blocks and a bit
 

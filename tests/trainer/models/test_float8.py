@@ -26,8 +26,7 @@ from trainer.models.float8 import odd_size, use_float8
 from trainer.models.hf import init_random, named_weights
 from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
-from trainer.parallel.float8_choice import decide_float8, float8_gain
-from trainer.parallel.timing import seconds_of
+from trainer.parallel.float8_choice import decide_float8, float8_gain, seconds_of
 from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
 
 BF16 = TrainConfig(precision="bf16")

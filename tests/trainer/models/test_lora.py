@@ -23,12 +23,11 @@ from trainer.config.load import config_from_dict, config_notes, config_to_dict, 
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
-from trainer.export.compare import sequence_logits
+from trainer.export.model import sequence_logits
 from trainer.metrics.flops import Flops, flops_of
 from trainer.models.adapter_files import adapter_weights, lora_spec
-from trainer.models.build import build_decoder, fill_weights
+from trainer.models.build import base_fingerprint, build_decoder, fill_weights
 from trainer.models.decoder import Decoder
-from trainer.models.freezing import base_fingerprint
 from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer

@@ -15,8 +15,15 @@ from tests.oracles.reference import SHAPES, from_folder, hf_model, save_hf
 from tests.support.tiny import ALONE, export_model, packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch
 from trainer.errors import ModelError
-from trainer.export.compare import check_logits, random_rows, rows_of, sequence_logits
-from trainer.export.model import plain_decoder, verify_export, write_export
+from trainer.export.model import (
+    check_logits,
+    plain_decoder,
+    random_rows,
+    rows_of,
+    sequence_logits,
+    verify_export,
+    write_export,
+)
 from trainer.models.decoder import Decoder, DecoderShape, logits_head
 from trainer.models.hf import gather_full, load_pretrained
 from trainer.models.shapes import model_folder, shape_from_config, shape_to_hf_config

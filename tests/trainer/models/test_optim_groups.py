@@ -23,8 +23,7 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.models.build import build_decoder
 from trainer.models.hf import init_random, named_weights
-from trainer.optim.build import build_optimizer
-from trainer.optim.groups import parameter_groups, render_groups
+from trainer.optim.build import build_optimizer, parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.choose import make_backend
 from trainer.parallel.wrapping import plan_wrapping

@@ -18,8 +18,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
-from trainer.calibration.sizes import first_size, search, sizes, why_enough, with_rows
-from trainer.calibration.verdict import Calibration, Timed
+from trainer.calibration.sizes import Calibration, Timed, first_size, search, sizes, why_enough, with_rows
 from trainer.commands import cli
 from trainer.config.load import config_from_dict, load_config
 from trainer.start.launch import build_torchrun_argv

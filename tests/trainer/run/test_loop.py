@@ -21,14 +21,14 @@ from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
-from trainer.export.compare import random_rows, rows_of
 from trainer.export.finish import rows_to_compare
+from trainer.export.model import random_rows, rows_of
 from trainer.models.build import check_length
 from trainer.models.shapes import shape_from_config
 from trainer.recipes import sft
 from trainer.train import loop
+from trainer.train.loop import stop_requests
 from trainer.train.step import train_step
-from trainer.train.stop import stop_requests
 from trainer.train.values import NonFiniteError
 
 

@@ -23,12 +23,12 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.export.finish import finish
 from trainer.metrics.log import MetricsLog, render_train
-from trainer.metrics.summary import summarize
 from trainer.metrics.trackers import check_trackers, numbers_of, open_trackers
 from trainer.profile.trace import step_watchers
 from trainer.recipes import sft
 from trainer.schema import Config
 from trainer.train import loop
+from trainer.train.plan_log import summarize
 from trainer.train.run import Run
 from trainer.train.values import NonFiniteError, PeakMemory, Window
 

@@ -23,7 +23,6 @@ from trainer.dist import Dist
 from trainer.metrics.flops import sustained_flops
 from trainer.metrics.log import MetricsLog, Record
 from trainer.models.float8 import use_float8, uses_float8
-from trainer.profile.ceiling import ceiling_of
 from trainer.profile.trace import step_watchers, where_it_went
 from trainer.profile.where import (
     CLASSES,
@@ -31,6 +30,7 @@ from trainer.profile.where import (
     GAPS,
     REST,
     Event,
+    ceiling_of,
     class_of_kernel,
     class_of_operator,
     where_kernels_went,

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
-from trainer.data.batches.ahead import Ahead
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.batches.steps import global_batch_size
+from trainer.data.batches.steps import Ahead, global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
 from trainer.data.streams.windows import Window, WindowMaker, WindowStart, first_window

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trainer.data.rows.messages import Row
 from trainer.data.tokenize.chat import Encoded, encode
-from trainer.data.tokenize.workers import Workers, chunks
 from trainer.schema import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHUNK_ROWS = 256  # per task of a tokenizing process
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -85,3 +92,59 @@ def _encode_row(
 
 def _encode_chunk(chunk: list[SourceRow], *, one: partial[EncodedRow]) -> list[EncodedRow]:
     return [one(pair) for pair in chunk]
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+class Workers(Generic[T, R]):
+    """`count` processes that all have `function`, which is sent to each of them once."""
+
+    def __init__(self, function: Callable[[T], R], count: int) -> None:
+        # spawned, not forked: this process may have threads and a CUDA context
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_start, initargs=(function,))
+        self._ahead = 2 * count
+
+    def map(self, items: Iterable[T]) -> Iterator[R]:
+        """The function's result for each item, in order; items are read as far ahead as there is work for."""
+        waiting: deque[Future[R]] = deque()
+        for item in items:
+            waiting.append(self._pool.submit(_call, item))
+            if len(waiting) > self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def close(self) -> None:
+        """End the processes, without waiting for them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items, `size` at a time."""
+    items = iter(items)
+    while chunk := list(islice(items, size)):
+        yield chunk
+
+
+_function: list[Callable[[Any], Any]] = []  # set once in each process
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which may want what is under way
+    Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    _function.append(function)
+
+
+def _end_with_parent() -> None:
+    """Of a killed parent nobody would ever get work: the other processes keep the queue open."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _call(item: Any) -> Any:
+    return _function[0](item)

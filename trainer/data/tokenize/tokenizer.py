@@ -1,17 +1,26 @@
-"""The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download."""
+"""The tokenizer of a run: the model's own, a named one, or the built-in one of bytes, which needs no download.
+
+Before the first one, it is found out whether the Hugging Face Hub can be reached. Its libraries try each file six
+times, half a minute in all, before they look into their cache or give up, and they read HF_HUB_OFFLINE when they are
+imported, so the answer has to be there before.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from trainer.data.rows.hub import settle_offline
+from trainer.data.rows.sources import is_local
 from trainer.errors import DataError
 from trainer.files import expanded
-from trainer.schema import Config
+from trainer.schema import Config, as_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,6 +44,7 @@ CHATML_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 """ChatML; what the assistant says, with its end token, stands in generation tags."""
+CONNECT_TIMEOUT_S = 5.0
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
@@ -131,3 +141,33 @@ def _read_template(path: Path) -> str:
         raise DataError(
             f"the chat template {path.absolute()} cannot be read: {error}", where="data.chat_template"
         ) from None
+
+
+# --- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def hub_names(config: Config) -> list[str]:
+    """Models, tokenizers and data sets of the config that only the Hub or its cache can give."""
+    models = [name for name in (config.model.name, config.data.tokenizer) if name and name != "auto"]
+    missing = [name for name in models if not expanded(name).is_dir()]
+    sources = [s.path for s in as_sources([*config.data.train, *config.data.eval]) if not is_local(s.path)]
+    return [name for name in (*missing, *sources) if not name.startswith(("builtin:", "/", ".", "~"))]
+
+
+def is_hub_reachable() -> bool:
+    """Whether the Hub's host takes a connection; True behind a proxy, which only the libraries can ask."""
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if address.scheme in getproxies():
+        return True
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        with socket.create_connection((address.hostname or "", port), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def settle_offline(config: Config) -> None:
+    """Tell the Hub's libraries to use their cache alone when something is asked of a Hub that cannot be reached."""
+    if hub_names(config) and "HF_HUB_OFFLINE" not in os.environ and not is_hub_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""torch.compile of each block: where it can be had, and the way back when it fails.
+"""How each block runs: compiled where that can be had, and what of its activations is computed again.
 
 The forward alone is compiled, so FSDP's hooks stay outside of it and no parameter gets another name. All blocks are of
 one kind and share what is compiled for the first.
@@ -6,11 +6,14 @@ one kind and share what is compiled for the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.errors import ConfigError
 from trainer.models.decoder import Decoder
@@ -20,6 +23,26 @@ VARIANTS = 64
 input come to about 15; torch's own limit of 8 would end the run in the middle, for each graph must be whole."""
 FAILURES = ("torch._dynamo.exc", "torch._inductor", "triton")
 """Modules whose exceptions say that something could not be compiled."""
+aten = torch.ops.aten
+KEPT_OPS: frozenset[Any] = frozenset(
+    packet.default
+    for packet in (
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten._scaled_mm,  # products in float8
+        aten.max,  # the largest value of a tensor, by which it is scaled for them
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_fused_attention_overrideable,
+        aten._flash_attention_forward,
+        aten._efficient_attention_forward,
+    )
+) | {flex_attention}
+"""Matrix products and attention: dear to compute; the rest of a block is cheap and large."""
 
 
 def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | None) -> tuple[bool, str]:
@@ -69,3 +92,34 @@ def is_compile_failure(error: BaseException) -> bool:
 def _compiled(decoder: Decoder) -> Iterator[Any]:
     yield from decoder.blocks
     yield decoder.model.norm
+
+
+# --- recomputation ---------------------------------------------------------------------------------------------------
+
+
+def recompute_blocks(decoder: Decoder, mode: str, every: int) -> None:
+    """Make every n-th block, the first included, keep less: `mode` none or budget, selective (KEPT_OPS) or full (its
+    inputs).
+
+    The recomputation is inside what FSDP wraps, so it sees the same gathered, cast parameters.
+    """
+    if mode in ("none", "budget"):  # a budget is the compiler's business
+        return
+    options: dict[str, Any] = {}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+    for block in list(decoder.model.layers)[::every]:
+        block.forward = _recomputed(block.forward, options)
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    return wrapped
+
+
+def _keep(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
