@@ -16,7 +16,7 @@ from deployer.connection.link import Link
 from deployer.connection.patience import Patience
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.pull.pieces import Download, Piece, Work
-from deployer.transport.ssh.ask import nobody_to_ask
+from deployer.transport.ssh.attempt import nobody_to_ask
 
 CALLS_PER_LINK = 3
 """Requests under way on one connection: each brings a piece of 1 MiB, and no gap between two of them may show."""

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.agent import AgentSSH
 
 from deployer.errors import ConnectError
-from deployer.transport.ssh.ask import ask_secret
+from deployer.transport.ssh.attempt import ask_secret
 from deployer.transport.ssh.key_files import UnusableKey, key_type, public_blob
 from deployer.transport.ssh.ssh_config import SshOptions
 

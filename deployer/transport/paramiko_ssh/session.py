@@ -13,11 +13,10 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
-from deployer.transport.paramiko_ssh.deadline import Ask, Deadline
 from deployer.transport.paramiko_ssh.early import EarlyChannel, may_ask_early, note_key
 from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys
 from deployer.transport.paramiko_ssh.sockets import CLIENT_VERSION
-from deployer.transport.ssh.ask import ask_secret, has_terminal
+from deployer.transport.ssh.attempt import Ask, Deadline, HandshakeCut, ask_secret, has_terminal
 from deployer.transport.ssh.explain import (
     explain_auth,
     explain_handshake,
@@ -27,7 +26,6 @@ from deployer.transport.ssh.explain import (
 )
 from deployer.transport.ssh.host_keys import HostKeys
 from deployer.transport.ssh.key_files import UnusableKey
-from deployer.transport.ssh.retry import HandshakeCut
 from deployer.transport.ssh.ssh_config import SshOptions
 
 WINDOW_BYTES = 4 << 20

@@ -7,6 +7,7 @@ import re
 import socket
 
 from deployer.errors import ConnectError
+from deployer.transport.ssh.attempt import HandshakeCut
 from deployer.transport.ssh.explain import (
     blame_hop,
     explain_auth,
@@ -19,7 +20,6 @@ from deployer.transport.ssh.explain import (
     quote,
 )
 from deployer.transport.ssh.host_keys import HostKeys
-from deployer.transport.ssh.retry import HandshakeCut
 from deployer.transport.ssh.ssh_config import SshOptions
 from deployer.transport.ssh_program.stderr import SshWords
 
