@@ -20,8 +20,7 @@ from deployer.transport.ssh.known_hosts import host_name_in_files
 from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
 from deployer.transport.ssh.target import Target
 from deployer.transport.ssh_program.control import control_path
-from deployer.transport.ssh_program.failure import NeedsPerson, explain_late, explain_ssh
-from deployer.transport.ssh_program.stderr import SshWords
+from deployer.transport.ssh_program.stderr import NeedsPerson, SshWords, explain_late, explain_ssh
 
 ALIVE_EVERY_S, ALIVE_COUNT = 15, 2
 PERSON_TIMEOUT_S = 300.0
