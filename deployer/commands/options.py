@@ -13,12 +13,13 @@ import click
 
 from deployer.commands.places import DEFAULT_ROOT
 from deployer.commands.values import Seconds, parse_duration
-from deployer.connection.choose import WAYS
 from deployer.errors import UsageError
 from deployer.terminal import as_invoked
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
+WAYS = ("auto", "fabric", "openssh")
+"""How to connect by SSH; `make_transport` says what they are."""
 
 
 class Command(click.Command):

@@ -9,8 +9,8 @@ from typing import Any
 
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
+from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
-from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.launch.delta import News, news_for, send_blobs, send_news, send_tree
 from deployer.launch.follow import Connect, Watcher, follow_to_end
