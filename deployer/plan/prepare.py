@@ -27,8 +27,7 @@ from deployer.plan.launch_plan import (
 )
 from deployer.plan.plain import is_plain
 from deployer.project import manifest
-from deployer.project.hashing import hash_file
-from deployer.project.manifest import Scan, Shipment
+from deployer.project.manifest import Scan, Shipment, hash_file
 from trainer.schema import Config, RunConfig, TargetConfig, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
