@@ -1,5 +1,5 @@
-"""This client's notes: the jobs it launched, where they run, where their results go, and what each host last said of its
-jobs, for the time when it cannot be reached. The host stays the truth.
+"""This client's notes: the jobs it launched, where they run, where their results go, and what each host last said of
+its jobs, for the time when it cannot be reached. The host stays the truth.
 """
 
 from __future__ import annotations
