@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.plan.plain import is_plain
+from deployer.plan.options import is_plain
 from trainer.config.load import check_config
 from trainer.schema import Config, RunConfig, TargetConfig
 
