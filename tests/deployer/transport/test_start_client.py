@@ -14,7 +14,7 @@ from deployer.plan.options import is_plain
 from trainer.config.load import check_config
 from trainer.schema import Config, RunConfig, TargetConfig
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).resolve().parents[3]
 DEPLOY = str(REPO / "deploy.py")
 OPTIONS = ("--gpus", "0,1", "--name", "try", "--env", "A=b", "--secret", "HOME", "--max-restarts", "2")
 
