@@ -1,4 +1,4 @@
-"""`resume`."""
+"""`resume`: the next attempt of a job that has ended."""
 
 from __future__ import annotations
 

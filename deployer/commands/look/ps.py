@@ -1,4 +1,4 @@
-"""`ps`."""
+"""`ps`: the jobs of all hosts in one table, once or again and again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`status`."""
+"""`status`: one job as its host judges it, or as it was last seen."""
 
 from __future__ import annotations
 
