@@ -24,7 +24,8 @@ from ps import client_config
 from deployer.connection.host import Host
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
-from deployer.plan.prepare import Options, Prepared, prepare, read_config
+from deployer.plan.options import Options, read_config
+from deployer.plan.prepare import Prepared, prepare
 
 START_LIMIT = 5.0
 

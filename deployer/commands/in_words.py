@@ -8,7 +8,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL, RUNNING
-from deployer.jobs.lastseen import Row
+from deployer.jobs.registry import Row
 
 SILENT_S = 120.0
 """A running job that has written nothing for so long is worth a line."""

@@ -1,4 +1,6 @@
-"""What commands share on the command line: how their words are told apart, and the options that several have."""
+"""What commands share on the command line: how their words are told apart, the options that several have, and the host
+that these mean: the one that is named, or the one that a job was launched on.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,23 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deployer.commands.places import DEFAULT_ROOT
 from deployer.commands.values import Seconds, parse_duration
-from deployer.connection.choose import WAYS
 from deployer.errors import UsageError
 from deployer.terminal import as_invoked
 
+if TYPE_CHECKING:
+    from deployer.connection.host import Host
+    from deployer.jobs.registry import JobRecord
+
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
+DEFAULT_ROOT = "~/.torchferry"
+WAYS = ("auto", "fabric", "openssh")
+"""How to connect by SSH; `make_transport` says what they are."""
 
 
 class Command(click.Command):
@@ -184,3 +191,46 @@ GIVE_UP = click.option(
     metavar="10m",
     help="Stop following after so long without a connection; the job runs on [10m].",
 )
+
+# --- the host that they name ------------------------------------------------------------------------------------------
+
+
+def host_of(
+    ssh: str | None,
+    root: str | None,
+    *,
+    ssh_key: str | None,
+    accept_new_host_key: bool,
+    transport: str | None,
+    connect_timeout_s: float | None,
+) -> Host:
+    from deployer.connection.host import Host
+
+    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key, transport or "auto", connect_timeout_s)
+
+
+def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
+    """The named host, or every host that the records name and this machine."""
+    from deployer.jobs.registry import read_records
+
+    if ssh is not None or root is not None:
+        return [host_of(ssh, root, **access)]
+    places = {(r.ssh, r.root): r for r in read_records()}
+    hosts = [host_of(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
+    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **access)]
+
+
+def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
+    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
+    from deployer.jobs.registry import find_record
+
+    if job_id is None or ssh is not None or root is not None:
+        return host_of(ssh, root, **access), None
+    record = find_record(job_id)
+    return host_of(record.ssh, record.root, **_access(record, **access)), record
+
+
+def _access(record: JobRecord, **access: Any) -> dict[str, Any]:
+    """As the command line says, else as the job was launched."""
+    remembered = {"ssh_key": record.ssh_key, "transport": record.transport}
+    return {**access, **{name: access[name] or value for name, value in remembered.items()}}

@@ -13,8 +13,7 @@ from deployer import terminal
 from deployer.commands.in_words import attempt_line, number_of
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
-from deployer.jobs import lastseen
-from deployer.jobs.registry import JobRecord, write_record
+from deployer.jobs.registry import JobRecord, note_row, write_record
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 
@@ -113,7 +112,7 @@ class Screen(Watcher):
         """Keeps what the host said, for a `ps` when it cannot be reached."""
         record = self.record
         known = {"id": record.job_id, "name": record.name, "created": record.created, "where": record.ssh or HERE}
-        lastseen.note(record.ssh, record.root, {**known, "state": str(status.get("state"))})
+        note_row(record.ssh, record.root, {**known, "state": str(status.get("state"))})
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deployer.connection.choose import make_transport
-from deployer.errors import UsageError
+from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.transport.protocol import Transport
 
 if TYPE_CHECKING:
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from deployer.connection.ssh_way import SshTransport
 
 HERE = "this machine"
+GIVE_UP_AFTER_S = 600.0
+"""A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
+BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+
+Tell = Callable[[str], None]
 
 
 @dataclass
@@ -109,3 +114,65 @@ class Host:
             accept_new_host_key=self.accept_new_host_key,
             connect_timeout_s=self.connect_timeout_s,
         )
+
+
+def make_transport(
+    ssh: str | None,
+    *,
+    way: str = "auto",
+    ssh_key: str | None = None,
+    accept_new_host_key: bool = False,
+    config_file: str | None = None,
+    connect_timeout_s: float | None = None,
+) -> Transport:
+    """The transport to an address as typed after `--ssh`; None is this machine. An SSH connection begins at once, in
+    the background; `connect` waits for it.
+
+    `way`: `fabric` (paramiko), `openssh` (the ssh program), or `auto`, which takes openssh where the options of the
+    host need it. `connect_timeout_s` bounds connecting and logging in, without the time in which a person is asked;
+    unless given it is ssh_config's ConnectTimeout, or 10 s.
+    """
+    if ssh is None:
+        from deployer.transport.local import LocalTransport
+
+        return LocalTransport()
+    from deployer.connection.ssh_way import SshTransport
+    from deployer.transport.ssh.target import parse_target
+
+    transport = SshTransport(
+        parse_target(ssh),
+        way=way,
+        ssh_key=ssh_key,
+        accept_new_host_key=accept_new_host_key,
+        config_file=config_file,
+        connect_timeout_s=connect_timeout_s,
+    )
+    transport.start_connect()
+    return transport
+
+
+# --- a connection that broke ------------------------------------------------------------------------------------------
+
+
+class Patience:
+    """Back-off over connections that break; gives up when nothing has come for so long."""
+
+    def __init__(self, tell: Tell, *, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
+        self._tell = tell
+        self._give_up_after_s = give_up_after_s
+        self._tries = 0
+        self._last = time.monotonic()
+
+    def progressed(self) -> None:
+        """Something has come: the next break is a new one."""
+        self._tries, self._last = 0, time.monotonic()
+
+    def wait(self, error: FerryError) -> None:
+        """Waits before the next try. Raises the error, as LostConnection, when it was the last one."""
+        if time.monotonic() - self._last > self._give_up_after_s:
+            raise LostConnection(error.message, where=error.where, hint=error.hint) from error
+        if not self._tries:
+            self._tell(f"{error.message}; trying again")
+        wait_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
+        self._tries += 1
+        time.sleep(wait_s)

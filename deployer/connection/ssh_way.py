@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deployer.errors import UsageError
 from deployer.transport.protocol import Stream
-from deployer.transport.ssh.ask import Attempt
+from deployer.transport.ssh.attempt import Attempt
 from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_keys
 from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
 

@@ -11,9 +11,7 @@ from deployer.agent.job.status import FINAL
 from deployer.connection.host import HERE, Host
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError
-from deployer.jobs import lastseen
-from deployer.jobs.lastseen import Row
-from deployer.jobs.registry import JobRecord, written_at
+from deployer.jobs.registry import JobRecord, Row, last_asked, recall_rows, remember_rows, stamp, written_at
 
 ANSWER_S = 20.0
 """A host that has not answered by then is shown as it was last seen."""
@@ -60,7 +58,7 @@ class Asker:
             self.close()
         else:
             self.answer = rows
-            lastseen.remember(self.host.ssh, self.host.root, rows, asked_at=asked_at)
+            remember_rows(self.host.ssh, self.host.root, rows, asked_at=asked_at)
 
     def _call(self) -> Any:
         if self._link is not None and not self._link.lost:
@@ -72,7 +70,7 @@ class Asker:
 def _row(job: dict[str, Any], host: Host) -> Row:
     gpus = [str(gpu) for gpu in job.get("gpus") or []]
     own = {"id": str(job["id"]), "state": str(job["state"]), "gpus": gpus, "where": host.name}
-    return {**job, **own, "seen_at": lastseen.stamp()}
+    return {**job, **own, "seen_at": stamp()}
 
 
 def ask_all(hosts: Sequence[Host], *, within_s: float = ANSWER_S) -> list[Answer]:
@@ -114,8 +112,8 @@ def _once_each(rows: Sequence[Row], records: Sequence[JobRecord]) -> list[Row]:
 
 
 def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> list[Row]:
-    seen = {row["id"]: unreachable(row, error) for row in lastseen.recall(host.ssh, host.root)}
-    asked_at = lastseen.asked_at(host.ssh, host.root) or 0.0
+    seen = {row["id"]: unreachable(row, error) for row in recall_rows(host.ssh, host.root)}
+    asked_at = last_asked(host.ssh, host.root) or 0.0
     here = [r for r in records if (r.ssh, r.root) == (host.ssh, host.root) and r.job_id not in seen]
     unseen = [r for r in here if written_at(r) >= asked_at]  # an older one the host had no more when it was asked
     return [*seen.values(), *(_from_record(r, host, error) for r in unseen)]

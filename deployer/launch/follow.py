@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer.connection.call import Call
+from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
-from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection, UnknownJob
 from deployer.launch.logview import LogView
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
+from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
-from deployer.connection.patience import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
-from deployer.launch.delta import News, news_for, send_blobs, send_news, send_tree
+from deployer.launch.delta import LastTree, News, news_for, send_blobs, send_news, send_tree
 from deployer.launch.follow import Connect, Watcher, follow_to_end
-from deployer.launch.known_tree import LastTree
 from deployer.launch.logview import LogView
 from deployer.plan.launch_plan import LaunchPlan, plan_to_json
 from deployer.project.manifest import Shipment

@@ -10,7 +10,8 @@ from typing import Any
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
 from deployer.plan.launch_plan import Command, Include, LaunchPlan, PythonSpec, build_plan
-from deployer.plan.prepare import Options, payload_of, with_options, without_client_keys
+from deployer.plan.options import Options, with_options
+from deployer.plan.prepare import payload_of, without_client_keys
 from trainer.config.load import ConfigError, check_config, config_from_yaml, config_to_yaml, local_data_paths
 from trainer.schema import Config, RunConfig, TargetConfig
 

@@ -25,42 +25,13 @@ from deployer.plan.launch_plan import (
     new_job_id,
     script_of,
 )
-from deployer.plan.plain import is_plain
+from deployer.plan.options import Options
 from deployer.project import manifest
-from deployer.project.hashing import hash_file
-from deployer.project.manifest import Scan, Shipment
-from trainer.schema import Config, RunConfig, TargetConfig, as_sources
+from deployer.project.manifest import Scan, Shipment, hash_file
+from trainer.schema import Config, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line's options of a launch."""
-
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    fsdp_config: str | None = None
-    command: tuple[str, ...] = ()
-    torchrun: bool = False
-    ssh: str | None = None
-    gpus: str | None = None
-    device: str | None = None
-    name: str | None = None
-    env: tuple[str, ...] = ()
-    secrets: tuple[str, ...] = ()
-    root: str | None = None
-    python: str | None = None
-    include: tuple[str, ...] = ()
-    wheels: str | None = None
-    allow_busy: bool = False
-    queue: bool = False
-    max_restarts: int | None = None
-    max_runtime_s: float | None = None
-    stall_timeout_s: float | None = None
-    log_max_bytes: int | None = None
-    yes: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,39 +43,6 @@ class Prepared:
     code: Scan
     payload: dict[str, Any]
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
-
-
-def read_config(options: Options) -> tuple[Config, Command | None]:
-    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
-    config = None if options.config else with_options(_config_of_command(options), options)
-    if config is None or not is_plain(config.run.name, config.target):
-        config = _checked(config, options)
-    command = Command(options.command, options.torchrun) if options.command else None
-    if command is None and config.script:
-        command = Command(("python", config.script, *config.args), config.torchrun)
-    return config, command
-
-
-def _checked(config: Config | None, options: Options) -> Config:
-    """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
-    from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
-
-    try:
-        config = config or with_options(_config_of_file(options), options)
-        check_config(config)
-    except ConfigError as error:
-        raise UsageError(error.message, where=error.where, hint=error.hint) from None
-    return config
-
-
-def _config_of_file(options: Options) -> Config:
-    from trainer.config.load import load_config
-
-    assert options.config is not None
-    overrides = options.overrides
-    if options.fsdp_config is not None and options.gpus is not None:  # its num_processes is judged by these
-        overrides = (*overrides, f"target.gpu_ranks={options.gpus}")
-    return load_config(options.config, overrides, fsdp_config=options.fsdp_config)
 
 
 def prepare(config: Config, command: Command | None, *, options: Options, project: Path) -> Prepared:
@@ -201,64 +139,6 @@ def _requirement_lines(path: Path) -> list[str]:
         return []
     lines = (line.split(" #")[0].strip() for line in path.read_text(errors="replace").splitlines())
     return [line for line in lines if re.match(r"[A-Za-z0-9]", line) and "://" not in line and " --" not in line]
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _config_of_command(options: Options) -> Config:
-    if not options.command:
-        raise UsageError("nothing to run", hint="deploy.py CONFIG, or deploy.py run -- python my_train.py ARGS")
-    if options.torchrun and options.gpus is None:
-        raise UsageError("--torchrun needs --gpus: one process starts for each", hint="--gpus 0,1")
-    program = next((a for a in options.command if a.endswith((".py", ".sh"))), options.command[0])
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(program).stem).strip("-.") or "job"
-    return Config(run=RunConfig(name=name), target=TargetConfig())
-
-
-def with_options(config: Config, options: Options) -> Config:
-    """The config as the command line's options change it; not checked yet."""
-    target, run = config.target, config.run
-    if options.ssh is not None:
-        target = replace(target, ssh=options.ssh)
-    if options.gpus is not None:
-        target = replace(target, gpu_ranks=[_gpu(text.strip()) for text in options.gpus.split(",")])
-    if options.device is not None:
-        target = replace(target, device=options.device)  # type: ignore[arg-type]  # click checks the choice
-    if options.root is not None:
-        target = replace(target, root=options.root)
-    if options.python is not None:
-        target = replace(target, python=options.python)
-    target = _with_policy(target, options)
-    env = {**target.env, **dict(_assignment(text) for text in options.env)}
-    secrets = [*target.secrets, *(name for name in options.secrets if name not in target.secrets)]
-    if options.name is not None:
-        run = replace(run, name=options.name)
-    return replace(config, target=replace(target, env=env, secrets=secrets), run=run)
-
-
-def _with_policy(target: TargetConfig, options: Options) -> TargetConfig:
-    given = {name: getattr(options, name) for name in ("max_restarts", "max_runtime_s", "stall_timeout_s")}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if options.log_max_bytes is not None:
-        changes["log_max_gb"] = options.log_max_bytes / 1e9
-    return replace(target, queue=target.queue or options.queue, **changes)
-
-
-def _gpu(text: str) -> int | str:
-    if span := re.fullmatch(r"(\d{1,2})-(\d{1,2})", text):
-        each = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
-        raise UsageError(f"--gpus takes no range, as {text} is", hint=f"--gpus {each}")
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    return text
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE")
-    return name, value
 
 
 def payload_of(config: Config) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployer.connection.host import Host
+from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
-from deployer.connection.patience import Patience, Tell
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.pull.choice import LeftOut, Wish, choose
 from deployer.pull.landing import Landing

@@ -11,12 +11,11 @@ from typing import Any
 
 from deployer.agent.requests.fetch import DIGEST_BYTES
 from deployer.connection.call import Call
-from deployer.connection.host import Host
+from deployer.connection.host import Host, Patience
 from deployer.connection.link import Link
-from deployer.connection.patience import Patience
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.pull.pieces import Download, Piece, Work
-from deployer.transport.ssh.ask import nobody_to_ask
+from deployer.transport.ssh.attempt import nobody_to_ask
 
 CALLS_PER_LINK = 3
 """Requests under way on one connection: each brings a piece of 1 MiB, and no gap between two of them may show."""

@@ -15,7 +15,7 @@ import yaml
 from deployer.connection.command import build_command, build_word
 from deployer.errors import FerryError, UsageError
 from deployer.plan.launch_plan import new_job_id
-from deployer.plan.prepare import Options, read_config
+from deployer.plan.options import Options, read_config
 from deployer.transport.ssh.ssh_config import ssh_argv
 from deployer.transport.ssh.target import parse_target
 from tests.support.ferry import Ferry

@@ -18,7 +18,8 @@ from deployer.errors import UsageError
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
 from deployer.plan.launch_plan import plan_to_json
-from deployer.plan.prepare import Options, Prepared, prepare, read_config
+from deployer.plan.options import Options, read_config
+from deployer.plan.prepare import Prepared, prepare
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S

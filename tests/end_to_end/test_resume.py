@@ -18,7 +18,7 @@ from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
 from deployer.plan.launch_plan import LaunchPlan, plan_to_json
 from deployer.plan.next_attempt import Resumable, beginning, plan_next
-from deployer.plan.prepare import Options
+from deployer.plan.options import Options
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import end_of, wait_for
 from trainer.config.load import config_to_yaml

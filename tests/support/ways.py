@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 from deployer.errors import ConnectError
 from deployer.transport.protocol import Stream, Transport
 from tests.support.limits import HANG_S
@@ -100,7 +100,7 @@ def jump_config(server: SshServer, hop: SshServer, folder: Path, **changes: str)
 _CLIENT = """
 import sys
 from deployer.errors import FerryError
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 try:
     transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])
     transport.connect()

@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithProgram, at_a_place
-from deployer.commands.places import find_host, host_of
+from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithProgram, at_a_place, find_host, host_of
 from deployer.commands.values import parse_duration, parse_size
 from deployer.errors import UsageError
 

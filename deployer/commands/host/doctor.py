@@ -1,4 +1,4 @@
-"""`doctor`."""
+"""`doctor`: the checks of a host, and of the way to it."""
 
 from __future__ import annotations
 

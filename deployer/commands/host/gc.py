@@ -1,4 +1,4 @@
-"""`gc`."""
+"""`gc`: what a host could do without, shown, then removed."""
 
 from __future__ import annotations
 

@@ -20,12 +20,14 @@ from deployer.commands.options import (
     Command,
     WithProgram,
     at_a_place,
+    find_host,
+    host_of,
+    hosts_of,
     with_access,
     with_limits,
     with_results,
     with_values,
 )
-from deployer.commands.places import find_host, host_of, hosts_of
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""`resume`."""
+"""`resume`: the next attempt of a job that has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
-from deployer.plan.prepare import Options
+from deployer.plan.options import Options
 
 
 def resume(

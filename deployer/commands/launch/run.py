@@ -19,10 +19,11 @@ from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
-from deployer.launch.known_tree import LastTree
+from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
-from deployer.plan.prepare import Options, Prepared, large_files, prepare, read_config, unusual_project
+from deployer.plan.options import Options, read_config
+from deployer.plan.prepare import Prepared, large_files, prepare, unusual_project
 from deployer.project.git import git_state
 
 

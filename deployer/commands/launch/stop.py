@@ -1,4 +1,4 @@
-"""`stop`."""
+"""`stop`: jobs ended, and what of them remains on their hosts."""
 
 from __future__ import annotations
 

@@ -8,8 +8,18 @@ from typing import Any
 
 import click
 
-from deployer.commands.options import ACCESS, CONTEXT, GIVE_UP, JSON, PULL_MAX, Command, HostCommand, at_a_place
-from deployer.commands.places import find_host, hosts_of
+from deployer.commands.options import (
+    ACCESS,
+    CONTEXT,
+    GIVE_UP,
+    JSON,
+    PULL_MAX,
+    Command,
+    HostCommand,
+    at_a_place,
+    find_host,
+    hosts_of,
+)
 from deployer.commands.values import Seconds, parse_duration, parse_since, parse_size
 from deployer.errors import UsageError
 

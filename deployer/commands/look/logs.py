@@ -1,4 +1,4 @@
-"""`logs`."""
+"""`logs`: a job's log, or a part of it, shown and followed."""
 
 from __future__ import annotations
 

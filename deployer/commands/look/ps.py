@@ -1,4 +1,4 @@
-"""`ps`."""
+"""`ps`: the jobs of all hosts in one table, once or again and again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import age_of, state_of
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.jobs.lastseen import Row
-from deployer.jobs.registry import read_records
+from deployer.jobs.registry import Row, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
 
 SHOWN_ENDED = 20

@@ -12,8 +12,7 @@ import click
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL
-from deployer.connection.host import Host
-from deployer.connection.patience import Patience
+from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, LostConnection
 from deployer.jobs.requests import read_status
 from deployer.pull.choice import BEYOND_LIMIT, LeftOut, Wish

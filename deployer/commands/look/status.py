@@ -1,4 +1,4 @@
-"""`status`."""
+"""`status`: one job as its host judges it, or as it was last seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployer.commands.in_words import attempt_line, silence_line, stall_lines, 
 from deployer.commands.screen import next_commands
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.jobs import lastseen
+from deployer.jobs.registry import recall_rows
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import unreachable
 
@@ -43,7 +43,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
 
 
 def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool) -> None:
-    seen = [row for row in lastseen.recall(host.ssh, host.root) if row["id"] == job_id]
+    seen = [row for row in recall_rows(host.ssh, host.root) if row["id"] == job_id]
     if not seen:
         return
     row = unreachable(seen[0], error)

@@ -7,11 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from deployer.errors import ConnectError, FerryError, LostConnection
-from deployer.transport.drain import Drain
-from deployer.transport.paramiko_ssh.deadline import Deadline
 from deployer.transport.paramiko_ssh.sockets import connect_tcp
-from deployer.transport.protocol import WRITE_TIMEOUT_S
-from deployer.transport.ssh.ask import Attempt, Questions
+from deployer.transport.protocol import WRITE_TIMEOUT_S, Drain
+from deployer.transport.ssh.attempt import Attempt, Deadline, Questions
 from deployer.transport.ssh.explain import explain_no_answer
 from deployer.transport.ssh.ssh_config import SshOptions
 

@@ -7,11 +7,10 @@ from typing import Any
 import paramiko
 
 from deployer.errors import ConnectError
-from deployer.transport.paramiko_ssh.deadline import Ask, Deadline
 from deployer.transport.paramiko_ssh.session import Session, open_session_to
 from deployer.transport.paramiko_ssh.sockets import SshSocket, connect_tcp, start_proxy
+from deployer.transport.ssh.attempt import Ask, Deadline, retry_cuts
 from deployer.transport.ssh.explain import blame_hop, explain_no_way_on
-from deployer.transport.ssh.retry import retry_cuts
 from deployer.transport.ssh.ssh_config import SshOptions
 
 Begun = tuple[SshSocket, Deadline]

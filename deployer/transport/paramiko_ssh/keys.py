@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import socket
 from collections.abc import Callable, Sequence
@@ -13,12 +15,14 @@ from cryptography.hazmat.primitives import serialization
 from paramiko.agent import AgentSSH
 
 from deployer.errors import ConnectError
-from deployer.transport.ssh.ask import ask_secret
+from deployer.paths import state_dir, write_whole
+from deployer.transport.ssh.attempt import ask_secret
 from deployer.transport.ssh.key_files import UnusableKey, key_type, public_blob
 from deployer.transport.ssh.ssh_config import SshOptions
 
 PASSPHRASE_TRIES = 3
 AGENT_TIMEOUT_S = 5.0
+_SERVER = "SSH-2.0-OpenSSH_"
 _USABLE = ("ssh-ed25519", "ssh-rsa", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521")
 
 
@@ -168,3 +172,30 @@ def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]
     skipped += [f"agent: {key.comment} ({key.get_name()} needs --transport openssh)" for key in odd]
     named = [key for key in usable if key.asbytes() in wanted]
     return named if options.identities_only else named + [key for key in usable if key not in named]
+
+
+# --- the key of the last time -----------------------------------------------------------------------------------------
+
+
+def may_ask_early(session: paramiko.Transport, options: SshOptions, key: paramiko.PKey) -> bool:
+    """Whether this server understands an EarlyChannel, and this key is the one that let us in the last time."""
+    if not session.remote_version.startswith(_SERVER):
+        return False
+    try:
+        return _note_of(options).read_text() == _digest(key)
+    except (OSError, UnicodeError):
+        return False
+
+
+def note_key(options: SshOptions, key: paramiko.PKey) -> None:
+    """Remembers the key that has let us in."""
+    with contextlib.suppress(OSError):
+        write_whole(_note_of(options), _digest(key).encode("ascii"))
+
+
+def _note_of(options: SshOptions) -> Path:
+    return state_dir() / "logins" / hashlib.blake2b(options.description.encode(), digest_size=16).hexdigest()
+
+
+def _digest(key: paramiko.PKey) -> str:
+    return hashlib.blake2b(key.asbytes(), digest_size=16).hexdigest()

@@ -13,11 +13,9 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
-from deployer.transport.paramiko_ssh.deadline import Ask, Deadline
-from deployer.transport.paramiko_ssh.early import EarlyChannel, may_ask_early, note_key
-from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys
+from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys, may_ask_early, note_key
 from deployer.transport.paramiko_ssh.sockets import CLIENT_VERSION
-from deployer.transport.ssh.ask import ask_secret, has_terminal
+from deployer.transport.ssh.attempt import Ask, Deadline, HandshakeCut, ask_secret, has_terminal
 from deployer.transport.ssh.explain import (
     explain_auth,
     explain_handshake,
@@ -27,11 +25,11 @@ from deployer.transport.ssh.explain import (
 )
 from deployer.transport.ssh.host_keys import HostKeys
 from deployer.transport.ssh.key_files import UnusableKey
-from deployer.transport.ssh.retry import HandshakeCut
 from deployer.transport.ssh.ssh_config import SshOptions
 
 WINDOW_BYTES = 4 << 20
 """What the host may send before we answer. Larger windows made downloads slower, twice, on loopback."""
+OPEN_TIMEOUT_S = 60.0
 AUTH_TIMEOUT_S = 30.0
 PERSON_TIMEOUT_S = 300.0
 """While a person may have to find a passphrase, a password or a security token."""
@@ -106,6 +104,38 @@ class Session(paramiko.Transport):
         self.goodbye = m.get_text()
 
 
+class EarlyChannel:
+    """The first channel of a connection, asked for along with the login instead of after it: one round trip less.
+
+    A server may take no such question before it has let somebody in (RFC 4252). OpenSSH's reads on once it has accepted
+    the login, and answers UNIMPLEMENTED when it has not, so this is for OpenSSH only, and with the key that let us in
+    there the last time. It is opened in the background.
+    """
+
+    def __init__(self, session: paramiko.Transport) -> None:
+        self._session = session
+        self._settled = threading.Event()
+        self._channel: paramiko.Channel | None = None
+        self._error: Exception | None = None
+        # after a refused login no answer comes: then nobody waits for this thread
+        threading.Thread(target=self._open, name="ssh-early-channel", daemon=True).start()
+
+    def _open(self) -> None:
+        try:
+            self._channel = self._session.open_session(timeout=OPEN_TIMEOUT_S)
+        except Exception as error:  # handed on to who takes the channel
+            self._error = error
+        self._settled.set()
+
+    def take(self) -> paramiko.Channel:
+        """The channel, or what `open_session` would have raised."""
+        self._settled.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._channel is not None
+        return self._channel
+
+
 def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Host-key algorithms, those of the known key types first."""
     first = [name for kind in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind == "ssh-rsa" else (kind,))]
@@ -121,7 +151,7 @@ def open_session_to(
 ) -> Session:
     """An authenticated connection over a pipe to the server; its host key is checked before anything is told to it.
 
-    wants_channel: a channel will be opened at once, so it may be asked for along with the login (`early`).
+    wants_channel: a channel will be opened at once, so it may be asked for along with the login (EarlyChannel).
     ConnectError with a hint; HandshakeCut when the server hung up amid the handshake.
     """
     person = deadline.pausing(ask) if has_terminal() and not options.batch_mode else None

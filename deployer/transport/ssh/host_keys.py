@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deployer.errors import ConnectError
-from deployer.transport.ssh.ask import ask_yes
+from deployer.transport.ssh.attempt import ask_yes
 from deployer.transport.ssh.known_hosts import (
     KnownKey,
     Verdict,

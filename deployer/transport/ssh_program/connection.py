@@ -12,17 +12,15 @@ import sys
 import threading
 
 from deployer.errors import ConnectError, HostError, LostConnection
-from deployer.transport.drain import Drain
-from deployer.transport.pipes import PipeStream
-from deployer.transport.ssh.ask import AT_TERMINAL, Attempt, has_terminal
+from deployer.transport.local import PipeStream
+from deployer.transport.protocol import Drain
+from deployer.transport.ssh.attempt import AT_TERMINAL, Attempt, has_terminal, retry_cuts
 from deployer.transport.ssh.explain import explain_no_answer, printable, quote
 from deployer.transport.ssh.known_hosts import host_name_in_files
-from deployer.transport.ssh.retry import retry_cuts
 from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
 from deployer.transport.ssh.target import Target
 from deployer.transport.ssh_program.control import control_path
-from deployer.transport.ssh_program.failure import NeedsPerson, explain_late, explain_ssh
-from deployer.transport.ssh_program.stderr import SshWords
+from deployer.transport.ssh_program.stderr import NeedsPerson, SshWords, explain_late, explain_ssh
 
 ALIVE_EVERY_S, ALIVE_COUNT = 15, 2
 PERSON_TIMEOUT_S = 300.0

@@ -20,8 +20,7 @@ from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
 from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.jobs import lastseen
-from deployer.jobs.registry import JobRecord, read_records, write_record
+from deployer.jobs.registry import JobRecord, read_records, recall_rows, remember_rows, write_record
 from deployer.jobs.roster import Asker, ask_all, rows_of
 from tests.support.ferry import Ferry
 from tests.support.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
@@ -67,15 +66,15 @@ def modes(folder: Path) -> list[str]:
 
 def test_followed_job_is_known_to_a_ps_that_reaches_nobody(tmp_path: Path) -> None:
     Screen(JobRecord("j-1", "j", "h", "/r", "", "2026-01-02T03:04:05Z")).state({"state": "running"})
-    (row,) = lastseen.recall("h", "/r")
+    (row,) = recall_rows("h", "/r")
     assert (row["id"], row["state"], row["where"], row["created"]) == ("j-1", "running", "h", "2026-01-02T03:04:05Z")
 
 
 def test_torn_note_of_a_host_is_as_none(tmp_path: Path) -> None:
-    lastseen.remember("h", "/r", [{"id": "a", "state": "running", "where": "h", "seen_at": "2026-01-02T03:04:05Z"}])
+    remember_rows("h", "/r", [{"id": "a", "state": "running", "where": "h", "seen_at": "2026-01-02T03:04:05Z"}])
     (path,) = (tmp_path / "state" / "hosts").iterdir()
     path.write_text(path.read_text()[:-9])
-    assert lastseen.recall("h", "/r") == []
+    assert recall_rows("h", "/r") == []
 
 
 def test_launched_job_that_the_host_had_no_more_when_asked_last_is_forgotten(tmp_path: Path) -> None:

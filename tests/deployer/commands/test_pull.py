@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.host import Host
-from deployer.connection.patience import Patience
+from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.pull.choice import BEYOND_LIMIT, Wish, choose
 from deployer.pull.landing import Landing

@@ -14,11 +14,12 @@ import pytest
 from deployer.agent.store.tree import Entry, content_hash, root_hash
 from deployer.connection.link import Link
 from deployer.errors import HostError, UsageError
-from deployer.launch import known_tree
+from deployer.launch import delta
+from deployer.launch.delta import LastTree
 from deployer.launch.follow import Watcher
-from deployer.launch.known_tree import LastTree
 from deployer.launch.start import launch_and_follow
-from deployer.plan.prepare import Options, prepare, read_config
+from deployer.plan.options import Options, read_config
+from deployer.plan.prepare import prepare
 from deployer.transport.local import LocalTransport
 from tests.support.jobs import wait_for
 
@@ -186,7 +187,7 @@ def test_damaged_memory_is_no_memory(place):
 
 def test_memory_is_private_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(tmp_path))
-    for number in range(known_tree.KEPT + 3):
+    for number in range(delta.KEPT + 3):
         LastTree.of("host", "~/.torchferry", Path(f"/p{number}")).remember("0" * 40, ())
     kept = list((tmp_path / "trees").iterdir())
-    assert len(kept) == known_tree.KEPT and {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}
+    assert len(kept) == delta.KEPT and {stat.S_IMODE(path.stat().st_mode) for path in kept} == {0o600}

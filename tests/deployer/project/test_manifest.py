@@ -15,8 +15,7 @@ import pytest
 
 from deployer.errors import UsageError
 from deployer.project.git import git_state
-from deployer.project.hashing import HashCache
-from deployer.project.manifest import Scan, scan, scan_include
+from deployer.project.manifest import HashCache, Scan, scan, scan_include
 
 # fmt: off
 NAMES = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 from deployer.transport.ssh.known_hosts import append_known_host, hash_name, judge, matches, read_known_keys
 from tests.support.sshd import ALIAS, SshServer, make_key
 from tests.support.ways import at_terminal, both_ways, connect, known_hosts_config, public, refusal, with_config

@@ -23,7 +23,8 @@ from deployer.connection.link import Link
 from deployer.errors import HostError, LostConnection, UnknownJob, UsageError
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
-from deployer.plan.prepare import Options, prepare, read_config
+from deployer.plan.options import Options, read_config
+from deployer.plan.prepare import prepare
 from deployer.transport.local import LocalTransport
 from tests.support.ferry import REPO
 from tests.support.jobs import wait_for

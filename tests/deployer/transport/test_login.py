@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 from tests.support.sshd import ALIAS, SshServer, make_key, start_sshd
 from tests.support.ways import add_to_agent, at_terminal, authorise, both_ways, connect, read_all, refusal, with_config
 
@@ -204,7 +204,7 @@ def test_certificate_beside_the_key_file_lets_us_in(tmp_path: Path, way: str) ->
 
 _SHELL = """
 import sys
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 print("STATUS", make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3]).run_shell(COMMAND))
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 from deployer.connection.ssh_way import why_openssh
 from deployer.errors import LostConnection
 from deployer.transport.ssh.ssh_config import SshOptions
@@ -129,7 +129,7 @@ def test_host_with_a_certificate_is_known_by_its_authority_and_the_choice_is_tol
 
 def test_ssh_program_is_used_without_loading_an_ssh_library(server: SshServer) -> None:
     code = (
-        "import sys\nfrom deployer.connection.choose import make_transport\n"
+        "import sys\nfrom deployer.connection.host import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way='openssh')\ntransport.connect()\n"
         "print(transport.open('echo up').read(10), {'paramiko', 'fabric', 'cryptography'} & set(sys.modules))"
     )
@@ -287,7 +287,7 @@ def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(
     server: SshServer, runtime: Path, ending: str
 ) -> None:
     code = (
-        "import os, sys\nfrom deployer.connection.choose import make_transport\n"
+        "import os, sys\nfrom deployer.connection.host import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way='openssh')\ntransport.connect()\n"
         f"stream = transport.open('echo $PPID; exec cat')\nprint(stream.read(10).decode(), flush=True)\n{ending}"
     )
@@ -298,7 +298,7 @@ def test_client_that_ends_in_any_way_leaves_no_process_and_no_socket(
 
 _INTERRUPTED = """
 import glob, os, signal, sys, time
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 signal.signal(signal.SIGINT, lambda *_: None)
 if os.fork():  # the shell that the client was started from, which stays
     os.wait()

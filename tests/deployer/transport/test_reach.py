@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deployer.connection.choose import make_transport
+from deployer.connection.host import make_transport
 from deployer.errors import ConnectError
 from deployer.transport.protocol import Transport
 from tests.support.limits import FOREVER_S

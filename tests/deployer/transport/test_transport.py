@@ -18,8 +18,8 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from deployer.connection.choose import make_transport
 from deployer.connection.command import build_command
+from deployer.connection.host import make_transport
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError, LostConnection
 from deployer.transport.local import LocalTransport
@@ -281,7 +281,7 @@ def test_explain_no_answer_names_the_reason(stderr: str, noise: bytes, status: i
 @both_ways
 def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way: str) -> None:
     code = (
-        "import sys\nfrom deployer.connection.choose import make_transport\n"
+        "import sys\nfrom deployer.connection.host import make_transport\n"
         "transport = make_transport(sys.argv[1], config_file=sys.argv[2], way=sys.argv[3])\ntransport.connect()\n"
         "stream = transport.open('echo up; exec cat')\nprint(stream.read(10))"
     )
@@ -295,7 +295,7 @@ def test_client_that_ends_with_open_streams_says_nothing(server: SshServer, way:
 
 def test_local_transport_and_addresses_load_no_ssh_library() -> None:
     code = (
-        "import sys\nimport deployer.transport.ssh.target\nfrom deployer.connection.choose import make_transport\n"
+        "import sys\nimport deployer.transport.ssh.target\nfrom deployer.connection.host import make_transport\n"
         "make_transport(None)\n"
         "print(sorted({'paramiko', 'fabric', 'cryptography'} & set(sys.modules)))"
     )

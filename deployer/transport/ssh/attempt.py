@@ -1,4 +1,4 @@
-"""Questions to the person at the terminal, when there is one."""
+"""One attempt to connect: its time, its questions to a person, and another one where a server was too busy for it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import getpass
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from deployer.errors import ConnectError
 
 T = TypeVar("T")
+
+KEEP_TRYING_S = 20.0
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 4.0
 
 AT_TERMINAL = threading.Lock()
 """Held while a person is asked, so that two hosts do not ask at once."""
@@ -115,3 +120,64 @@ class Attempt:
             self._failure = error
         finally:
             self._questions.finish()
+
+
+# --- time allowed -----------------------------------------------------------------------------------------------------
+
+
+class Ask(Protocol):
+    """Runs a question in the thread that may talk to the person, and returns the answer."""
+
+    def __call__(self, question: Callable[[], T], /) -> T: ...
+
+
+class Deadline:
+    """So many seconds from now for what needs no person: those in which a person is asked something do not count."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left; not less than 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def pausing(self, ask: Ask) -> Ask:
+        """`ask`, with the clock stopped meanwhile."""
+
+        def asked(question: Callable[[], T], /) -> T:
+            begun = time.monotonic()
+            try:
+                return ask(question)
+            finally:
+                self._end += time.monotonic() - begun
+
+        return asked
+
+
+# --- another attempt --------------------------------------------------------------------------------------------------
+
+
+class HandshakeCut(ConnectError):
+    """The server hung up during the handshake: it may have too many connections just now."""
+
+
+def retry_cuts(connect: Callable[[], T], *, keep_trying_s: float = KEEP_TRYING_S) -> T:
+    """What `connect` returns, called again after a HandshakeCut for so long.
+
+    A server at its MaxStartups drops connections at random; the waits double and are random, so that clients which
+    were dropped together do not come back together.
+    """
+    deadline = time.monotonic() + keep_trying_s
+    wait_s = FIRST_WAIT_S
+    while True:
+        try:
+            return connect()
+        except HandshakeCut:
+            if time.monotonic() + wait_s > deadline:
+                raise
+            from random import uniform  # few connections come here
+
+            time.sleep(wait_s * uniform(0.5, 1.5))
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
