@@ -16,14 +16,13 @@ from ..host import environment
 from ..host.errors import AgentError
 from ..host.files import read_json, write_whole
 from ..host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
-from ..host.locks import locked
+from ..host.locks import locked, store_in_use
 from ..job.status import QUEUED, read_status
 from ..job.stop import request_stop
 from ..logs import read
 from ..store import spare, tree
 from ..store.bring import bring_trees, pass_over, trees_of
 from ..store.content import Store
-from ..store.lock import store_in_use
 from ..supervisor import start
 from ..wire.conversation import Call
 from .follow import follow_job
