@@ -26,7 +26,7 @@ from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
     from ..gpus.held import JobGpus
-    from .oom import OomWatch
+    from ..host.cgroups import OomWatch
 
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
@@ -263,7 +263,7 @@ class Attempt:
 
     def _note_memory(self) -> None:
         if self._oom is None:
-            from .oom import OomWatch  # the job has been started by now
+            from ..host.cgroups import OomWatch  # the job has been started by now
 
             self._oom = OomWatch()
         if first_failure(self._ranks()) is None:
