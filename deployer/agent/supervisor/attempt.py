@@ -15,13 +15,12 @@ from ..host.layout import AGENT_DIR, Job, Root
 from ..host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from ..job import progress
 from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, StatusFile, main_process, say, utc
 from ..job.stop import StopRequest, new_stop, read_stop, request_stop
 from ..logs.keep import LogKeeper
 from . import stall
 from .children import Children
 from .command import Command, Resolving, fill, job_command, marks
-from .status_file import StatusFile, say
 from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:

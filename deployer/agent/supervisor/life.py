@@ -13,12 +13,11 @@ from ..host.machine import own_identity
 from ..host.processes import Process, describe, end_all
 from ..job import progress
 from ..job.ending import Ending
-from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
+from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, StatusFile, gpus_of, read_status, say, utc
 from ..job.stop import StopRequest, read_stop
 from . import stall
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
-from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
     from ..gpus.held import JobGpus
