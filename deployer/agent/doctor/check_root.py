@@ -32,7 +32,7 @@ def check_root(root: Root) -> Check:
 
 
 def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
-    """`jobs`: as `listing.list_jobs` tells."""
+    """`jobs`: as `requests.jobs.list_jobs` tells."""
     here = [job for job in jobs if not job.get("on_host")]
     orphans = [job["id"] for job in here if job.get("unsupervised")]
     lost = [job["id"] for job in here if job["state"] == "lost"]

@@ -20,8 +20,8 @@ from ..host.cgroups import read_limits
 from ..host.disk import read_disk
 from ..host.files import read_text
 from ..host.layout import Root
-from ..job import summary
 from ..python import find
+from ..requests.jobs import list_jobs
 from ..wire.conversation import Call
 from . import check_gpus, check_host, check_network, check_root
 from .check_host import Python
@@ -44,7 +44,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
     with ThreadPoolExecutor(8) as pool:
         gpu_facts = pool.submit(check_gpus.read_gpus, env, pool)
         pythons = pool.submit(_read_pythons, root, env)
-        jobs = pool.submit(summary.list_jobs, root)
+        jobs = pool.submit(list_jobs, root)
         garbage = pool.submit(check_root.read_garbage, root)
         list_of = [
             *_group("session", lambda: _session(None if client_time is None else now - client_time)),
