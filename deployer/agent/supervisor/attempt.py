@@ -24,7 +24,7 @@ from .command import Command, Resolving, fill, job_command, marks
 from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
-    from ..gpus.held import JobGpus
+    from ..gpus.claim import JobGpus
     from ..host.cgroups import OomWatch
 
 SIBLINGS_S = 5.0

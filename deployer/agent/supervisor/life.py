@@ -20,7 +20,7 @@ from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
 
 if TYPE_CHECKING:
-    from ..gpus.held import JobGpus
+    from ..gpus.claim import JobGpus
 
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
@@ -105,7 +105,7 @@ class JobRun:
         devices = self.status.values.get("devices") if self.adopted else None
         if not held and not devices:
             return None
-        from ..gpus.held import JobGpus  # a job without GPUs starts sooner
+        from ..gpus.claim import JobGpus  # a job without GPUs starts sooner
 
         gpus = JobGpus(self.plan, self._env(), held)
         if devices:
