@@ -23,7 +23,7 @@ from ..host.layout import Root
 from ..python import find
 from ..requests.jobs import list_jobs
 from ..wire.conversation import Call
-from . import check_gpus, check_host, check_network, check_root
+from . import check_gpus, check_host, check_root
 from .check_host import Python
 from .findings import Check, Found, run_check
 
@@ -55,7 +55,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
             ("torch and driver", lambda: check_gpus.check_cuda(pythons.result(), gpu_facts.result())),
             ("installer", lambda: check_host.check_installer(_which("uv", env), pythons.result())),
             *_group("limits", _limits),
-            ("NCCL interface", lambda: check_network.check_network(check_network.read_network(), env)),
+            ("NCCL interface", lambda: check_host.check_network(check_host.read_network(), env)),
             ("Hugging Face cache", lambda: _hub(env)),
             ("gpu leases", lambda: check_root.check_leases(leases.read_claims(), jobs.result())),
             ("jobs", lambda: check_root.check_jobs(jobs.result())),
@@ -119,9 +119,9 @@ def _root(root: Root) -> List[Examination]:
     no_compile = "torch.compile and triton build there: --env TMPDIR=DIR"
     return [
         ("root", lambda: check_root.check_root(root)),
-        ("root file system", lambda: check_host.check_root_file_system(disk)),
-        ("root disk", lambda: check_host.check_root_disk(disk)),
-        ("root inodes", lambda: check_host.check_root_inodes(disk)),
+        ("root file system", lambda: check_root.check_root_file_system(disk)),
+        ("root disk", lambda: check_root.check_root_disk(disk)),
+        ("root inodes", lambda: check_root.check_root_inodes(disk)),
         ("root programs", lambda: check_host.check_noexec("root programs", disk, no_venv)),
         ("temporary folder", lambda: check_host.check_noexec("temporary folder", tmp, no_compile)),
     ]
