@@ -18,7 +18,6 @@ from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
-from deployer.agent.host import facts as hostfacts
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
@@ -230,13 +229,13 @@ def test_a_root_that_cannot_be_written_fails_and_a_good_one_is_left_as_it_was(tm
 
 
 def test_an_account_without_a_shell_is_told_apart() -> None:
-    assert hostfacts.is_shell("/bin/sh")
-    assert not hostfacts.is_shell("/bin/false") and not hostfacts.is_shell("/no/such/shell")
+    assert run.is_shell("/bin/sh")
+    assert not run.is_shell("/bin/false") and not run.is_shell("/no/such/shell")
 
 
 def test_folders_that_the_container_s_variables_name_and_that_are_gone_are_found(tmp_path: Path) -> None:
     env = {"VIRTUAL_ENV": str(tmp_path), "HF_HOME": str(tmp_path / "gone"), "CUDA_HOME": ""}
-    assert hostfacts.missing_folders(env) == ["HF_HOME"]
+    assert run.missing_folders(env) == ["HF_HOME"]
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
