@@ -8,7 +8,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import List, Optional, Sequence, Set, Union
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
 from ..host.errors import AgentError
-from ..host.files import remove, remove_folder, write_whole
+from ..host.files import blake2b, remove, remove_folder, write_whole
 from ..host.layout import Root
 from .packs import Packs, names, read_index
 from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
@@ -244,7 +243,7 @@ class BlobWriter:
 
     def __init__(self, path: str, temporary: str, digest: str, size: int) -> None:
         self._path, self._temporary, self._expected = path, temporary, (digest, size)
-        self._hash, self._size = hashlib.blake2b(digest_size=20), 0
+        self._hash, self._size = blake2b(digest_size=20), 0
         try:
             self._file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
         except OSError as error:
