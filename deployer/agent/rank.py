@@ -22,7 +22,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would delay every start by milliseconds
     from typing import Any, Dict, List, NoReturn, Tuple
 
-RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in layout.py
+RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in host/layout.py
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"
 
 _PR_SET_PDEATHSIG = 1

@@ -59,7 +59,7 @@ def _adopt_soon(root: Root, client_gone: threading.Event) -> threading.Thread:
 
     def look_after() -> None:
         client_gone.wait(ADOPT_AFTER_S)
-        from .requests.adopt import adopt_all
+        from .requests.jobs import adopt_all
 
         adopt_all(root, within_s=ADOPTION_S)
 

@@ -17,7 +17,7 @@ from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.processes import is_running, process_of
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import FINAL
-from deployer.agent.supervisor import start as supervise
+from deployer.agent.supervisor.start import spawn
 from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S
 
@@ -81,7 +81,7 @@ def make_job(root: Path, job_id: str, plan: dict[str, Any]) -> Job:
 
 def start(job: Job, plan: dict[str, Any], **more: Any) -> Job:
     base_env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    supervise.spawn(job, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more})
+    spawn(job, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more})
     return job
 
 

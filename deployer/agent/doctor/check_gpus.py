@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
 from xml.etree import ElementTree
 
-from ..gpus import nvidia as gpus
+from ..gpus import nvidia
 from ..host.errors import AgentError
 from .check_host import Python
 from .findings import FAIL, OK, WARN, Check, check
@@ -42,16 +42,16 @@ class Report(NamedTuple):
 
 
 class GpuFacts(NamedTuple):
-    gpus: List[gpus.Gpu]
-    holders: List[gpus.Holder]
+    gpus: List[nvidia.Gpu]
+    holders: List[nvidia.Holder]
     report: Report
 
 
 def read_gpus(env: Dict[str, str], pool: Executor) -> GpuFacts:
     """All that nvidia-smi tells, its calls at once. AgentError when it fails or hangs."""
     report = pool.submit(_read_report, env)
-    using = pool.submit(gpus.holders, env)
-    return GpuFacts(gpus.list_gpus(env), using.result(), report.result())
+    using = pool.submit(nvidia.holders, env)
+    return GpuFacts(nvidia.list_gpus(env), using.result(), report.result())
 
 
 def _read_report(env: Dict[str, str]) -> Report:
@@ -65,7 +65,7 @@ def _read_report(env: Dict[str, str]) -> Report:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=gpus.TIMEOUT_S,
+            timeout=nvidia.TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         raise AgentError("host", "nvidia-smi -q gave no answer", "the GPU driver hangs: look at dmesg on the host")
@@ -113,7 +113,7 @@ def check_driver(facts: GpuFacts) -> Check:
 def check_gpus(facts: GpuFacts) -> Iterator[Check]:
     """One finding a GPU: its memory, and who uses it."""
     for gpu in facts.gpus:
-        users = gpus.users_of(gpu, facts.holders)
+        users = nvidia.users_of(gpu, facts.holders)
         memory = "%s, %d of %d MiB in use" % (gpu.name, gpu.memory_used_mib, gpu.memory_total_mib)
         hint = "--gpus names others, --queue waits for them, --allow-busy runs beside" if users else ""
         yield check("gpu %d" % gpu.index, WARN if users else OK, memory + (": " + users if users else ""), hint)
@@ -124,7 +124,7 @@ def check_gpu_memory(facts: GpuFacts) -> Optional[Check]:
     if not facts.gpus:
         return None
     held = {holder.gpu_uuid for holder in facts.holders}
-    ghosts = [g for g in facts.gpus if g.uuid not in held and g.memory_used_mib > gpus.BUSY_MIB]
+    ghosts = [g for g in facts.gpus if g.uuid not in held and g.memory_used_mib > nvidia.BUSY_MIB]
     if not ghosts:
         return check("gpu memory", OK, "none is in use without a process")
     where = ", ".join("GPU %d (%d MiB)" % (g.index, g.memory_used_mib) for g in ghosts)

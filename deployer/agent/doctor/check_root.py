@@ -1,4 +1,4 @@
-"""The doctor's checks of what Torchferry itself has below its root: jobs, and what gc would remove.
+"""The doctor's checks of Torchferry's root: its disk, the jobs below it, the GPUs that they hold, what gc would remove.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -9,11 +9,28 @@ from typing import Any, Dict, List, Sequence
 from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from ..gc.inventory import read_inventory
 from ..gpus.leases import TICKET, Claim
+from ..host.disk import Disk
 from ..host.layout import Root
 from ..job.status import FINAL
+from .check_host import LOW_DISK_BYTES
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
 
 MUCH_BYTES = 10**9
+LOW_INODES = 20000
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "fuse.sshfs",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "ceph",
+    "fuse.glusterfs",
+    "9p",
+)
+_ELSEWHERE = "choose another folder with --remote-root DIR"
 
 
 def check_root(root: Root) -> Check:
@@ -27,12 +44,36 @@ def check_root(root: Root) -> Check:
         os.unlink(probe)
     except OSError as error:
         detail = "%s cannot be written: %s" % (root.path, error.strerror)
-        return check("root", FAIL, detail, "choose another folder with --remote-root DIR")
+        return check("root", FAIL, detail, _ELSEWHERE)
     return check("root", OK, root.path)
 
 
+def check_root_file_system(disk: Disk) -> Check:
+    detail = "%s (%s)" % (disk.path, disk.kind or "unknown file system")
+    if disk.kind not in NETWORK_KINDS:
+        return check("root file system", OK, detail)
+    hint = "a folder on a disk of this machine is faster: --remote-root DIR"
+    return check("root file system", WARN, detail + ": a network file system makes each launch slower", hint)
+
+
+def check_root_disk(disk: Disk) -> Check:
+    detail = "%s free of %s" % (gigabytes(disk.free_bytes), gigabytes(disk.size_bytes))
+    if disk.free_bytes >= LOW_DISK_BYTES:
+        return check("root disk", OK, detail)
+    return check("root disk", WARN, detail + ": little for checkpoints", "deploy.py gc frees some, or " + _ELSEWHERE)
+
+
+def check_root_inodes(disk: Disk) -> Check:
+    if not disk.inodes:
+        return check("root inodes", OK, "this file system does not count them")
+    detail = "%d of %d free" % (disk.inodes_free, disk.inodes)
+    if disk.inodes_free >= LOW_INODES:
+        return check("root inodes", OK, detail)
+    return check("root inodes", WARN, detail + ": no room for many files", "deploy.py gc frees some, or " + _ELSEWHERE)
+
+
 def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
-    """`jobs`: as `listing.list_jobs` tells."""
+    """`jobs`: as `requests.jobs.list_jobs` tells."""
     here = [job for job in jobs if not job.get("on_host")]
     orphans = [job["id"] for job in here if job.get("unsupervised")]
     lost = [job["id"] for job in here if job["state"] == "lost"]

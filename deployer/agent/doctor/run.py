@@ -5,25 +5,26 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import glob
+import math
 import os
 import resource
 import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from ..gpus import leases
-from ..host import environment
-from ..host import facts as hostfacts
 from ..host.cgroups import read_limits
 from ..host.disk import read_disk
+from ..host.environment import container_env, job_environment
 from ..host.files import read_text
 from ..host.layout import Root
-from ..job import summary
+from ..host.machine import this_machine
 from ..python import find
+from ..requests.jobs import list_jobs
 from ..wire.conversation import Call
-from . import check_gpus, check_host, check_network, check_root
+from . import check_gpus, check_host, check_root
 from .check_host import Python
 from .findings import Check, Found, run_check
 
@@ -32,7 +33,7 @@ Examination = Tuple[str, Callable[[], Found]]
 
 def doctor(root: Root, call: Call) -> Dict[str, Any]:
     """Facts about this host and checks of it, each with what to do."""
-    env = environment.job_environment(dict(os.environ), environment.container_env())
+    env = job_environment(dict(os.environ), container_env())
     facts, checks = examine(root, env, client_time=call.head.get("client_time"))
     call.send_event("doctor", {"facts": facts, "checks": checks})
     return {}
@@ -44,7 +45,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
     with ThreadPoolExecutor(8) as pool:
         gpu_facts = pool.submit(check_gpus.read_gpus, env, pool)
         pythons = pool.submit(_read_pythons, root, env)
-        jobs = pool.submit(summary.list_jobs, root)
+        jobs = pool.submit(list_jobs, root)
         garbage = pool.submit(check_root.read_garbage, root)
         list_of = [
             *_group("session", lambda: _session(None if client_time is None else now - client_time)),
@@ -55,14 +56,14 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
             ("torch and driver", lambda: check_gpus.check_cuda(pythons.result(), gpu_facts.result())),
             ("installer", lambda: check_host.check_installer(_which("uv", env), pythons.result())),
             *_group("limits", _limits),
-            ("NCCL interface", lambda: check_network.check_network(check_network.read_network(), env)),
+            ("NCCL interface", lambda: check_host.check_network(check_host.read_network(), env)),
             ("Hugging Face cache", lambda: _hub(env)),
             ("gpu leases", lambda: check_root.check_leases(leases.read_claims(), jobs.result())),
             ("jobs", lambda: check_root.check_jobs(jobs.result())),
             ("leftovers", lambda: check_root.check_garbage(garbage.result())),
         ]  # type: List[Examination]
         checks = [found for name, check in list_of for found in run_check(name, check)]
-        return {**hostfacts.host_facts(root), **_gpu_facts(gpu_facts)}, checks
+        return {**host_facts(root), **_gpu_facts(gpu_facts)}, checks
 
 
 def _group(name: str, read: Callable[[], List[Examination]]) -> List[Examination]:
@@ -95,19 +96,19 @@ def _gpu_facts(reading: "Future[check_gpus.GpuFacts]") -> Dict[str, Any]:
 
 
 def _session(ahead_s: Optional[float]) -> List[Examination]:
-    user = hostfacts.user_name()
-    shell = hostfacts.login_shell()
-    container = environment.container_env()
+    user = user_name()
+    shell = login_shell()
+    container = container_env()
     lingers = os.path.exists("/var/lib/systemd/linger/" + user)
     clock = [] if ahead_s is None else [("clock", lambda: check_host.check_clock(ahead_s))]
     return [
-        ("login shell", lambda: check_host.check_shell(shell, runs=hostfacts.is_shell(shell))),
+        ("login shell", lambda: check_host.check_shell(shell, runs=is_shell(shell))),
         *clock,
-        ("logout", lambda: check_host.check_logout(hostfacts.read_logind(), user=user, lingers=lingers)),
+        ("logout", lambda: check_host.check_logout(read_logind(), user=user, lingers=lingers)),
         ("other users", lambda: check_host.check_hidden(os.path.exists("/proc/1"))),
         (
             "container environment",
-            lambda: check_host.check_container(container, missing=hostfacts.missing_folders(container)),
+            lambda: check_host.check_container(container, missing=missing_folders(container)),
         ),
     ]
 
@@ -119,9 +120,9 @@ def _root(root: Root) -> List[Examination]:
     no_compile = "torch.compile and triton build there: --env TMPDIR=DIR"
     return [
         ("root", lambda: check_root.check_root(root)),
-        ("root file system", lambda: check_host.check_root_file_system(disk)),
-        ("root disk", lambda: check_host.check_root_disk(disk)),
-        ("root inodes", lambda: check_host.check_root_inodes(disk)),
+        ("root file system", lambda: check_root.check_root_file_system(disk)),
+        ("root disk", lambda: check_root.check_root_disk(disk)),
+        ("root inodes", lambda: check_root.check_root_inodes(disk)),
         ("root programs", lambda: check_host.check_noexec("root programs", disk, no_venv)),
         ("temporary folder", lambda: check_host.check_noexec("temporary folder", tmp, no_compile)),
     ]
@@ -135,14 +136,14 @@ def _gpus(facts: check_gpus.GpuFacts) -> List[Examination]:
         ("gpus", lambda: check_gpus.check_gpus(facts)),
         ("gpu memory", lambda: check_gpus.check_gpu_memory(facts)),
         ("gpu errors", lambda: check_gpus.check_gpu_errors(facts)),
-        ("gpu faults", lambda: check_gpus.check_kernel_log(hostfacts.read_kernel_log())),
+        ("gpu faults", lambda: check_gpus.check_kernel_log(read_kernel_log())),
         ("gpu persistence", lambda: check_gpus.check_persistence(facts)),
     ]
 
 
 def _limits() -> List[Examination]:
     limits = read_limits()
-    memory = hostfacts.read_meminfo()
+    memory = read_meminfo()
     overcommit = read_text("/proc/sys/vm/overcommit_memory").strip()
     shm = read_disk("/dev/shm") if os.path.isdir("/dev/shm") else None
     seen = len(os.sched_getaffinity(0))
@@ -151,7 +152,7 @@ def _limits() -> List[Examination]:
         resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_NPROC)
     )
     return [
-        ("memory", lambda: check_host.check_memory(hostfacts.memory_bytes(), limits)),
+        ("memory", lambda: check_host.check_memory(memory_bytes(), limits)),
         ("CPUs", lambda: check_host.check_cpus(seen, limits)),
         ("swap", lambda: check_host.check_swap(memory.get("SwapTotal", 0), memory.get("SwapFree", 0))),
         ("overcommit", lambda: check_host.check_overcommit(overcommit, memory.get("CommitLimit", 0))),
@@ -163,6 +164,105 @@ def _limits() -> List[Examination]:
 
 
 def _hub(env: Dict[str, str]) -> Check:
-    folder = hostfacts.hub_folder(env)
+    folder = hub_folder(env)
     models = len(glob.glob(os.path.join(glob.escape(folder), "models--*")))
     return check_host.check_hub(read_disk(folder), models)
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def host_facts(root: Root) -> Dict[str, Any]:
+    """Name, system and sizes of this host, flat; sizes in GiB. Nothing that could be secret."""
+    disk = read_disk(root.path)
+    limit = read_limits().memory_bytes
+    memory = min(memory_bytes(), limit) if limit is not None else memory_bytes()
+    return {
+        "machine_id": this_machine(),
+        "hostname": os.uname().nodename,
+        "user": user_name(),
+        "shell": login_shell(),
+        "kernel": "%s %s" % (os.uname().sysname, os.uname().release),
+        "python": "%s (%s)" % (sys.version.split()[0], sys.executable),
+        "cpus": cpu_count(),
+        "mem_gib": _gib(memory),
+        "root": root.path,
+        "container_env": sorted(container_env()),
+        "disk_free_gib": _gib(disk.free_bytes),
+        "inodes_free": disk.inodes_free,
+    }
+
+
+def user_name() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def login_shell() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_shell
+    except KeyError:
+        return os.environ.get("SHELL", "")
+
+
+def cpu_count() -> int:
+    """CPUs that this session may use: its affinity, and its container's quota rounded up."""
+    seen, quota = len(os.sched_getaffinity(0)), read_limits().cpus
+    return seen if quota is None else min(seen, max(1, math.ceil(quota)))
+
+
+def memory_bytes() -> int:
+    """The machine's."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_meminfo() -> Dict[str, int]:
+    """/proc/meminfo, in bytes."""
+    rows = [line.split() for line in read_text("/proc/meminfo").splitlines()]
+    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3 and row[1].isdigit()}
+
+
+def read_kernel_log() -> Optional[str]:
+    """The kernel's messages as far as it keeps them; None when this user may not read them."""
+    import ctypes
+
+    read_all, size = 3, 1 << 20
+    text = ctypes.create_string_buffer(size)
+    try:
+        length = ctypes.CDLL(None).klogctl(read_all, text, size)
+    except AttributeError:
+        return None
+    return text.raw[:length].decode("utf-8", "replace") if length >= 0 else None
+
+
+def read_logind() -> List[str]:
+    """The texts of logind's configuration, in the order in which they count."""
+    paths = ["/etc/systemd/logind.conf", *sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf"))]
+    return [read_text(path) for path in paths]
+
+
+def missing_folders(env: Mapping[str, str]) -> List[str]:
+    """Which of the variables that name one folder name one that is not there."""
+    names = ("VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "HF_HOME")
+    return [name for name in names if env.get(name) and not os.path.isdir(env[name])]
+
+
+def hub_folder(env: Mapping[str, str]) -> str:
+    """Hugging Face's cache of models."""
+    caches = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = env.get("HF_HOME") or os.path.join(caches, "huggingface")
+    return env.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+
+
+def is_shell(path: str) -> bool:
+    return shutil.which(path) is not None and os.path.basename(path) not in ("nologin", "false")
+
+
+def _gib(size: int) -> float:
+    return round(size / (1 << 30), 1)

@@ -1,4 +1,4 @@
-"""What may go: pure decisions over what lies below a root. `inventory` reads it, `gc` removes it.
+"""What may go: pure decisions over what lies below a root. `inventory` reads it, `collect` removes it.
 
 A job names what it needs: its record, config and status hold the hashes of its trees, its environment, its agent, and
 the ids of jobs whose checkpoints it began from. Whatever a kept job names stays.

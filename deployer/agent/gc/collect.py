@@ -11,10 +11,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 from ..host.disk import existing_folder
 from ..host.files import remove, remove_folder
 from ..host.layout import Job, Root
-from ..host.locks import take_lock
+from ..host.locks import store_alone, take_lock
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..store.lock import store_alone
 from ..wire.conversation import Call
 from .choose import (
     AGENT,

@@ -1,4 +1,4 @@
-"""What lies below a root, read for `garbage` to decide: jobs, and what jobs share or left behind.
+"""What lies below a root, read for `choose` to decide: jobs, and what jobs share or left behind.
 
 The root may be a folder that people use (`--remote-root /workspace`, which has their own `data/` and `jobs/`): whatever
 is not named as only Torchferry names things is none of ours and is never listed.

@@ -5,17 +5,20 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import os
+import subprocess
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.layout import Root
-from ..wire.conversation import Call
 from . import nvidia
-from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims
+from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims, take_over
 from .nvidia import Sight
 from .queue import any_overlap, freest, grant, queue_of, queue_view, refusal
+
+if TYPE_CHECKING:
+    from ..wire.conversation import Call
 
 _MINE = "mine"
 
@@ -25,16 +28,16 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
 
     AgentError when the host lacks them, or when they are not free, with who has them.
     """
-    sight = see_for(plan, env)
+    sight = _see_for(plan, env)
     if plan["allow_busy"]:
         return _beside(plan, sight)
     with claiming() as claims:
-        seen = of_others(claims.read(), plan)
+        seen = _of_others(claims.read(), plan)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
         mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number, file=_MINE)
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
-            return lease(claims, plan, chosen, sight)
+            return _lease(claims, plan, chosen, sight)
         if (plan.get("policy") or {}).get("queue"):
             return claims.hold(mine)
     raise _refused(queue_view(mine, seen, sight), seen, sight)
@@ -52,11 +55,11 @@ def claimed(plan: Dict[str, Any], env: Dict[str, str]) -> Iterator[Held]:
 
 def would_get(plan: Dict[str, Any], env: Dict[str, str]) -> str:
     """The GPUs that a plan would get now, as CUDA_VISIBLE_DEVICES has them; those of `auto:N` though they be busy."""
-    sight = see_for(plan, env)
+    sight = _see_for(plan, env)
     return _visible(plan, _choose_beside(plan, sight), sight)
 
 
-def report(root: Root, call: Call) -> Dict[str, Any]:
+def report(root: Root, call: "Call") -> Dict[str, Any]:
     """The host's GPUs, who holds and uses each, and the queue."""
     sight, claims = nvidia.see([], dict(os.environ)), read_claims()
     rows = []
@@ -89,12 +92,12 @@ def report(root: Root, call: Call) -> Dict[str, Any]:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def see_for(plan: Dict[str, Any], env: Dict[str, str]) -> Sight:
+def _see_for(plan: Dict[str, Any], env: Dict[str, str]) -> Sight:
     on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
     return nvidia.see(plan["gpus"], env, on_cpu=on_cpu)
 
 
-def of_others(claims: Sequence[Claim], plan: Dict[str, Any], *, but: str = "") -> List[Claim]:
+def _of_others(claims: Sequence[Claim], plan: Dict[str, Any], *, but: str = "") -> List[Claim]:
     """Without the job's own: a launch that was cut off is done again beside what is left of it."""
     mine = (plan["job_id"], os.geteuid())
     return [c for c in claims if (c.job, c.uid) != mine or c.file == but]
@@ -104,7 +107,7 @@ def _devices(sight: Sight) -> Any:
     return tuple(gpu.device for gpu in sight.named)
 
 
-def lease(claims: Claims, plan: Dict[str, Any], devices: Any, sight: Sight, kind: str = LEASE) -> Held:
+def _lease(claims: Claims, plan: Dict[str, Any], devices: Any, sight: Sight, kind: str = LEASE) -> Held:
     held = claims.hold(Claim(kind, plan["job_id"], devices))
     held.visible = _visible(plan, devices, sight)
     return held
@@ -122,7 +125,7 @@ def _beside(plan: Dict[str, Any], sight: Sight) -> Held:
     devices = _choose_beside(plan, sight)
     try:
         with claiming() as claims:
-            return lease(claims, plan, devices, sight, SHARED)
+            return _lease(claims, plan, devices, sight, SHARED)
     except AgentError:
         held = Held(Claim(SHARED, plan["job_id"], devices), -1)
         held.visible = _visible(plan, devices, sight)
@@ -147,3 +150,117 @@ def _refused(view: Dict[str, Any], claims: Sequence[Claim], sight: Sight) -> Age
     offer = "free: --gpus %s; " % ",".join(free) if free else ""
     hint = offer + "wait for them with --queue, or run beside them with --allow-busy"
     return AgentError("host", refusal(view, time.time()), hint)
+
+
+# --- in the supervisor's hands ----------------------------------------------------------------------------------------
+
+POLL_S = 1.0
+"""So often a waiting job looks who holds its GPUs."""
+SIGHT_S = 10.0
+"""nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
+KEEP_S = 0.5
+"""A job that runs waits no longer than this for the folder of claims."""
+
+
+class JobGpus:
+    """`look` until it is no longer `waiting`; then `slots` and `stdin` are what the job is started with."""
+
+    def __init__(self, plan: Dict[str, Any], env: Dict[str, str], handed: Optional[Dict[str, Any]]) -> None:
+        """handed: the claim that the agent made (see leases.Held); None for a job without GPUs."""
+        self.view: Dict[str, Any] = {}
+        """Why it waits: see queue.queue_view."""
+        self._plan = plan
+        self._env = env
+        self._held = take_over(handed) if handed else None
+        self._sight: Optional[Sight] = None
+        self._seen_at = self._looked_at = self._keep_again_at = float("-inf")
+
+    @property
+    def waiting(self) -> bool:
+        return self._held is not None and self._held.claim.kind == TICKET
+
+    @property
+    def slots(self) -> Dict[str, str]:
+        return {"gpus": self._held.visible} if self._held is not None else {}
+
+    @property
+    def devices(self) -> List[str]:
+        return list(self._held.claim.devices) if self._held is not None else []
+
+    @property
+    def stdin(self) -> int:
+        """For what is started for the job, which torchrun hands on to its ranks: it reads as an empty file, and the
+        GPUs are held as long as one of them lives."""
+        return self._held.fd if self._held is not None and self._held.fd >= 0 else subprocess.DEVNULL
+
+    def look(self) -> None:
+        """Takes the GPUs if it is the job's turn. To be called often: it does no more than is due.
+
+        What keeps us from looking (a driver that hangs) is no reason to give up the place.
+        """
+        if self._held is None or time.monotonic() - self._looked_at < POLL_S:
+            return
+        self._looked_at = time.monotonic()
+        self.keep()
+        try:
+            self._look(self._held)
+        except AgentError as e:
+            self.view = {**self.view, "trouble": e.message}
+
+    def hold_again(self, devices: Sequence[str], slots: Dict[str, str]) -> None:
+        """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""
+        if not devices:
+            return
+        claim = Claim(SHARED if self._plan["allow_busy"] else LEASE, self._plan["job_id"], tuple(devices))
+        try:
+            with claiming() as claims:
+                self._held = claims.hold(claim)
+        except AgentError:
+            self._held = Held(claim, -1)  # the ranks hold them
+        self._held.visible = slots.get("gpus", "")
+
+    def keep(self) -> None:
+        """Makes the claim again where its file was removed. To be called often. The ranks hold the old one, which
+        nobody sees; this one the supervisor holds, and what it starts from now on."""
+        if self._held is None or not self._held.is_lost or time.monotonic() < self._keep_again_at:
+            return
+        self._keep_again_at = time.monotonic() + POLL_S
+        try:
+            with claiming(timeout_s=KEEP_S) as claims:
+                again = claims.hold(self._held.claim)
+        except AgentError:
+            return  # the next call tries again
+        again.visible = self._held.visible
+        os.close(self._held.fd)
+        self._held = again
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.release()
+
+    def _look(self, ticket: Held) -> None:
+        claims = self._others(read_claims(), ticket)
+        sight = self._sight
+        perhaps = sight is None or self._granted(claims, sight, busy=()) is not None
+        if sight is None or perhaps or time.monotonic() - self._seen_at > SIGHT_S:
+            sight = self._sight = _see_for(self._plan, self._env)
+            self._seen_at = time.monotonic()
+        if perhaps:
+            self._take(ticket, sight)
+        if self.waiting:
+            self.view = queue_view(ticket.claim, claims, sight, memory=False)
+
+    def _take(self, ticket: Held, sight: Sight) -> None:
+        with claiming() as claims:
+            chosen = self._granted(self._others(claims.read(), ticket), sight, busy=sight.busy())
+            if chosen is None:
+                return
+            self._held = _lease(claims, self._plan, chosen, sight)
+        ticket.release()
+
+    def _others(self, claims: Sequence[Claim], ticket: Held) -> List[Claim]:
+        return _of_others(claims, self._plan, but=ticket.claim.file)
+
+    def _granted(self, claims: Sequence[Claim], sight: Sight, *, busy: Collection[str]) -> Any:
+        assert self._held is not None
+        return grant(claims, sight.gpus, busy).get(self._held.claim.file)

@@ -5,7 +5,15 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import json
 import os
-from typing import Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
+
+if TYPE_CHECKING:
+    from hashlib import blake2b as blake2b
+else:
+    try:  # the very function; hashlib loads OpenSSL beside it, which takes longer than this whole package
+        from _blake2 import blake2b as blake2b
+    except ImportError:
+        from hashlib import blake2b as blake2b
 
 
 def read_text(path: str, size: int = 1 << 20) -> str:

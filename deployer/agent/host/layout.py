@@ -10,13 +10,13 @@ from typing import Iterable, List, Sequence
 FORMAT_VERSION = 1
 """Of job.json; a newer client drives older jobs."""
 
-CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema.py: written last into a checkpoint, removed first
+CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema: written last into a checkpoint, removed first
 
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
-CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema.py: Root.cache
-STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema.py: when the attempt began, by the boot clock
+CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema: Root.cache
+STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema: when the attempt began, by the boot clock
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor began by itself after a failure
 
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder

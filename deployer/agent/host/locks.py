@@ -1,4 +1,5 @@
-"""Locks on files and folders, between processes; the kernel frees them with the last descriptor of their holder.
+"""Locks between processes: on files, folders, a job and the store. The kernel frees them with the last descriptor of
+their holder.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -9,7 +10,13 @@ import time
 from contextlib import contextmanager
 from typing import Iterator, Optional
 
-from .layout import Job
+from .errors import AgentError
+from .layout import Job, Root
+
+COLLECT_WAIT_S = 10.0
+"""How long a collection waits for launches."""
+LAUNCH_WAIT_S = 60.0
+"""How long a launch waits for a collection, which holds the store for moments; longer than this, it hangs."""
 
 
 def take_lock(fd: int, how: int = fcntl.LOCK_EX, *, wait_s: float = 0.0, poll_s: float = 0.05) -> bool:
@@ -59,3 +66,43 @@ def locked(job: Job) -> Iterator[None]:
     with open(job.lock, "a") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def store_in_use(root: Root, *, wait_s: float = LAUNCH_WAIT_S) -> Iterator[None]:
+    """Nothing is collected meanwhile; waits for a collection that is under way. A file system without locks is no
+    reason not to launch: nothing can be collected there. AgentError when a collection does not end."""
+    fd = _open_store_lock(root)
+    try:
+        try:
+            taken = take_lock(fd, fcntl.LOCK_SH, wait_s=wait_s)
+        except OSError:
+            taken = True
+        if not taken:
+            hint = "end the process that holds %s/store/gc.lock" % root.path
+            raise AgentError("host", "gc has been at work in %s for %g s" % (root.path, wait_s), hint)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def store_alone(root: Root, *, wait_s: float = COLLECT_WAIT_S) -> Iterator[None]:
+    """No launch finds or copies anything meanwhile. AgentError when launches are at it for longer than `wait_s`."""
+    fd = _open_store_lock(root)
+    try:
+        try:
+            taken = take_lock(fd, wait_s=wait_s)
+        except OSError as error:
+            raise AgentError("host", "%s cannot be locked: %s" % (root.path, error.strerror), "nothing was removed")
+        if not taken:
+            raise AgentError("host", "a launch is under way in %s" % root.path, "nothing was removed; try again")
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open_store_lock(root: Root) -> int:
+    folder = os.path.join(root.path, "store")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    return os.open(os.path.join(folder, "gc.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

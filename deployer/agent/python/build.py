@@ -4,11 +4,9 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections import deque
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from typing import Any, BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Seque
 
 from ..host.disk import fail
 from ..host.errors import AgentError
+from ..host.files import blake2b
 from ..host.layout import Root
 from ..host.locks import take_lock
 
@@ -101,7 +100,7 @@ class Building:
             base.version,
             os.uname().machine,
         ]
-        return hashlib.blake2b(json.dumps(asked).encode("ascii"), digest_size=10).hexdigest()
+        return blake2b(json.dumps(asked).encode("ascii"), digest_size=10).hexdigest()
 
     @contextmanager
     def _only_one(self, path: str) -> Iterator[int]:
@@ -117,6 +116,8 @@ class Building:
             os.close(fd)
 
     def _build(self, folder: str, python: str, base: Interpreter, lock_fd: int) -> None:
+        import shutil  # a supervisor, which loads this early, starts without it
+
         shutil.rmtree(folder, ignore_errors=True)
         self._say("building the environment %s with %s (Python %s)" % (folder, base.path, base.version))
         uv = shutil.which("uv", path=self.env.get("PATH", os.defpath))

@@ -3,16 +3,14 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
-from ..host.files import read_json, write_whole
+from ..host.files import blake2b, read_json, write_whole
 from ..host.layout import AGENT_DIR, Root
 from .build import MISSING_HINT, Building, Interpreter, read_lock
 
@@ -68,6 +66,8 @@ def _explicit(path: str, requires: List[str], env: Dict[str, str], answers: "_An
     wanted = os.path.expanduser(path)
     if os.path.isdir(wanted):
         wanted = os.path.join(wanted, "bin", "python")
+    import shutil  # a supervisor starts without it
+
     located = shutil.which(wanted, path=env.get("PATH", os.defpath))
     if located is None:
         raise AgentError("host", "--python %s: no such interpreter on this host" % path, "name one that exists there")
@@ -144,7 +144,7 @@ class _Answers:
     def ask(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
         """What `checkpy.py` prints there; None as above."""
         asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
-        key = hashlib.blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
+        key = blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
         known = self._known.get(key)
         if known and known["times"] == _times(known["answer"], path):
             return dict(known["answer"])

@@ -4,12 +4,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import errno
-import hashlib
 import os
 import stat
 from typing import Any, Dict, Iterator, List, Optional
 
 from ..host.errors import AgentError
+from ..host.files import blake2b
 from ..host.layout import CHECKPOINT_MARKER, Root
 from ..wire.conversation import Call
 from .jobs import find_job
@@ -147,14 +147,14 @@ def _is_hole(fd: int, offset: int, length: int) -> bool:
 
 
 def _digest(fd: int, offset: int, length: int) -> str:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for data in _read(fd, offset, length):
         digest.update(data)
     return digest.hexdigest()
 
 
 def _send_bytes(call: Call, fd: int, offset: int, length: int) -> str:
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for data in _read(fd, offset, length):
         digest.update(data)
         call.send_data(data)

@@ -5,16 +5,17 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import signal
 import time
-from typing import Any, Callable, Collection, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, List, Optional
 
 from ..host.errors import AgentError
 from ..host.layout import Job, Root
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..logs import read, times
-from ..logs.grep import LineFilter, Match
+from ..logs import read
 from ..wire.conversation import Call
-from .jobs import find_job
+
+if TYPE_CHECKING:
+    from ..logs.grep import LineFilter, Match
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 SEARCH_S = 3.0
@@ -29,11 +30,13 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone; `from_attempt` is where
     a client begins that started it and has seen nothing yet.
     """
+    from .jobs import find_job  # a launch, which follows the job that it has started, does without these
+
     job = find_job(root, call.head["job"])
     asked = call.head.get("attempt")
     ranks = call.head.get("ranks")
     chosen = set(ranks) if ranks is not None else None
-    lines = LineFilter(call.head["grep"]) if call.head.get("grep") is not None else None
+    lines = _line_filter(call.head["grep"]) if call.head.get("grep") is not None else None
     latest = read.latest_attempt(job)
     if asked is not None and not 1 <= asked <= (latest or 1):
         raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
@@ -48,12 +51,20 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     return follow_job(job, call, reader, once=once, lines=lines)
 
 
+def _line_filter(pattern: str) -> "LineFilter":
+    from ..logs.grep import LineFilter
+
+    return LineFilter(pattern)
+
+
 def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[int]]) -> Dict[str, int]:
     """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
     attempt = asked.get("attempt") or asked.get("from_attempt") or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
     since = asked.get("since")
     if since is not None:
+        from ..logs import times
+
         unix_s = since["unix_s"] if "unix_s" in since else time.time() - since["ago_s"]
         if asked.get("attempt") is None:
             attempt = times.attempt_at(job, unix_s)
@@ -68,7 +79,7 @@ def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[in
 
 
 def follow_job(
-    job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: Optional[LineFilter] = None
+    job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: "Optional[LineFilter]" = None
 ) -> Dict[str, Any]:
     wait_s, shown = POLL_MIN_S, None  # type: float, Any
     while not call.cancelled.is_set():
@@ -95,7 +106,7 @@ def follow_job(
     return {}
 
 
-def _in_time(search: Callable[..., List[Match]], *chunk: read.Chunk) -> List[Match]:
+def _in_time(search: "Callable[..., List[Match]]", *chunk: read.Chunk) -> "List[Match]":
     signal.setitimer(signal.ITIMER_VIRTUAL, SEARCH_S)
     try:
         return search(*chunk)
@@ -103,7 +114,7 @@ def _in_time(search: Callable[..., List[Match]], *chunk: read.Chunk) -> List[Mat
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _send_matches(call: Call, matches: List[Match]) -> None:
+def _send_matches(call: Call, matches: "List[Match]") -> None:
     for match in matches:
         call.send_data(bytes(match.data), file=match.file, offset=match.offset)
         if match.cut:
@@ -116,6 +127,8 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
 
 def last_lines(root: Root, call: Call) -> Dict[str, Any]:
     """The last lines of one rank (of the launcher when `rank` is null)."""
+    from .jobs import find_job
+
     job = find_job(root, call.head["job"])
     data = read.last_lines(job, call.head.get("rank"), int(call.head.get("lines", 20)))
     call.send_data(data[-65536:])

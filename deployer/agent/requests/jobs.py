@@ -1,21 +1,26 @@
-"""What a client may ask about the jobs on this host: list them, look at one, stop one.
+"""The jobs on this host: listed, looked at, stopped. One whose supervisor was killed gets a new one from whoever
+connects next, and what an ended one left over is ended.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
 import signal
-from typing import Any, Dict
+import time
+from typing import Any, Dict, List, Optional
 
 from ..host.errors import AgentError
+from ..host.files import read_json
 from ..host.layout import Job, Root, matching_ids, name_ids
-from ..host.processes import Process, send
-from ..job import progress, summary
+from ..host.locks import locked
+from ..host.machine import boot_id, this_machine
+from ..host.processes import SWEEP_S, Process, describe, end_all, job_processes, send
+from ..job import progress
 from ..job.judge import judge
-from ..job.status import FINAL, supervisor_of
+from ..job.status import FINAL, LOST, TOOL_FAILED, gpus_of, supervisor_of, write_status
 from ..job.stop import request_stop
+from ..supervisor import start
 from ..wire.conversation import Call
-from . import adopt
 
 
 def find_job(root: Root, job_id: str) -> Job:
@@ -46,7 +51,7 @@ def _written_at(job: Job) -> float:
 
 
 def ps(root: Root, call: Call) -> Dict[str, Any]:
-    call.send_event("jobs", summary.list_jobs(root))
+    call.send_event("jobs", list_jobs(root))
     return {}
 
 
@@ -56,6 +61,56 @@ def status(root: Root, call: Call) -> Dict[str, Any]:
     found = {"latest": progress.last_metrics(job), "silent_s": progress.silent_s(job, int(now.get("attempt") or 1))}
     call.send_event("status", dict(now, job_id=job.id, path=job.path, **found))
     return {}
+
+
+# --- in short, as ps shows them ---------------------------------------------------------------------------------------
+
+_SHOWN = (
+    "state",
+    "code",
+    "reason",
+    "on_host",
+    "attempt",
+    "max_attempts",
+    "queue",
+    "started_at",
+    "ended_at",
+)
+
+
+def list_jobs(root: Root) -> List[Dict[str, Any]]:
+    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
+    return sorted((_summary(job) for job in root.all_jobs()), key=lambda s: (s["created"], s["id"]), reverse=True)
+
+
+def _summary(job: Job) -> Dict[str, Any]:
+    try:
+        status = judge(job)
+    except OSError as e:
+        status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
+    record = read_json(job.record) or {}
+    plan = record.get("plan")
+    plan = plan if isinstance(plan, dict) else {}
+    supervisor = status.get("supervisor")
+    return {
+        **{key: status.get(key) for key in _SHOWN},
+        "id": job.id,
+        "unsupervised": bool(status.get("unsupervised")),
+        "name": str(plan.get("name", "")),
+        "kind": plan.get("kind"),
+        "created": str(plan.get("created", "")),
+        "age_s": _age_s(record),
+        "gpus": gpus_of(plan, status),
+        "nproc": plan.get("nproc"),
+        "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
+        "step": progress.last_step(job),
+    }
+
+
+def _age_s(record: Dict[str, Any]) -> Optional[float]:
+    """Seconds since the job was made, by this host's clock; the client's may differ."""
+    created = record.get("created_at")
+    return max(0.0, time.time() - created) if isinstance(created, (int, float)) else None
 
 
 # --- stop ------------------------------------------------------------------------------------------------------------
@@ -68,7 +123,7 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     before = judge(job)
     _check_here(job, before)
     if before["state"] in FINAL:
-        final = before if before.get("on_host") else adopt.sweep_ended(job)
+        final = before if before.get("on_host") else sweep_ended(job)
     else:
         request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
         final = _await_end(job, call)
@@ -93,10 +148,59 @@ def _await_end(job: Job, call: Call) -> Dict[str, Any]:
     while True:
         now = judge(job)
         if now.get("unsupervised"):
-            adopt.adopt(job)
+            adopt(job)
         phase = str(now.get("phase") or now["state"])
         if phase != shown:
             shown = phase
             call.send_event("state", now)
         if now["state"] in FINAL or call.cancelled.wait(0.1):
             return now
+
+
+# --- without a supervisor ---------------------------------------------------------------------------------------------
+
+
+def adopt_all(root: Root, *, within_s: float) -> None:
+    """Adopts every job of this root and machine that runs unsupervised, and sweeps those that ended so."""
+    deadline = time.monotonic() + within_s
+    for job in root.all_jobs():
+        if time.monotonic() > deadline:
+            return
+        try:
+            status = judge(job)
+            if status.get("unsupervised"):
+                adopt(job)
+            elif _is_unswept(status):
+                sweep_ended(job)
+        except (AgentError, OSError, KeyError, TypeError, ValueError):
+            continue  # a job that is broken must not keep the others waiting
+
+
+def adopt(job: Job) -> None:
+    """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
+    try:
+        start.adopt(job)
+    except AgentError:
+        if judge(job).get("unsupervised"):
+            raise
+
+
+def sweep_ended(job: Job) -> Dict[str, Any]:
+    """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
+    with locked(job):
+        status = judge(job)
+        if status["state"] not in FINAL:
+            return status
+        told, remaining = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
+        swept = {"swept": int(status.get("swept") or 0) + len(told), "remaining": [describe(p) for p in remaining]}
+        final = {**status, **swept}
+        if final != status and supervisor_of(status) is not None:
+            write_status(job, final)
+        return {**final, "ended": len(told) - len(remaining)}
+
+
+def _is_unswept(status: Dict[str, Any]) -> bool:
+    """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
+    identity = supervisor_of(status)
+    here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
+    return here and status.get("state") in FINAL and "swept" not in status

@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
 
 from ..host import environment
 from ..host.errors import AgentError
-from ..host.files import read_json, write_whole
+from ..host.files import blake2b, read_json, write_whole
 from ..host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
-from ..host.locks import locked
+from ..host.locks import locked, store_in_use
 from ..job.status import QUEUED, read_status
 from ..job.stop import request_stop
 from ..logs import read
 from ..store import spare, tree
 from ..store.bring import bring_trees, pass_over, trees_of
 from ..store.content import Store
-from ..store.lock import store_in_use
 from ..supervisor import start
 from ..wire.conversation import Call
 from .follow import follow_job
@@ -108,7 +106,7 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
 
 
 def plan_hash(plan: Dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _job(root: Root, job_id: str) -> Job:

@@ -10,14 +10,13 @@ from typing import Any, Dict, Optional
 from ..host.errors import AgentError
 from ..host.files import read_json, remove, write_json, write_whole
 from ..host.layout import Job, Root
-from ..host.locks import locked
+from ..host.locks import locked, store_in_use
 from ..host.machine import is_alive
 from ..job import progress
 from ..job.judge import judge
 from ..job.status import FINAL, read_plan, read_status, supervisor_of
 from ..job.stop import request_stop
 from ..logs.read import LogReader
-from ..store.lock import store_in_use
 from ..wire.conversation import Call
 from .follow import follow_job
 from .jobs import find_job

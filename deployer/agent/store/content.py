@@ -11,13 +11,12 @@ import errno
 import json
 import os
 import re
-from typing import List, Optional, Sequence, Set
+from typing import List, Optional, Sequence, Set, Union
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
 from ..host.errors import AgentError
-from ..host.files import remove, remove_folder, write_whole
+from ..host.files import blake2b, remove, remove_folder, write_whole
 from ..host.layout import Root
-from .blob_writer import BlobWriter
 from .packs import Packs, names, read_index
 from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
 from .tree_files import Copier, in_threads, make_folders, make_link, make_read_only, write_file
@@ -75,7 +74,7 @@ class Store:
     def _has_blob(self, digest: str, size: int) -> bool:
         return _has_size(self._blob_path(digest), size) or self.packs.size(digest) == size
 
-    def writer(self, digest: str, size: int) -> BlobWriter:
+    def writer(self, digest: str, size: int) -> "BlobWriter":
         """Takes the bytes of one blob. AgentError when the file system has not enough room for it."""
         path = self._blob_path(digest)
         self.check_room(size)
@@ -237,3 +236,54 @@ def _publish(aside: str, path: str) -> None:
     else:
         if not os.path.isfile(path):
             os.chmod(path, 0o500)
+
+
+class BlobWriter:
+    """Writes one blob aside; `finish` checks and publishes it."""
+
+    def __init__(self, path: str, temporary: str, digest: str, size: int) -> None:
+        self._path, self._temporary, self._expected = path, temporary, (digest, size)
+        self._hash, self._size = blake2b(digest_size=20), 0
+        try:
+            self._file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+        except OSError as error:
+            fail(temporary, error)
+
+    def write(self, data: Union[bytes, memoryview]) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.abort()
+            fail(self._temporary, error)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def finish(self) -> None:
+        """The blob is in the store. AgentError of kind usage when the bytes are not those announced."""
+        if (self._hash.hexdigest(), self._size) != self._expected:
+            self.abort()
+            raise not_announced(self._expected[0], self._expected[1], self._size)
+        try:
+            self._file.close()
+            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
+            os.replace(self._temporary, self._path)
+        except OSError as error:
+            self.abort()
+            fail(self._path, error)
+
+    def abort(self) -> None:
+        """Forgets the bytes; harmless after anything."""
+        try:
+            self._file.close()
+        except OSError:
+            pass  # a full disk again, for what was still buffered
+        remove(self._temporary)
+
+
+def not_announced(digest: str, size: int, came: int) -> AgentError:
+    """The error for a blob whose bytes do not have its hash."""
+    return AgentError(
+        "usage",
+        "%d bytes came that are not the %d bytes announced as %s" % (came, size, digest),
+        "a file changed while it was being sent: deploy again",
+    )

@@ -11,8 +11,7 @@ from typing import Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.disk import fail
 from ..host.errors import AgentError
-from .blob_writer import BlobWriter, not_announced
-from .content import Store
+from .content import BlobWriter, Store, not_announced
 from .packs import PackWriter
 from .spare import Spare
 from .tree import LINK, Entry, content_hash

@@ -16,10 +16,9 @@ from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.layout import Root
-from ..host.locks import take_lock
+from ..host.locks import store_in_use, take_lock
 from ..host.processes import own_process_argv
 from .content import Store
-from .lock import store_in_use
 from .tree import Entry
 
 MAX_BYTES = 200 * 10**6

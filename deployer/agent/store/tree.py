@@ -3,10 +3,11 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import hashlib
 import json
 import os
 from typing import Dict, List, NamedTuple, Sequence, Set
+
+from ..host.files import blake2b
 
 FILE, EXECUTABLE, LINK = "f", "x", "l"
 
@@ -21,7 +22,7 @@ class Entry(NamedTuple):
 
 
 def content_hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=20).hexdigest()
+    return blake2b(data, digest_size=20).hexdigest()
 
 
 def root_hash(entries: Sequence[Entry]) -> str:

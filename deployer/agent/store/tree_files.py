@@ -4,7 +4,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import fcntl
-import hashlib
 import os
 import stat
 import threading
@@ -12,6 +11,7 @@ from io import RawIOBase
 from typing import Callable, Iterator, List, Sequence
 
 from ..host.errors import AgentError
+from ..host.files import blake2b
 from .tree import EXECUTABLE, Entry, folders_of
 
 _FICLONE = 0x40049409
@@ -59,7 +59,7 @@ class Copier:
 
     def copy(self, source: RawIOBase, path: str, entry: Entry) -> bool:
         """Whether the copy at `path` has the entry's content."""
-        digest, size = hashlib.blake2b(digest_size=20), 0
+        digest, size = blake2b(digest_size=20), 0
         target = _create(path, entry.mode)
         try:
             cloned = self._reflink and self._clone(source, target)

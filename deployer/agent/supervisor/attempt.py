@@ -15,18 +15,17 @@ from ..host.layout import AGENT_DIR, Job, Root
 from ..host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
 from ..job import progress
 from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, StatusFile, main_process, say, utc
 from ..job.stop import StopRequest, new_stop, read_stop, request_stop
 from ..logs.keep import LogKeeper
 from . import stall
 from .children import Children
 from .command import Command, Resolving, fill, job_command, marks
-from .status_file import StatusFile, say
 from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
-    from ..gpus.held import JobGpus
-    from .oom import OomWatch
+    from ..gpus.claim import JobGpus
+    from ..host.cgroups import OomWatch
 
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
@@ -263,7 +262,7 @@ class Attempt:
 
     def _note_memory(self) -> None:
         if self._oom is None:
-            from .oom import OomWatch  # the job has been started by now
+            from ..host.cgroups import OomWatch  # the job has been started by now
 
             self._oom = OomWatch()
         if first_failure(self._ranks()) is None:

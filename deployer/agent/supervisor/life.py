@@ -13,15 +13,14 @@ from ..host.machine import own_identity
 from ..host.processes import Process, describe, end_all
 from ..job import progress
 from ..job.ending import Ending
-from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, gpus_of, read_status, utc
+from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, StatusFile, gpus_of, read_status, say, utc
 from ..job.stop import StopRequest, read_stop
 from . import stall
 from .attempt import Attempt, Hook, ask_to_stop, wait
 from .children import Children
-from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
-    from ..gpus.held import JobGpus
+    from ..gpus.claim import JobGpus
 
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
@@ -106,7 +105,7 @@ class JobRun:
         devices = self.status.values.get("devices") if self.adopted else None
         if not held and not devices:
             return None
-        from ..gpus.held import JobGpus  # a job without GPUs starts sooner
+        from ..gpus.claim import JobGpus  # a job without GPUs starts sooner
 
         gpus = JobGpus(self.plan, self._env(), held)
         if devices:

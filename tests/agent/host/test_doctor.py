@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.doctor import check_gpus, check_host, check_network, check_root, run
+from deployer.agent.doctor import check_gpus, check_host, check_root, run
 from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
-from deployer.agent.doctor.check_host import Python
-from deployer.agent.doctor.check_network import Network
+from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
-from deployer.agent.host import facts as hostfacts
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
@@ -55,13 +53,13 @@ TORCH = python(torch="2.11.0", nvidia_cuda_runtime_cu12="12.8.90")
 
 # name: (the check's finding, its status, a word that what it says or advises must hold)
 FINDINGS: dict[str, tuple[Check | None, str, str]] = {
-    "local disk": (check_host.check_root_file_system(DISK), "ok", "ext4"),
-    "NFS": (check_host.check_root_file_system(DISK._replace(kind="nfs4")), "warn", "--remote-root"),
-    "room": (check_host.check_root_disk(DISK), "ok", "100 GB free"),
-    "no room": (check_host.check_root_disk(DISK._replace(free_bytes=10**9)), "warn", "deploy.py gc"),
-    "inodes": (check_host.check_root_inodes(DISK), "ok", "100000 of 1000000"),
-    "uncounted inodes": (check_host.check_root_inodes(DISK._replace(inodes=0, inodes_free=0)), "ok", "count"),
-    "no inodes": (check_host.check_root_inodes(DISK._replace(inodes_free=7)), "warn", "7 of"),
+    "local disk": (check_root.check_root_file_system(DISK), "ok", "ext4"),
+    "NFS": (check_root.check_root_file_system(DISK._replace(kind="nfs4")), "warn", "--remote-root"),
+    "room": (check_root.check_root_disk(DISK), "ok", "100 GB free"),
+    "no room": (check_root.check_root_disk(DISK._replace(free_bytes=10**9)), "warn", "deploy.py gc"),
+    "inodes": (check_root.check_root_inodes(DISK), "ok", "100000 of 1000000"),
+    "uncounted inodes": (check_root.check_root_inodes(DISK._replace(inodes=0, inodes_free=0)), "ok", "count"),
+    "no inodes": (check_root.check_root_inodes(DISK._replace(inodes_free=7)), "warn", "7 of"),
     "exec": (check_host.check_noexec("x", DISK, "advice"), "ok", "/root/x"),
     "noexec": (check_host.check_noexec("x", DISK._replace(options=["rw", "noexec"]), "advice"), "warn", "advice"),
     "shm": (check_host.check_shm(DISK), "ok", "1000 GB"),
@@ -131,14 +129,14 @@ FINDINGS: dict[str, tuple[Check | None, str, str]] = {
     "one torch fits": (check_gpus.check_cuda([python(torch="2.11.0+cu130"), TORCH], GPUS), "ok", "12.8.90"),
     "torch for CPUs": (check_gpus.check_cuda([python(torch="2.11.0+cpu")], GPUS), "warn", "--python"),
     "conda's torch": (check_gpus.check_cuda([python(torch="2.11.0")], GPUS), "ok", "not compared"),
-    "interface": (check_network.check_network(Network(["eth0"], "eth0"), {}), "ok", "eth0"),
-    "loopback only": (check_network.check_network(Network([], None), {}), "warn", "NCCL_SOCKET_IFNAME=lo"),
-    "bridge first": (check_network.check_network(Network(["br-1", "eth0"], "eth0"), {}), "warn", "NAME=eth0"),
-    "docker last": (check_network.check_network(Network(["docker0", "eth0"], "eth0"), {}), "ok", "eth0 (of docker0"),
-    "InfiniBand": (check_network.check_network(Network(["eth0", "ib0"], "eth0"), {}), "ok", "ib0"),
-    "named": (check_network.check_network(Network(["a", "eth0"], "a"), {"NCCL_SOCKET_IFNAME": "eth"}), "ok", "eth"),
-    "misnamed": (check_network.check_network(Network(["a"], "a"), {"NCCL_SOCKET_IFNAME": "=eth0"}), "fail", "NAME=a"),
-    "excluding": (check_network.check_network(Network(["a", "b"], "a"), {"NCCL_SOCKET_IFNAME": "^a"}), "ok", "^a"),
+    "interface": (check_host.check_network(Network(["eth0"], "eth0"), {}), "ok", "eth0"),
+    "loopback only": (check_host.check_network(Network([], None), {}), "warn", "NCCL_SOCKET_IFNAME=lo"),
+    "bridge first": (check_host.check_network(Network(["br-1", "eth0"], "eth0"), {}), "warn", "NAME=eth0"),
+    "docker last": (check_host.check_network(Network(["docker0", "eth0"], "eth0"), {}), "ok", "eth0 (of docker0"),
+    "InfiniBand": (check_host.check_network(Network(["eth0", "ib0"], "eth0"), {}), "ok", "ib0"),
+    "named": (check_host.check_network(Network(["a", "eth0"], "a"), {"NCCL_SOCKET_IFNAME": "eth"}), "ok", "eth"),
+    "misnamed": (check_host.check_network(Network(["a"], "a"), {"NCCL_SOCKET_IFNAME": "=eth0"}), "fail", "NAME=a"),
+    "excluding": (check_host.check_network(Network(["a", "b"], "a"), {"NCCL_SOCKET_IFNAME": "^a"}), "ok", "^a"),
     "jobs": (check_root.check_jobs([{"id": "a", "state": "succeeded", "ended_at": "x"}]), "ok", "1, 0 of them"),
     "lost job": (check_root.check_jobs([{"id": "a", "state": "lost"}]), "warn", "lost: a"),
     "orphan": (check_root.check_jobs([{"id": "a", "state": "running", "unsupervised": True}]), "warn", "stop ID"),
@@ -210,7 +208,7 @@ def test_interfaces_are_those_that_are_up_and_addressed(tmp_path: Path) -> None:
     routes = row.format("eth0", "000200C0", "00FFFFFF") + row.format("eth0", "00000000", "00000000")
     (tmp_path / "route").write_text("Iface\tDestination\n" + routes + row.format("down0", "000300C0", "00FFFFFF"))
     (tmp_path / "if_inet6").write_text("fd00 04 40 00 82     six0\n0001 01 80 10 80       lo\n")
-    assert check_network.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["eth0", "six0"], "eth0")
+    assert check_host.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["eth0", "six0"], "eth0")
 
 
 def test_a_network_with_nothing_but_ipv6_has_its_way_out(tmp_path: Path) -> None:
@@ -219,7 +217,7 @@ def test_a_network_with_nothing_but_ipv6_has_its_way_out(tmp_path: Path) -> None
     (tmp_path / "if_inet6").write_text("fd00 04 40 00 82     six0\n")
     zeros = "0" * 32
     (tmp_path / "ipv6_route").write_text(f"{zeros} 00 {zeros} 00 fe80 00000400 1 0 00450003     six0\n")
-    assert check_network.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["six0"], "six0")
+    assert check_host.read_network(str(tmp_path / "sys"), str(tmp_path)) == Network(["six0"], "six0")
 
 
 def test_a_root_that_cannot_be_written_fails_and_a_good_one_is_left_as_it_was(tmp_path: Path) -> None:
@@ -231,13 +229,13 @@ def test_a_root_that_cannot_be_written_fails_and_a_good_one_is_left_as_it_was(tm
 
 
 def test_an_account_without_a_shell_is_told_apart() -> None:
-    assert hostfacts.is_shell("/bin/sh")
-    assert not hostfacts.is_shell("/bin/false") and not hostfacts.is_shell("/no/such/shell")
+    assert run.is_shell("/bin/sh")
+    assert not run.is_shell("/bin/false") and not run.is_shell("/no/such/shell")
 
 
 def test_folders_that_the_container_s_variables_name_and_that_are_gone_are_found(tmp_path: Path) -> None:
     env = {"VIRTUAL_ENV": str(tmp_path), "HF_HOME": str(tmp_path / "gone"), "CUDA_HOME": ""}
-    assert hostfacts.missing_folders(env) == ["HF_HOME"]
+    assert run.missing_folders(env) == ["HF_HOME"]
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Job
-from deployer.agent.logs import grep as loggrep
-from deployer.agent.logs.grep import LineFilter, Match
+from deployer.agent.logs.grep import LINE_BYTES, LineFilter, Match
 from deployer.agent.logs.keep import LogLimit, first_to_keep
 from deployer.agent.logs.read import Chunk, Dropped, LogReader
 from deployer.agent.logs.times import Entry, TimeIndex, offsets_since, read_index, thinned
@@ -66,7 +65,7 @@ def test_filter_of_neighbours_gives_one_piece_and_a_gap_begins_a_new_one():
 def test_endless_line_is_searched_and_shown_up_to_a_bound_and_nothing_of_its_rest():
     long = b"x" * 1_000_000 + b"needle"
     found = matches(b"no\n" + long + b"\nx then\n", "x", list(range(0, 1_100_000, 40_000)))
-    assert [(m.offset, len(m.data), m.cut) for m in found] == [(3, loggrep.LINE_BYTES, True), (1_000_010, 7, False)]
+    assert [(m.offset, len(m.data), m.cut) for m in found] == [(3, LINE_BYTES, True), (1_000_010, 7, False)]
     assert matches(long + b"\n", "needle", list(range(0, 1_100_000, 40_000))) == []
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deployer.agent.doctor.run import host_facts
 from deployer.agent.host import environment
-from deployer.agent.host import facts as hostfacts
 from deployer.agent.host.cgroups import Limits, read_limits
 from deployer.agent.host.disk import mount_of, read_disk
 from deployer.agent.host.layout import Root
@@ -58,7 +58,7 @@ def test_secrets_are_known_by_their_names(name: str, secret: bool) -> None:
 
 
 def test_facts_describe_this_host(tmp_path: Path) -> None:
-    facts = hostfacts.host_facts(Root(str(tmp_path / "not/yet/there")))
+    facts = host_facts(Root(str(tmp_path / "not/yet/there")))
     assert facts["hostname"] == socket.gethostname()
     assert 1 <= facts["cpus"] <= (os.cpu_count() or 1)
     assert facts["disk_free_gib"] > 0 and facts["mem_gib"] > 0

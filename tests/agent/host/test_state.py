@@ -16,10 +16,10 @@ from deployer.agent.host.files import write_json
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.machine import own_identity
 from deployer.agent.host.processes import Process, is_running, job_processes, process_of, send
-from deployer.agent.job import summary
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
+from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
 
 
@@ -193,7 +193,7 @@ def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
     identity = json.dumps(own_identity()._replace(pid=0)._asdict())[1:-1]
     job = make_job(tmp_path, "j", make_plan([]))
     (Path(job.path) / file).write_text(text.replace("**", identity))
-    (listed,) = summary.list_jobs(Root(str(tmp_path)))
+    (listed,) = list_jobs(Root(str(tmp_path)))
     assert listed["state"] == judge(job)["state"]
     (kept,) = read_inventory(Root(str(tmp_path))).jobs
     assert kept.ended_s is None
@@ -208,11 +208,11 @@ def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
     odd = make_job(tmp_path, "odd", make_plan([]))
     Path(odd.status).write_text('{"state": "running", "supervisor": 5, "attempt": "x"}')
     Path(root.jobs, "a file").touch()
-    jobs = {j["id"]: j for j in summary.list_jobs(root)}
+    jobs = {j["id"]: j for j in list_jobs(root)}
     assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "preparing", "odd": "lost"}
     assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
     assert good.id == "j" and jobs["j"]["host"] == own_identity().hostname
 
 
 def test_list_of_a_root_without_jobs_is_empty(tmp_path: Path) -> None:
-    assert summary.list_jobs(Root(str(tmp_path / "none"))) == []
+    assert list_jobs(Root(str(tmp_path / "none"))) == []

@@ -20,7 +20,7 @@ from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import request_stop
-from deployer.agent.supervisor import start as supervise
+from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
 
@@ -151,7 +151,7 @@ def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp
 
 def kill_supervisor_and_adopt(job: Job) -> None:
     kill_supervisor(job)
-    supervise.adopt(job)
+    adopt(job)
 
 
 FAILS_ON_GO = """
@@ -267,12 +267,12 @@ def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Pat
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 STARTS_IN_GROUP = """
 import json, os, sys
-from deployer.agent.supervisor import start as supervise
+from deployer.agent.supervisor.start import spawn
 from deployer.agent.host.layout import Job
 open(sys.argv[2] + '/cgroup.procs', 'w').write('0')
 plan = json.load(open(sys.argv[1] + '/job.json'))['plan']
 launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-supervise.spawn(Job(sys.argv[1]), launch)
+spawn(Job(sys.argv[1]), launch)
 """
 
 

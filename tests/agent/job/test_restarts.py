@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from deployer.agent.host import cgroups
 from deployer.agent.job import ending
-from deployer.agent.supervisor import oom
 from deployer.agent.supervisor.restarts import Past, backoff_s, why_no_restart
 from deployer.agent.supervisor.stall import StallWatch, duration
 from deployer.commands.in_words import attempt_line, silence_line
@@ -99,7 +99,7 @@ def test_durations_are_written_as_the_options_take_them(seconds: float, text: st
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
-Kills = oom.OomKills
+Kills = cgroups.OomKills
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ Kills = oom.OomKills
     ],
 )
 def test_kernels_kill_is_read_from_the_own_group_first(before: Kills, after: Kills, expected: bool) -> None:
-    assert oom.has_killed(before, after) is expected
+    assert cgroups.has_killed(before, after) is expected
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,15 @@ def test_kernels_kill_is_read_from_the_own_group_first(before: Kills, after: Kil
     ],
 )
 def test_counters_of_every_kind_of_file_are_read(text: str, count: int | None) -> None:
-    assert oom.parse_oom_kill(text) == count
+    assert cgroups.parse_oom_kill(text) == count
 
 
 def test_own_control_group_is_found_in_both_versions() -> None:
-    assert oom.cgroup_files("0::/user.slice/a\n") == [
+    assert cgroups.oom_files("0::/user.slice/a\n") == [
         "/sys/fs/cgroup/user.slice/a/memory.events",
         "/sys/fs/cgroup/memory.events",
     ]
-    assert oom.cgroup_files("9:name=systemd:/\n4:memory:/box\n2:cpu,cpuacct:/\n") == [
+    assert cgroups.oom_files("9:name=systemd:/\n4:memory:/box\n2:cpu,cpuacct:/\n") == [
         "/sys/fs/cgroup/memory/box/memory.oom_control",
         "/sys/fs/cgroup/memory/memory.oom_control",
     ]
@@ -146,7 +146,7 @@ def test_reason_of_a_rank_that_the_kernel_killed_says_so_and_what_to_do() -> Non
     found = ending.decide_ending(ranks, nproc=2, launcher_code=1)
     assert found is not None
     assert found.reason == "rank 1 was killed by SIGKILL (often the host ran out of memory)"
-    told = ending.with_oom(found, reason=oom.OomWatch.REASON, hint=oom.OomWatch.HINT)
+    told = ending.with_oom(found, reason=cgroups.OomWatch.REASON, hint=cgroups.OomWatch.HINT)
     assert told.reason == "rank 1 was killed by SIGKILL; the kernel ended it: out of memory"
     assert "memory limit" in told.hint
 

@@ -21,7 +21,7 @@ from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
-from deployer.agent.requests import adopt
+from deployer.agent.requests.jobs import adopt_all
 from tests.support import stubborn
 from tests.support.ferry import Ferry
 from tests.support.jobs import (
@@ -68,7 +68,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
     code += "while n == '1' and not os.path.exists('go'): time.sleep(0.02)\nsys.exit(9 if n == '1' else 0)"
     job = run_up(tmp_path, "again", code, policy={"max_restarts": 1})
     kill_supervisor(job)
-    adopt.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], [a["code"] for a in status["attempts"]]) == ("succeeded", [9, 0])
@@ -77,7 +77,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
 def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp_path: Path) -> None:
     job = run_up(tmp_path, "secret", GO_AND_EXIT % 9, policy={"max_restarts": 1}, secret_names=["TOKEN"])
     kill_supervisor(job)
-    adopt.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"]) == ("failed", 9) and "secrets" in status["reason"]
@@ -90,7 +90,7 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
     write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
     job = run_up(tmp_path, "job", GO_AND_EXIT % 0)
     kill_supervisor(job)
-    adopt.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     assert judge(job).get("unsupervised") is None
     assert read_status(Root(str(tmp_path)).job("ended")) == ended
     assert read_status(Root(str(tmp_path)).job("foreign")) == foreign
@@ -151,12 +151,12 @@ def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
     if then == "kill":
         rank = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
         os.kill(rank["wrapper"]["pid"], signal.SIGKILL)
-    adopt.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     if then == "go":
         (Path(job.code) / "go").touch()
     status = end_of(job)
     assert (status["state"], status["code"]) == expected[:2] and expected[2] in status["reason"]
-    adopt.adopt_all(Root(str(tmp_path)), within_s=HANG_S)
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     wait_for(lambda: not running(str(tmp_path)))  # nothing is left, the deaf worker of `finishing` neither
 
 

@@ -21,8 +21,8 @@ from deployer.agent.host.processes import Process, command_of, job_processes
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import request_stop
-from deployer.agent.supervisor import start as supervise
 from deployer.agent.supervisor.command import fill, job_env
+from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO
 from tests.support.jobs import (
     GO,
@@ -408,7 +408,7 @@ def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> 
 
 def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
-    supervise.adopt(job)
+    adopt(job)
     status = judge(job)
     assert (status["state"], status.get("unsupervised")) == ("running", None)
     request_stop(job, 60)
@@ -438,12 +438,12 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
 
 SPAWNS_AND_DIES = """
 import json, os, signal, sys
-from deployer.agent.supervisor import start as supervise
+from deployer.agent.supervisor.start import spawn
 from deployer.agent.host.layout import Job
 for path in sys.argv[1:]:
     plan = json.load(open(path + '/job.json'))['plan']
     launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-    supervise.spawn(Job(path), launch)
+    spawn(Job(path), launch)
 os.killpg(0, signal.SIGKILL)
 """
 

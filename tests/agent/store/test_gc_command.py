@@ -17,9 +17,8 @@ import pytest
 from deployer.agent.gc.choose import BLOB, SPARE, TREE
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
-from deployer.agent.host.locks import hold, is_held
+from deployer.agent.host.locks import hold, is_held, store_alone, store_in_use
 from deployer.agent.requests.launch import launch
-from deployer.agent.store.lock import store_alone, store_in_use
 from deployer.agent.store.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from deployer.agent.wire.frames import Frame
 from tests.support.ferry import Ferry
