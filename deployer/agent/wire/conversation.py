@@ -12,7 +12,6 @@ import queue
 import select
 import threading
 import time
-import traceback
 from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
 
 from ..host.errors import AgentError
@@ -191,6 +190,8 @@ class Conversation:
         except OSError as error:
             reply = {"error": _error("host", _os_error_text(error), "")}
         except Exception:
+            import traceback  # a launch starts sooner without it
+
             reply = {"error": _error("bug", "the agent failed:\n" + traceback.format_exc(), "")}
         with self._lock:
             self._calls.pop(call.id, None)
