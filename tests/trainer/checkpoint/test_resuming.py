@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployer.agent.host.files import read_text
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, losses, train, training_on
@@ -108,7 +107,7 @@ def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, na
 
 def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):
     state = run_dir / "checkpoints" / "step_000004" / "state.json"
-    state.write_text(json.dumps({**json.loads(read_text()), "data": None}))
+    state.write_text(json.dumps({**json.loads(state.read_text()), "data": None}))
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
     assert "state.json does not say what a save writes there: data" in capfd.readouterr().out
 

@@ -393,7 +393,8 @@ def test_8_bit_state_is_sharded_and_trains_as_on_one_process(eight_bit):
 
 
 def test_plan_counts_8_bit_state():
-    configs = [Config(optim=OptimConfig(optimizer=word)) for word in ("adamw", "adamw8bit")]
+    words, train = ("adamw", "adamw8bit"), TrainConfig(precision="bf16")
+    configs = [Config(optim=OptimConfig(optimizer=word), train=train) for word in words]
     plans = [plan_wrapping(build_decoder(config, WIDE), config, 1) for config in configs]
     states = [float(re.search(r"AdamW state ([\d.]+) MiB", "".join(plan.render()))[1]) for plan in plans]
     assert states[1] / states[0] == pytest.approx(2.0625 / 8, abs=0.05)

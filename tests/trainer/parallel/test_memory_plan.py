@@ -127,8 +127,8 @@ def fit(shape: DecoderShape, gib: float, *, ranks: int = 1, failed: tuple[str, .
     values = {
         "target": {"gpu_ranks": list(range(ranks))},
         "data": {"seq_len": 4096, "packing": False},
-        "train": {"micro_batch_size": 4, "precision": "bf16"},
         **sections,
+        "train": {"micro_batch_size": 4, "precision": "bf16", **sections.get("train", {})},
     }
     return fit_into(config_from_dict(values), shape, free=int(gib * GIB), world_size=ranks, failed=failed)
 
