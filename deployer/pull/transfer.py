@@ -117,8 +117,8 @@ class Transfer:
     def _start_lanes(self, link: Link) -> None:
         for _ in range(CALLS_PER_LINK):
             lane = threading.Thread(target=self._run_lane, args=(link,), name="pull-lane", daemon=True)
-            self._lanes.append(lane)
             lane.start()
+            self._lanes.append(lane)  # after its start: Ctrl-C may come between the two, and who is listed is awaited
 
     def _alive(self) -> bool:
         return any(lane.is_alive() for lane in self._lanes)
