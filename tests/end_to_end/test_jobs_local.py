@@ -298,7 +298,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
         launch_prepared(ferry, prepared)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 25  # a client that is told nothing gives up after 35 s
     assert ferry.job_ids() == []
 
 

@@ -44,7 +44,7 @@ from trainer.schema import Config
 from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
 from trainer.tensors import local_tensor
 from trainer.train.build import graphed_micro_batches, seed_everything
-from trainer.train.precision import settle_anew
+from trainer.train.precision import settle_precision
 from trainer.train.probe import largest_batch
 from trainer.train.run import Run
 from trainer.train.step import train_step
@@ -94,7 +94,7 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     left, for the others wait for it then.
     """
     quiet_transformers()
-    precision = settle_anew(config, dist)
+    precision = settle_precision(config, dist)
     config = precision.config
     tokenizer = load_tokenizer(config)
     folder = None if config.model.name is None else model_folder(config.model.name, dist, weights=False)

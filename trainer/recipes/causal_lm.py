@@ -44,7 +44,7 @@ class CausalLM:
 def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     dist.startup.enter("data")
-    precision = settle_precision(config, run_dir, dist)
+    precision = settle_precision(config, dist, run_dir)
     config = precision.config
     tokenizer = load_tokenizer(config)
     quiet_transformers()

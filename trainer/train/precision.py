@@ -25,7 +25,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Linux's names of the instructions that multiply bf16: of x86-64 the first two, of ARM the last."""
 SLOW = 3.0
-"""Times as long as in fp32, from which a bf16 product counts as made without them. On an AVX2 CPU it is over 50."""
+"""A bf16 product that takes this many times as long as an fp32 one is not made in hardware; on an AVX2 CPU it takes
+over 50 times as long."""
 TIMED_SIZE, TIMED_ROUNDS, TIMED_S = 512, 30, 0.3
 """Rows of the product that is timed, and how often at the most: a new process's first products, and those of a busy
 machine, may take a hundred times as long as they should."""
@@ -40,38 +41,31 @@ class Settled:
     """What to tell before the first step; empty where the config itself names the precision."""
 
 
-def settle_precision(config: Config, run_dir: Path, dist: Dist) -> Settled:
-    """Settle `auto`: as the checkpoint has it that the run goes on from, else as all devices can.
+def settle_precision(config: Config, dist: Dist, run_dir: Path | None = None) -> Settled:
+    """Settle `auto`: the precision of the checkpoint that the run resumes, else what all devices have.
 
-    Every rank calls this.
+    Every rank calls this. `run_dir`: None where there is no run, and so no checkpoint to follow.
     """
     if config.train.precision != "auto":
         return Settled(config, [])
-    lack = lack_of_any(lack_of_bf16(dist.device), dist)
-    saved = saved_precision(config, run_dir, dist)
+    why_not = first_reason(why_no_bf16(dist.device), dist)
+    saved = saved_precision(config, run_dir, dist) if run_dir else None
     if saved is None:
-        return _settled(config, lack)
+        return _settled(config, why_not)
     line = f"precision: {saved}, as the checkpoint has it (train.precision=auto)"
-    if saved == "bf16" and lack:
-        line = f"warning: {line}; {lack}, so it is slow: train.precision=fp32 changes it"
+    if saved == "bf16" and why_not:
+        line = f"warning: {line}; {why_not}, so it is slow: train.precision=fp32 changes it"
     return Settled(with_precision(config, saved), [line])
 
 
-def settle_anew(config: Config, dist: Dist) -> Settled:
-    """Settle `auto` where there is no run folder: as all devices can. Every rank calls this."""
-    if config.train.precision != "auto":
-        return Settled(config, [])
-    return _settled(config, lack_of_any(lack_of_bf16(dist.device), dist))
-
-
 def foresee_precision(config: Config) -> Settled:
-    """The same for a run that is only looked at: on GPUs that are not here bf16 is assumed."""
+    """What `auto` would become in a run that is only inspected; GPUs that are not here are taken to have bf16."""
     if config.train.precision != "auto":
         return Settled(config, [])
     if config.target.device == "cpu":
-        return _settled(config, lack_of_bf16(torch.device("cpu")))
+        return _settled(config, why_no_bf16(torch.device("cpu")))
     if torch.cuda.is_available():
-        return _settled(config, lack_of_bf16(torch.device("cuda", 0)))
+        return _settled(config, why_no_bf16(torch.device("cuda", 0)))
     return Settled(with_precision(config, "bf16"), ["precision: bf16, if the GPUs have it (train.precision=auto)"])
 
 
@@ -80,14 +74,14 @@ def with_precision(config: Config, precision: Precision) -> Config:
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def _settled(config: Config, lack: str | None) -> Settled:
-    chosen: Precision = "fp32" if lack else "bf16"
-    line = f"precision: {chosen}{f', {lack}' if lack else ''} (train.precision=auto)"
+def _settled(config: Config, why_not: str | None) -> Settled:
+    chosen: Precision = "fp32" if why_not else "bf16"
+    line = f"precision: {chosen}{f', {why_not}' if why_not else ''} (train.precision=auto)"
     return Settled(with_precision(config, chosen), [line])
 
 
 def saved_precision(config: Config, run_dir: Path, dist: Dist) -> Precision | None:
-    """That of the checkpoint which the run goes on from; None where it begins anew, or none of them can be read."""
+    """The precision of the checkpoint to resume from; None where there is none that can be read."""
     paths = choose(config, run_dir, dist).paths
 
     def read() -> Precision | None:
@@ -105,24 +99,26 @@ def saved_precision(config: Config, run_dir: Path, dist: Dist) -> Precision | No
 # --- what a device can ------------------------------------------------------------------------------------------------
 
 
-def lack_of_any(own: str | None, dist: Dist) -> str | None:
-    """The lack of the first rank that has one, on every rank."""
+def first_reason(own: str | None, dist: Dist) -> str | None:
+    """The reason of the first rank that has one; the same on every rank."""
     return next(filter(None, gather(own, dist.control_group)), None)
 
 
-def lack_of_bf16(device: torch.device) -> str | None:
+def why_no_bf16(device: torch.device) -> str | None:
     """Why bf16 products are slow on this device; None where it has them in hardware."""
     if device.type == "cuda":
         able = torch.cuda.is_bf16_supported(including_emulation=False)
         return None if able else f"{torch.cuda.get_device_name(device)} has no bf16 in hardware"
-    return lack_of_cpu(cpu_flags(), bf16_ratio)
+    return why_no_bf16_on_cpu(cpu_flags(), bf16_ratio)
 
 
-def lack_of_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str | None:
+def why_no_bf16_on_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str | None:
     """By the CPU's flags, and where they promise bf16 by a product too: libraries may be told not to use it.
 
     `ratio`: measures how many times as long as in fp32 a product takes.
     """
+    if not flags:
+        return "this CPU is not known to have bf16 in hardware"
     if not flags & CPU_FLAGS:
         return "this CPU has no bf16 in hardware"
     measured = ratio()

@@ -97,7 +97,7 @@ def test_forced_stop_gives_no_time_to_save(tmp_path: Path) -> None:
     job = run_up(tmp_path, "forced", code)
     request_stop(job, FOREVER_S)
     wait_for(lambda: (Path(job.code) / "heard").exists())
-    request_stop(job, force=True)
+    request_stop(job, FOREVER_S, force=True)
     assert end_of(job)["state"] == "stopped"
 
 

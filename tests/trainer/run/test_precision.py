@@ -20,7 +20,7 @@ X86 = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\nbugs\t\t:\n\nprocessor\t: 1\n"
 )
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n"
-HAS_BF16 = precision.lack_of_bf16(torch.device("cpu")) is None
+HAS_BF16 = precision.why_no_bf16(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,19 @@ def test_flags_of_a_cpu_are_those_of_its_first_processor(cpuinfo, flags):
 
 
 def test_cpu_without_the_flags_has_no_bf16_and_nothing_is_timed():
-    assert precision.lack_of_cpu(frozenset({"avx2", "avx512f"}), pytest.fail) == "this CPU has no bf16 in hardware"
+    assert (
+        precision.why_no_bf16_on_cpu(frozenset({"avx2", "avx512f"}), pytest.fail) == "this CPU has no bf16 in hardware"
+    )
+
+
+def test_cpu_whose_flags_are_not_known_is_not_called_one_without():
+    assert precision.why_no_bf16_on_cpu(frozenset(), pytest.fail) == "this CPU is not known to have bf16 in hardware"
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
 def test_cpu_with_the_flags_has_bf16_unless_its_product_is_slow(flag):
-    assert precision.lack_of_cpu(frozenset({flag}), lambda: 1.4) is None
-    slow = precision.lack_of_cpu(frozenset({flag}), lambda: 46.2)
+    assert precision.why_no_bf16_on_cpu(frozenset({flag}), lambda: 1.4) is None
+    slow = precision.why_no_bf16_on_cpu(frozenset({flag}), lambda: 46.2)
     assert slow == "bf16 products take 46 x as long as fp32 here, though this CPU has bf16 in hardware"
 
 
@@ -47,7 +53,7 @@ def test_product_is_slow_where_the_flags_are_lacking():
 
 
 def lack_of_one(dist) -> str | None:
-    return precision.lack_of_any("rank 1 has none" if dist.rank == 1 else None, dist)
+    return precision.first_reason("rank 1 has none" if dist.rank == 1 else None, dist)
 
 
 def test_one_rank_without_bf16_decides_for_all():
@@ -56,7 +62,7 @@ def test_one_rank_without_bf16_decides_for_all():
 
 def test_precision_that_the_config_names_is_taken_and_not_told(tmp_path):
     config = training_on("rows.jsonl", precision="bf16")
-    settled = precision.settle_precision(config, tmp_path, ALONE)
+    settled = precision.settle_precision(config, ALONE, tmp_path)
     assert (settled.config, settled.lines) == (config, [])
 
 
