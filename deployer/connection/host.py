@@ -12,7 +12,7 @@ from deployer.transport.protocol import Transport
 
 if TYPE_CHECKING:
     from deployer.connection.link import Link
-    from deployer.connection.ssh_way import SshTransport
+    from deployer.connection.ssh_transport import SshTransport
 
 HERE = "this machine"
 GIVE_UP_AFTER_S = 600.0
@@ -100,7 +100,7 @@ class Host:
         self._link = self._transport = None
 
     def _ssh_transport(self) -> SshTransport:
-        from deployer.connection.ssh_way import SshTransport
+        from deployer.connection.ssh_transport import SshTransport
 
         self.prefetch()
         assert isinstance(self._transport, SshTransport)
@@ -136,7 +136,7 @@ def make_transport(
         from deployer.transport.local import LocalTransport
 
         return LocalTransport()
-    from deployer.connection.ssh_way import SshTransport
+    from deployer.connection.ssh_transport import SshTransport
     from deployer.transport.ssh.target import parse_target
 
     transport = SshTransport(

@@ -15,7 +15,7 @@ from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.float8 import use_float8
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
-from trainer.parallel.arrange import compile_blocks
+from trainer.parallel.blocks import compile_blocks
 from trainer.parallel.choose import make_backend
 from trainer.parallel.float8_choice import seconds_of
 from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig

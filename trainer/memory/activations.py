@@ -21,7 +21,7 @@ from trainer.models.attention import FLEX_HEAD_DIMS
 from trainer.models.decoder import Block, Decoder, DecoderShape, Linear
 from trainer.models.lora import LoraSpec
 from trainer.models.losses import CHUNK_TOKENS, CHUNK_TOKENS_IN_TORCH
-from trainer.parallel.arrange import decide_compile
+from trainer.parallel.blocks import decide_compile
 from trainer.parallel.partition import FP32, Kept, keeps_input, kept_by, linears_of
 from trainer.schema import Config, ParallelConfig
 from trainer.tensors import DTYPES

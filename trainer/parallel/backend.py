@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.attention import tuned_tiles, why_no_flex
 from trainer.models.decoder import Decoder
-from trainer.parallel.arrange import compile_blocks, decide_compile, recompute_blocks, run_eagerly, set_budget
+from trainer.parallel.blocks import compile_blocks, decide_compile, recompute_blocks, run_eagerly, set_budget
 from trainer.parallel.float8_choice import choose_float8, leave_float8
 from trainer.parallel.partition import partition_budget
 from trainer.parallel.wrapping import plan_wrapping, replan

@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
 from trainer.models.decoder import Decoder
 from trainer.models.float8 import NEEDED, odd_size, use_bf16, use_float8, why_not_float8
-from trainer.parallel.arrange import is_compile_failure
+from trainer.parallel.blocks import is_compile_failure
 
 if TYPE_CHECKING:
     from trainer.schema import Config

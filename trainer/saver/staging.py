@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.states import State
+from trainer.saver.copy_memory import SpareMemory
 from trainer.saver.region import Region, pack, room_for
-from trainer.saver.room import SpareMemory
 
 PIECE_BYTES = 64 * 2**20
 """Pages are made and pinned so many at a time, with as long a pause between two: while CUDA pins memory, no other

@@ -27,10 +27,10 @@ from trainer.checkpoint.shards import sharded_state
 from trainer.checkpoint.states import State, local_bytes, random_state
 from trainer.checkpoint.write import AtPoint, Order, nothing, write
 from trainer.dist import Dist, control_timeout_s, gather, new_control_group
+from trainer.saver.copy_memory import expected_bytes, why_no_room
 from trainer.saver.messages import Outcome, Setup, meeting_at
 from trainer.saver.process import Launch, SaverProcess, launch_saver
 from trainer.saver.region import why_no_shared_memory
-from trainer.saver.room import expected_bytes, why_no_room
 from trainer.saver.staging import Staging
 
 ASK_AGAIN_S = 0.5

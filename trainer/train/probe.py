@@ -19,7 +19,7 @@ from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist, DistError, gather
 from trainer.kernels.support import give_up_triton, why_no_triton
 from trainer.memory.fitting import MemoryKeeper, free_bytes
-from trainer.parallel.arrange import is_compile_failure
+from trainer.parallel.blocks import is_compile_failure
 from trainer.schema import Config
 from trainer.train.run import Run
 from trainer.words import GIB, first_line

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from deployer.connection.host import make_transport
-from deployer.connection.ssh_way import why_openssh
+from deployer.connection.ssh_transport import why_openssh
 from deployer.errors import LostConnection
 from deployer.transport.ssh.ssh_config import SshOptions
 from deployer.transport.ssh_program.control import BIND_SUFFIX, MAX_ADDRESS, control_path

@@ -23,9 +23,9 @@ from trainer.checkpoint.shards import sharded_state
 from trainer.dist import Dist
 from trainer.host_memory import available_bytes
 from trainer.optim.build import build_optimizer
+from trainer.saver.copy_memory import RESERVE_BYTES, SpareMemory, expected_bytes, spare_bytes, why_no_room
 from trainer.saver.process import Launched
 from trainer.saver.region import pack, packed_bytes, unpack
-from trainer.saver.room import RESERVE_BYTES, SpareMemory, expected_bytes, spare_bytes, why_no_room
 from trainer.saver.staging import Staging
 from trainer.saver.writer import Writer
 from trainer.schema import OptimConfig

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 from trainer.models.build import build_decoder, fill_weights
 from trainer.models.decoder import Decoder
 from trainer.models.losses import sft_loss
-from trainer.parallel import arrange
+from trainer.parallel import blocks
 from trainer.schema import Config, LoraConfig, TrainConfig
 
 BATCH = packed_batch([[4, 5], [9]], length=16)
@@ -45,7 +45,7 @@ def test_fused_products_of_compiled_blocks_give_the_gradients_of_single_ones(lor
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     decoder = model_of(lora)
-    arrange.compile_blocks(decoder, fixed_shapes=True)
+    blocks.compile_blocks(decoder, fixed_shapes=True)
     expected, found = grads_of(model_of(lora)), grads_of(decoder)
     assert found.keys() == expected.keys()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # blocks share one; the first of LoRA's differs
@@ -55,8 +55,8 @@ def test_fused_products_of_compiled_blocks_give_the_gradients_of_single_ones(lor
 
 def test_a_model_whose_compilation_is_taken_back_runs_as_plain_torch():
     decoder = model_of(WHOLE)
-    arrange.compile_blocks(decoder, fixed_shapes=True)
-    arrange.run_eagerly(decoder)
+    blocks.compile_blocks(decoder, fixed_shapes=True)
+    blocks.run_eagerly(decoder)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     grads_of(decoder)
@@ -78,7 +78,7 @@ def test_rows_of_every_length_and_number_are_trained_on_and_evaluated_with_few_g
     torch._dynamo.reset()
     decoder, frames = model_of(ADAPTERS), Frames()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=frames))
-    arrange.compile_blocks(decoder, fixed_shapes=False)
+    blocks.compile_blocks(decoder, fixed_shapes=False)
     for length in (16, 24, 32, 8, 40):
         for rows in (4, 3, 1, 2):
             batch = packed_batch([[length - 1]] * rows, length=length)
@@ -89,19 +89,19 @@ def test_rows_of_every_length_and_number_are_trained_on_and_evaluated_with_few_g
 
 
 def test_compilation_failures_are_told_from_the_models():
-    assert arrange.is_compile_failure(Unsupported("no"))
-    assert not arrange.is_compile_failure(RuntimeError("shape"))
+    assert blocks.is_compile_failure(Unsupported("no"))
+    assert not blocks.is_compile_failure(RuntimeError("shape"))
 
 
 def test_what_triton_raises_for_want_of_a_c_compiler_is_a_failure_to_compile():
     source = 'raise RuntimeError("Failed to find C compiler. Please specify via CC")'
     with pytest.raises(RuntimeError) as caught:
         exec(source, {"__name__": "triton.runtime.build"})
-    assert arrange.is_compile_failure(caught.value)
+    assert blocks.is_compile_failure(caught.value)
 
 
 def decide(wanted: bool | None, kind: str, why_not: str | None) -> tuple[bool, str]:
-    return arrange.decide_compile(wanted, torch.device(kind), why_not=why_not)
+    return blocks.decide_compile(wanted, torch.device(kind), why_not=why_not)
 
 
 def test_compilation_is_left_to_gpus_unless_it_is_asked_for():

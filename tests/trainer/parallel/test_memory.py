@@ -21,7 +21,7 @@ from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
-from trainer.parallel.arrange import recompute_blocks
+from trainer.parallel.blocks import recompute_blocks
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config
 from trainer.tensors import local_tensor

@@ -23,7 +23,7 @@ from trainer.memory.activations import Kernels, count_activations
 from trainer.models.attention import document_blocks
 from trainer.models.build import build_decoder
 from trainer.models.decoder import Decoder, DecoderShape
-from trainer.parallel.arrange import recompute_blocks
+from trainer.parallel.blocks import recompute_blocks
 from trainer.parallel.partition import kept_by, partition_budget
 
 ROWS, LENGTH = 4, 2048
