@@ -159,7 +159,7 @@ def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, 
 
 
 def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
-    """As tests.trainer.run.test_loop.build does, of a whole config."""
+    """As tests.trainer.train.test_loop.build does, of a whole config."""
     from functools import partial
 
     from trainer.data.loader import build_data
