@@ -38,7 +38,7 @@ class Settled:
 
     config: Config
     lines: list[str]
-    """What to tell before the first step; empty where the config itself names the precision."""
+    """What to tell before the first step; empty where the config names a precision that its devices have."""
 
 
 def settle_precision(config: Config, dist: Dist, run_dir: Path | None = None) -> Settled:
@@ -46,9 +46,13 @@ def settle_precision(config: Config, dist: Dist, run_dir: Path | None = None) ->
 
     Every rank calls this. `run_dir`: None where there is no run, and so no checkpoint to follow.
     """
-    if config.train.precision != "auto":
+    if config.train.precision == "fp32":
         return Settled(config, [])
     why_not = first_reason(why_no_bf16(dist.device), dist)
+    if config.train.precision == "bf16":
+        return Settled(
+            config, [f"warning: train.precision is bf16, and {why_not}: fp32 is faster here"] if why_not else []
+        )
     saved = saved_precision(config, run_dir, dist) if run_dir else None
     if saved is None:
         return _settled(config, why_not)

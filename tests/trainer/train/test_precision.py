@@ -60,10 +60,14 @@ def test_one_rank_without_bf16_decides_for_all():
     assert run_ranks(lack_of_one, 2) == ["rank 1 has none"] * 2
 
 
-def test_precision_that_the_config_names_is_taken_and_not_told(tmp_path):
-    config = training_on("rows.jsonl", precision="bf16")
+@pytest.mark.parametrize("named", ["bf16", "fp32"])
+def test_precision_that_the_config_names_is_taken_and_told_only_where_it_is_slow(tmp_path, named):
+    config = training_on("rows.jsonl", precision=named)
     settled = precision.settle_precision(config, ALONE, tmp_path)
-    assert (settled.config, settled.lines) == (config, [])
+    assert settled.config == config
+    assert [line[:42] for line in settled.lines] == (
+        ["warning: train.precision is bf16, and this"] if named == "bf16" and not HAS_BF16 else []
+    )
 
 
 def test_run_takes_what_the_cpu_has_says_so_and_keeps_its_checkpoint_in_it(rows, tmp_path, capfd):
