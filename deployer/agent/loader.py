@@ -121,7 +121,7 @@ def install(home: str, files: Dict[str, str]) -> None:
         sync(folder)
     try:
         os.rename(tmp, home)
-    except OSError:
-        if not os.path.exists(os.path.join(home, "agent", "serve.py")):
-            raise
-        shutil.rmtree(tmp, ignore_errors=True)  # another client was first
+    except OSError as e:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if not os.path.exists(os.path.join(home, "agent", "serve.py")):  # else another client was first
+            raise OSError(e.errno, e.strerror, home)

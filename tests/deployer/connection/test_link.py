@@ -203,6 +203,14 @@ def test_loader_refuses_a_path_that_is_no_modules_and_writes_nothing(tmp_path, n
     assert list(tmp_path.iterdir()) == []
 
 
+def test_loader_names_what_lies_in_its_place_and_leaves_nothing_beside_it(tmp_path):
+    (tmp_path / "home" / "agent").mkdir(parents=True)
+    with pytest.raises(OSError) as caught:
+        install(str(tmp_path / "home"), {"serve.py": ""})
+    assert caught.value.filename == str(tmp_path / "home")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):
     package = tmp_path / "deployer"
     shutil.copytree(REPO / "deployer", package, ignore=shutil.ignore_patterns("__pycache__"))
