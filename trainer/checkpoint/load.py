@@ -88,7 +88,7 @@ def read_info(path: Path) -> Resumed:
         info = dict(json.loads((path / STATE_FILE).read_text()))
         info.pop("format", None)
         return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise cannot_load(path, f"{STATE_FILE}: {first_cause(error)}") from error
 
 

@@ -73,10 +73,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         if "--debug" in words:
             raise
-        if os.environ.get("RANK", "0") == "0":  # every rank of a torchrun started by hand reads the same config
-            click.echo(error.render(), err=True)
-        else:
-            launch.let_rank_0_tell()
+        if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
+            launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
+        click.echo(error.render(), err=True)
         sys.exit(error.exit_code)
     raise AssertionError("click leaves by itself")
 

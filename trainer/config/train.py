@@ -203,13 +203,13 @@ def why_no_float8(config: Config) -> str | None:
 
 def float8_rules(config: Config) -> Iterator[Broken]:
     """Where `train.float8` contradicts other keys; what `auto` cannot have, it does without."""
-    key, wanted = "train.float8", config.train.float8
-    if wanted == "off":
+    key = "train.float8"
+    if config.train.float8 != "on":
         return
     if config.train.precision == "fp32":
-        message = f"{key} is {wanted}, but train.precision is fp32: float8 is less than bf16"
+        message = f"{key} is on, but train.precision is fp32: float8 is less than bf16"
         yield Broken(key, message, f"drop {key}, or train.precision", ("train.precision",))
-    elif wanted == "on" and (why := why_no_float8(config)):
+    elif why := why_no_float8(config):
         yield Broken(key, f"{key} is on, but {why}", f"set {key}=auto, which then stays with bf16, or change that")
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,9 +62,13 @@ def device_kind(config: Config) -> DeviceKind:
 
 
 def let_rank_0_tell() -> None:
-    """Called by another rank before it leaves with what all have found: torchrun ends every rank with the first that
-    leaves, rank 0 in the middle of telling it too. Once that one has told it, torchrun ends the wait."""
-    time.sleep(TELLING_S)
+    """Called by another rank before it tells a mistake, which as a rule all have found.
+
+    torchrun ends every rank with the first that leaves: this one here, once rank 0 has told it. Who outlives the wait
+    has found something that rank 0 has not.
+    """
+    with suppress(KeyboardInterrupt):
+        time.sleep(TELLING_S)
 
 
 def is_under_torchrun(environ: Mapping[str, str]) -> bool:

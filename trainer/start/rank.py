@@ -118,8 +118,7 @@ def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> 
             kept = diagnose.write_traceback(run_dir, rank, error)
             message += f"\n  stack trace: {kept or 'not kept, the run folder takes no file; --debug shows it'}"
     elif rank != 0 and diagnose.is_ours(error):
-        launch.let_rank_0_tell()  # every rank has found the same before there was a run folder
-        return code
+        launch.let_rank_0_tell()  # as a rule all have found the same, before there was a run folder
     if debug:
         traceback.print_exception(error)
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""

@@ -91,8 +91,9 @@ def saved_precision(config: Config, run_dir: Path, dist: Dist) -> Precision | No
     def read() -> Precision | None:
         for path in paths:
             try:
-                train = read_info(path).extra["config"]["train"]
-                return "fp32" if train["precision"] == "fp32" else "bf16"
+                saved = read_info(path).extra["config"]["train"]["precision"]
+                if saved in ("bf16", "fp32"):
+                    return "fp32" if saved == "fp32" else "bf16"
             except (CheckpointError, KeyError, TypeError):  # told when it is loaded, and the one before is taken
                 continue
         return None
@@ -134,7 +135,7 @@ def why_no_bf16_on_cpu(flags: frozenset[str], ratio: Callable[[], float]) -> str
 def cpu_flags() -> frozenset[str]:
     """The instruction sets of the first processor by Linux's names; empty on other systems."""
     try:
-        return parse_flags(CPU_INFO.read_text())
+        return parse_flags(CPU_INFO.read_text(errors="replace"))
     except OSError:
         return frozenset()
 

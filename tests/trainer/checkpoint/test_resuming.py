@@ -51,6 +51,7 @@ def flip(file: Path) -> None:
 
 DAMAGES = {
     "shard cut": ("__1_0.distcp", truncate, "__1_0.distcp has 100 bytes, not"),
+    "state too deep": ("state.json", lambda file: file.write_text("[" * 200_000), "state.json: RecursionError"),
     "shard changed": ("__0_0.distcp", flip, "__0_0.distcp has other content than was written"),
     "shard gone": ("__0_0.distcp", Path.unlink, "__0_0.distcp cannot be read: No such file"),
     "random state cut": ("random_1.pt", truncate, "random_1.pt has 100 bytes"),

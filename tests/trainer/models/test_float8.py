@@ -221,8 +221,7 @@ def test_setting_that_float8_cannot_have_is_refused(sections, message):
     train = {"float8": "on", **sections.get("train", {})}
     with pytest.raises(ConfigError, match=message):
         config_from_dict({**sections, "train": train})
-    if "precision" not in train:
-        assert config_from_dict({**sections, "train": {**train, "float8": "auto"}}).train.float8 == "auto"
+    assert config_from_dict({**sections, "train": {**train, "float8": "auto"}}).train.float8 == "auto"
 
 
 def test_auto_that_the_config_rules_out_is_told():

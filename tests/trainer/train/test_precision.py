@@ -10,7 +10,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import train, training_on
-from trainer.config.load import config_from_dict
+from trainer.config.load import config_from_dict, config_to_dict
 from trainer.errors import ConfigError
 from trainer.inspection.inspect_run import inspect_run
 from trainer.parallel.float8_choice import decide_float8, why_no_float8
@@ -112,3 +112,17 @@ def test_float8_is_refused_where_products_turn_out_in_fp32():
     assert why_not == "products are in fp32 (train.precision)"
     with pytest.raises(ConfigError, match="products are in fp32"):
         decide_float8("on", why_not=why_not, gain=lambda: 2.0)
+
+
+def test_checkpoint_whose_precision_is_no_name_decides_nothing(rows, tmp_path):
+    train(1, rows, tmp_path / "run", save_every=2, eval_every=0, precision="fp32", stop_after_steps=2)
+    state = tmp_path / "run" / "checkpoints" / "step_000002" / "state.json"
+    saved = json.loads(state.read_text())
+    saved["config"]["train"]["precision"] = ["bf16"]
+    state.write_text(json.dumps(saved))
+    assert precision.saved_precision(training_on(rows, precision="auto"), tmp_path / "run", ALONE) is None
+
+
+def test_config_that_auto_settles_is_still_one_that_the_rules_let_through():
+    config = precision.with_precision(config_from_dict({"train": {"float8": "auto"}}), "fp32")
+    assert config_from_dict(config_to_dict(config)) == config

@@ -407,6 +407,12 @@ def test_config_mistake_under_torchrun_is_told_by_rank_0_alone():
     assert done.stderr.count("Error: train.stepz is not a key") == 1
 
 
+def test_mistake_is_told_at_once_where_a_rank_is_named_and_no_torchrun_runs(tmp_path):
+    command = [sys.executable, str(REPO / "train.py"), str(tmp_path / "nosuch.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RANK": "1"}, timeout=HANG_S)
+    assert (done.returncode, done.stderr.count("Error: ")) == (2, 1)
+
+
 def test_mistake_that_all_ranks_find_is_told_once(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"colour": "red"}\n')
     config = small_config(tmp_path, gpus="0, 1", rows=tmp_path / "rows.jsonl")
