@@ -37,7 +37,7 @@ system:
 	  { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \
 	    || echo "could not install$$missing: tests that need them will say so"; fi
 
-test: install system  ## every test but the long soaks, within 15 minutes on 2 cores
+test: install system  ## every test but the long soaks, some 20 minutes on 2 cores
 	$(PYTEST) -m "not soak and not real" tests
 
 test-oldest: system  ## the CPU tests on the oldest supported torch
