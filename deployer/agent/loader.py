@@ -1,7 +1,7 @@
 """The first Python that runs on the host: finds the agent under its hash, or takes it from the client, and enters it.
 
-Its source travels inside the command's one base64 word together with `P`, the client's first message; it must stay
-small and cannot import the package that it is there to find.
+Its source travels behind those of `guard.py` and `bytecode.py` inside the command's one base64 word, together with
+`P`, the client's first message; it must stay small and cannot import the package that it is there to find.
 """
 
 import errno
@@ -15,7 +15,18 @@ import sys
 import threading
 import zlib
 from importlib import import_module
-from typing import Any, BinaryIO, Dict, List
+from typing import TYPE_CHECKING, Any, BinaryIO, Dict, List
+
+if TYPE_CHECKING:
+    from hashlib import blake2b as blake2b
+
+    from .bytecode import enter
+    from .guard import TRUSTED, Refused, secure_root
+else:
+    try:
+        from _blake2 import blake2b  # hashlib loads OpenSSL beside it
+    except ImportError:
+        from hashlib import blake2b
 
 
 def load(P: Dict[str, Any]) -> None:
@@ -24,41 +35,24 @@ def load(P: Dict[str, Any]) -> None:
     stdin = io.BufferedReader(io.FileIO(0, closefd=False), 1 << 16)
     os.umask(0o077)
     try:
-        check_owners(root)
-        if not os.path.exists(os.path.join(home, "agent", "serve.py")):
+        secure_root(root)
+        if not is_intact(home):
             say(P, {"need": "agent"})
             P["nonce"] = ""  # said once
             install(home, receive(stdin))
     except OSError as e:
-        text = "%s: %s" % (e.filename or root, e.strerror)
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
-        say(
-            P,
-            {
-                "refused": {
-                    "kind": "host",
-                    "message": "the remote root cannot be used: " + text,
-                    "hint": ("free some space there, or " if full else "") + "choose another folder with --remote-root",
-                }
-            },
-        )
+        hint = ("free some space there, or " if full else "") + "choose another folder with --remote-root"
+        if isinstance(e, Refused):
+            hint = "chmod go-w or +t it if it is yours, or " + hint
+            hint += "; if you trust all who can write there, name it in %s on the host" % TRUSTED
+        text = "the remote root cannot be used: %s: %s" % (e.filename or root, e.strerror)
+        say(P, {"refused": {"kind": "host", "message": text, "hint": hint}})
         return
-    sys.path.insert(0, home)
+    enter(home)
     disk = os.statvfs(root)
     sys.dont_write_bytecode = disk.f_bavail * disk.f_frsize < 64 << 20  # see serve.py
     import_module("agent.serve").main(P, stdin)
-
-
-def check_owners(root: str) -> None:
-    # what lies there is executed and written to: another user may have put it where it was expected
-    ours = (0, os.getuid())
-    for name in (".", "agent", "jobs", "store", "data", "envs", "tmp", "cache"):
-        path = os.path.normpath(os.path.join(root, name))
-        if os.path.lexists(path):
-            foreign = [uid for uid in (os.lstat(path).st_uid, os.stat(path).st_uid) if uid not in ours]
-            shared = os.stat(os.path.dirname(path)).st_mode & 0o002
-            if foreign and (shared or os.getuid() != 0):  # root in a container may well use a mounted folder
-                raise OSError(0, "it belongs to another user (uid %d)" % foreign[0], path)
 
 
 def say(P: Dict[str, Any], head: Dict[str, Any]) -> None:
@@ -81,6 +75,31 @@ def receive(stdin: BinaryIO) -> Dict[str, str]:
                 return dict(json.loads(zlib.decompress(b"".join(parts))))
 
 
+def name_of(sources: Dict[str, bytes]) -> str:
+    """An agent's name: a hash over the paths and sources of all its modules."""
+    h = blake2b(digest_size=10)
+    for path in sorted(sources):
+        h.update(b"%s\0%d\0" % (path.encode(), len(sources[path])) + sources[path])
+    return h.hexdigest()
+
+
+def is_intact(home: str) -> bool:
+    """Whether an agent is there as it was sent: a power cut or a full disk may have spoilt it."""
+    sources, folders = {}, [""]
+    try:
+        for below in folders:
+            for entry in os.scandir(os.path.join(home, "agent", below)):
+                if entry.name.endswith(".py"):
+                    fd = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
+                    sources[below + entry.name] = os.read(fd, 1 << 20)
+                    os.close(fd)
+                elif entry.name != "__pycache__" and entry.is_dir():
+                    folders.append(below + entry.name + "/")
+    except OSError:
+        return False
+    return name_of(sources) == os.path.basename(home)
+
+
 def sync(folder: str) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
@@ -94,7 +113,7 @@ def install(home: str, files: Dict[str, str]) -> None:
     for name in files:
         if not re.fullmatch(r"(\w+/)*\w+\.py", name, re.ASCII):  # nothing outside the agent's folder
             raise OSError(errno.EINVAL, "not a module's path", name)
-    tmp = "%s.%d" % (home, os.getpid())
+    tmp, spoilt = ("%s.%d.%s" % (home, os.getpid(), what) for what in ("new", "old"))
     failures: List[OSError] = []
 
     def write(name: str, source: str) -> None:
@@ -114,14 +133,21 @@ def install(home: str, files: Dict[str, str]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:
-        shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
-        raise failures[0]
-    for folder, _, _ in os.walk(tmp):
-        sync(folder)
     try:
-        os.rename(tmp, home)
-    except OSError as e:
-        shutil.rmtree(tmp, ignore_errors=True)
-        if not os.path.exists(os.path.join(home, "agent", "serve.py")):  # else another client was first
-            raise OSError(e.errno, e.strerror, home)
+        if failures:
+            raise failures[0]  # a full disk needs the room: see below
+        for folder, _, _ in os.walk(tmp):
+            sync(folder)
+        if not is_intact(home):  # else another client was first
+            if os.path.lexists(home):
+                os.rename(home, spoilt)
+            os.rename(tmp, home)
+    except OSError:
+        if failures or not is_intact(home):
+            raise
+    finally:
+        for path in (tmp, spoilt):
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+            elif os.path.lexists(path):
+                os.unlink(path)

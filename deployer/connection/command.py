@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.host.layout import AGENT_DIR
-from deployer.agent.store.tree import content_hash
+from deployer.agent.loader import name_of
+from deployer.errors import FerryError
 
 MAX_WORD = 96 * 1024
 """Linux allows 128 KiB for one argument, and the login shell gets the whole command as one."""
@@ -46,7 +47,9 @@ def build_word(message: dict[str, Any]) -> str:
 
 @cache
 def _loader_source() -> str:
-    return Path(AGENT_DIR, "loader.py").read_text(encoding="utf-8")
+    """The loader, behind the modules whose functions it calls: it runs before any can be imported."""
+    parts = ("guard.py", "bytecode.py", "loader.py")
+    return "\n".join(Path(AGENT_DIR, part).read_text(encoding="utf-8") for part in parts)
 
 
 @cache
@@ -58,11 +61,19 @@ def agent_sources() -> dict[str, str]:
         below = "" if folder == AGENT_DIR else os.path.relpath(folder, AGENT_DIR).replace(os.sep, "/") + "/"
         for file in files:
             if _MODULE.fullmatch(below + file):
-                sources[below + file] = Path(folder, file).read_text(encoding="utf-8")
+                sources[below + file] = _read_module(Path(folder, file))
     return sources
+
+
+def _read_module(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise FerryError(f"Torchferry's own {path} cannot be read: {reason}", hint="install Torchferry anew") from None
 
 
 @cache
 def agent_hash() -> str:
     """Name of this client's agent: a change of any of its files is another agent."""
-    return content_hash(json.dumps(agent_sources(), sort_keys=True).encode("ascii"))[:20]
+    return name_of({path: source.encode("utf-8") for path, source in agent_sources().items()})

@@ -76,12 +76,23 @@ def test_folder_planted_in_a_root_that_all_may_write_to_is_refused(
 ) -> None:
     victim.root.mkdir()
     give(victim.root, victim_server.user)
-    victim.root.chmod(0o777)
+    victim.root.chmod(0o1777)
     planted = victim.root / name
     planted.mkdir()
     planted.chmod(0o777)
     give(planted, mallory)
     assert refused(victim.run("run", *victim.where(), "--", "true"))
+
+
+def test_root_where_all_may_rename_and_replace_is_refused(victim: Ferry, victim_server: SshServer) -> None:
+    victim.root.mkdir()
+    give(victim.root, victim_server.user)
+    victim.root.chmod(0o777)
+    done = victim.run("run", *victim.where(), "--", "true")
+    assert done.returncode == 125
+    assert f"{victim.root}: other users can write into it (mode 777)".encode() in done.stderr
+    assert b"chmod go-w or +t" in done.stderr and b".torchferry-trusted" in done.stderr
+    assert list(victim.root.iterdir()) == []
 
 
 def test_agent_of_another_user_is_not_run(victim: Ferry, victim_server: SshServer, mallory: str) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from .layout import JOB_ID_ENV, RUN_DIR_ENV, SUPERVISOR_ENV, Job
+from .layout import AGENT_DIR, JOB_ID_ENV, RUN_DIR_ENV, SUPERVISOR_ENV, Job
 
 SETTLE_S = 0.5
 """How long leftovers of a job that has ended may take to go by themselves before they count as left over."""
@@ -20,10 +20,10 @@ KILL_S = 5.0
 """How long a killed process may take to disappear before it is reported as remaining."""
 _POLL_S = 0.02
 
-
+_BYTECODE = os.path.join(AGENT_DIR, "bytecode.py")
 _BOOT = (
-    "import os, sys; os.nice(int(sys.argv[1])); sys.path.insert(0, sys.argv[2]); "
-    "from importlib import import_module; import_module(sys.argv[3]).main(*sys.argv[4:])"
+    "import os, sys; os.nice(int(sys.argv[1])); exec(open(sys.argv[2], encoding='utf-8').read()); enter(sys.argv[3]); "
+    "from importlib import import_module; import_module(sys.argv[4]).main(*sys.argv[5:])"
 )
 
 
@@ -32,7 +32,7 @@ def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice:
     importable_from = os.path.abspath(__file__)
     for _ in __name__.split("."):
         importable_from = os.path.dirname(importable_from)
-    return [sys.executable, "-I", "-S", *options, "-c", _BOOT, str(nice), importable_from, module, *args]
+    return [sys.executable, "-I", "-S", *options, "-c", _BOOT, str(nice), _BYTECODE, importable_from, module, *args]
 
 
 class Process(NamedTuple):

@@ -9,6 +9,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
+from ..guard import secure_root
 from ..host.errors import AgentError
 from ..host.files import read_json, remove
 from ..host.layout import AGENT_DIR, Job, Root
@@ -148,10 +149,15 @@ class Attempt:
 
     def _prepare(self) -> Command:
         """The command with its slots filled. Stopped when a stop was asked for meanwhile."""
+        root = os.path.dirname(os.path.dirname(self.job.path))
+        try:
+            secure_root(root)  # since the last attempt a housekeeper of /tmp may have removed it, for others to make it
+        except OSError as error:
+            raise AgentError("host", "%s cannot be used any more: %s" % (error.filename or root, error.strerror))
         for folder in (self.job.logs(self.number), self.job.ranks(self.number)):
             os.makedirs(folder, mode=0o700, exist_ok=True)
         remove(self.job.outcome)  # of an earlier attempt
-        python, root = self._resolve_python(), os.path.dirname(os.path.dirname(self.job.path))
+        python = self._resolve_python()
         slots = {"python": python, "root": root, "job": self.job.path, "agent": AGENT_DIR}
         slots.update(self.gpus.slots if self.gpus is not None else {})
         command = job_command(self.job, self.input, slots)

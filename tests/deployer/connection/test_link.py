@@ -3,6 +3,7 @@
 import ast
 import base64
 import io
+import random
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployer.agent.loader import install
+from deployer.agent.loader import install, is_intact, name_of
 from deployer.agent.serve import HANDLERS, load_handler
 from deployer.agent.wire import frames
 from deployer.agent.wire.conversation import Call, Sender
@@ -203,12 +204,64 @@ def test_loader_refuses_a_path_that_is_no_modules_and_writes_nothing(tmp_path, n
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loader_names_what_lies_in_its_place_and_leaves_nothing_beside_it(tmp_path):
-    (tmp_path / "home" / "agent").mkdir(parents=True)
-    with pytest.raises(OSError) as caught:
-        install(str(tmp_path / "home"), {"serve.py": ""})
-    assert caught.value.filename == str(tmp_path / "home")
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+FILES = {"serve.py": "1", "store/__init__.py": "", "store/packs.py": "2"}
+
+
+def stored_agent(tmp_path):
+    home = tmp_path / name_of({path: source.encode() for path, source in FILES.items()})
+    install(str(home), FILES)
+    assert is_intact(str(home))
+    return home
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda agent: (agent / "serve.py").unlink(),
+        lambda agent: (agent / "serve.py").write_text(""),
+        lambda agent: (agent / "store" / "packs.py").write_text("3"),
+        lambda agent: (agent / "store" / "more.py").write_text(""),
+        lambda agent: (agent / "store" / "packs.py").rename(agent / "packs.py"),
+        lambda agent: shutil.rmtree(agent),
+        lambda agent: (shutil.rmtree(agent.parent), agent.parent.write_text("")),
+        lambda agent: (shutil.rmtree(agent.parent), agent.parent.symlink_to("nowhere")),
+    ],
+)
+def test_spoilt_agent_is_replaced_and_leaves_nothing(tmp_path, spoil):
+    home = stored_agent(tmp_path)
+    spoil(home / "agent")
+    assert not is_intact(str(home))
+    install(str(home), FILES)
+    assert is_intact(str(home)) and list(tmp_path.iterdir()) == [home]
+
+
+def test_agent_that_another_client_has_just_stored_stays(tmp_path):
+    home = stored_agent(tmp_path)
+    before = (home / "agent" / "serve.py").stat()
+    install(str(home), FILES)
+    assert (home / "agent" / "serve.py").stat() == before and list(tmp_path.iterdir()) == [home]
+
+
+def ask(root):
+    with Link.open(LocalTransport(), root=str(root), request={"op": "ps"}) as link:
+        link.first.result()
+
+
+def test_every_file_of_the_stored_agent_can_go_or_be_cut(tmp_path):
+    """Its bytecode too: the next command works, and all is whole again."""
+    root = tmp_path / "root"
+    ask(root)
+    home = root / "agent" / agent_hash()
+    files = sorted(path for path in home.rglob("*") if path.is_file())
+    assert {path.suffix for path in files} == {".py", ".pyc"}
+    rng = random.Random(1)
+    for number in range(8):
+        for path in rng.sample(files, 12):
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 if number % 2 else 18])
+        rng.choice(files).unlink(missing_ok=True)
+        ask(root)
+        assert is_intact(str(home))
+        files = [path for path in files if path.exists()]
 
 
 def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):

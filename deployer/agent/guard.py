@@ -1,0 +1,131 @@
+"""Whether another account of the host could change what we run or write to, and folders that none can change.
+
+What is checked is what is used: a folder that is ours (or root's), in one that nobody else may write to, cannot be
+renamed or replaced by anybody else, so its path means the same for as long as it is there. In a folder with the sticky
+bit that holds for what is ours in it.
+
+Stdlib only, Python 3.8. It travels ahead of the loader, in the same text, so it imports nothing of this package.
+"""
+
+import errno
+import os
+import stat
+from typing import Iterable, Set
+
+TRUSTED = "~/.torchferry-trusted"
+"""A file with folders, a line each: whoever can write to them may run code as the user."""
+OURS = ("agent", "jobs", "store", "data", "envs", "tmp", "cache")
+"""What a root has: what lies there is executed, or written to."""
+MOST_LINKS = 40
+
+
+class Refused(OSError):
+    """A folder that another account could change."""
+
+
+def secure_root(root: str) -> None:
+    """Makes the root private, unless it is there. Afterwards no other account can change what it or one of OURS is.
+    Refused when one could."""
+    try:
+        _secure_all(root, set())
+    except Refused:
+        trusted = _read_trusted()
+        if not trusted:
+            raise
+        _secure_all(root, trusted)
+
+
+def _secure_all(root: str, trusted: Set[str]) -> None:
+    is_open = _is_shared(secure(root, trusted))
+    for name in OURS:
+        path = os.path.join(root, name)
+        if is_open or os.path.lexists(path):  # where it is closed only we can make it
+            real = secure(path, trusted)
+            if _is_shared(real) and not _is_below(real, trusted):  # a sticky bit is not enough: names are looked for
+                raise _open_to_others(real)
+
+
+def secure(path: str, trusted: Iterable[str] = ()) -> str:
+    """Makes a folder, 0700, unless it is there, and returns its path without links. Refused where another account
+    could rename or replace it or a folder above it."""
+    owners = (0, os.getuid())
+    real, rest, links = "/", path.split("/")[::-1], 0
+    while True:
+        found = os.lstat(real)
+        free = _is_below(real, trusted)
+        if not free and found.st_uid not in owners:
+            raise Refused(0, "it belongs to another user (uid %d)" % found.st_uid, real)
+        if not free and _is_shared(real) and not found.st_mode & stat.S_ISVTX:
+            raise _open_to_others(real)
+        while rest and rest[-1] in ("", "."):
+            rest.pop()
+        if not rest:
+            return real
+        name = rest.pop()
+        if name == "..":
+            real = os.path.dirname(real)
+            continue
+        step = os.path.join(real, name)
+        if not os.path.lexists(step):
+            try:
+                os.mkdir(step, 0o700)
+            except FileExistsError:  # whose it is, the next look tells
+                pass
+        found = os.lstat(step)
+        if stat.S_ISDIR(found.st_mode):
+            real = step
+            continue
+        if not stat.S_ISLNK(found.st_mode):
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), step)
+        if not free and found.st_uid not in owners:
+            raise Refused(0, "the link belongs to another user (uid %d)" % found.st_uid, step)
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), step)
+        target = os.readlink(step)
+        rest += target.split("/")[::-1]
+        real = "/" if target.startswith("/") else real
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any((path + "/").startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+def _is_shared(folder: str) -> bool:
+    """Whether others than root and we can write into it."""
+    found = os.lstat(folder)
+    if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
+        return bool(found.st_mode & stat.S_IWOTH)
+    try:  # many systems give each user a group of their own
+        import grp
+        import pwd
+
+        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(found.st_gid)
+        own = group.gr_gid == 0 or (group.gr_gid == me.pw_gid and group.gr_name == me.pw_name)
+        if not own or set(group.gr_mem) - {me.pw_name, "root"}:
+            return True
+        os.getxattr(folder, "system.posix_acl_access")  # then these bits are not the group's, but any user's
+        return True
+    except (KeyError, ImportError):
+        return True
+    except OSError:
+        return False
+
+
+def _open_to_others(folder: str) -> Refused:
+    mode = stat.S_IMODE(os.lstat(folder).st_mode)
+    return Refused(0, "other users can write into it (mode %o)" % mode, folder)
+
+
+def _read_trusted() -> Set[str]:
+    """What the user's own file names. It counts only where nobody else can have written it."""
+    home, name = os.path.split(os.path.expanduser(TRUSTED))
+    try:
+        fd = os.open(os.path.join(secure(home), name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(fd) as f:
+            found = os.fstat(fd)
+            if found.st_uid not in (0, os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return set()
+            return {os.path.realpath(line) for line in f.read(1 << 16).split("\n") if line.startswith("/")}
+    except (OSError, ValueError):
+        return set()

@@ -1,0 +1,159 @@
+"""Which folders another account could change: tried with real ones."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployer.agent.guard import OURS, Refused, secure, secure_root
+from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_user, public_folder
+
+pytestmark = ROOT_ONLY
+
+
+@pytest.fixture
+def sticky() -> Iterator[Path]:
+    with public_folder(0o1777) as folder:
+        yield folder
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def make(path: Path, owner: int, mode: int = 0o755) -> Path:
+    path.mkdir()
+    path.chmod(mode)
+    os.chown(path, owner, owner)
+    return path
+
+
+def secure_as_victim(path: Path, home: Path | str = "/nonexistent") -> None:
+    as_user(VICTIM, secure_root, str(path), home=home)
+
+
+def test_root_is_made_private_with_all_that_is_missing_above_it(sticky: Path) -> None:
+    secure_as_victim(sticky / "a" / "b")
+    assert [mode_of(sticky / "a"), mode_of(sticky / "a" / "b")] == [0o700, 0o700]
+    assert (sticky / "a").stat().st_uid == VICTIM
+    assert list((sticky / "a" / "b").iterdir()) == []  # in a closed root nobody else can plant one
+
+
+def test_what_others_may_write_to_is_refused_with_its_path_and_mode() -> None:
+    with (
+        public_folder(0o777) as folder,
+        pytest.raises(Refused, match=r"other users can write into it \(mode 777\)") as e,
+    ):
+        secure_as_victim(folder / "root")
+    assert e.value.filename == str(folder)
+    assert not folder.exists() or list(folder.glob("*")) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_own_root_open_to_others_is_refused(sticky: Path, mode: int) -> None:
+    root = make(sticky / "root", VICTIM, mode)
+    if mode == 0o1777:  # as /workspace of a rented machine may be: nobody can replace what is ours there
+        secure_as_victim(root)
+        assert sorted(path.name for path in root.iterdir()) == sorted(OURS)
+        assert {mode_of(path) for path in root.iterdir()} == {0o700}
+        return
+    with pytest.raises(Refused, match="other users can write"):
+        secure_as_victim(root)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_planted_folder_of_a_shared_root_is_refused(sticky: Path, name: str, kind: str) -> None:
+    root = make(sticky / "root", VICTIM, 0o1777)
+    if kind == "folder":
+        make(root / name, MALLORY)
+    else:
+        make(sticky / "elsewhere", VICTIM)
+        (root / name).symlink_to(sticky / "elsewhere")
+        os.lchown(root / name, MALLORY, MALLORY)
+    with pytest.raises(Refused, match="belongs to another user") as e:
+        secure_as_victim(root)
+    assert e.value.filename == str(root / name)
+
+
+def test_link_of_ones_own_is_followed_when_it_leads_somewhere_safe(sticky: Path) -> None:
+    root = make(sticky / "root", VICTIM, 0o700)
+    big = make(sticky / "big", VICTIM, 0o700)
+    as_user(VICTIM, os.symlink, str(big / "envs"), str(root / "envs"))
+    secure_as_victim(root)
+    assert mode_of(big / "envs") == 0o700
+
+    as_user(MALLORY, os.mkdir, str(sticky / "theirs"))
+    as_user(VICTIM, os.symlink, "../theirs", str(root / "cache"))
+    with pytest.raises(Refused, match="another user") as e:
+        secure_as_victim(root)
+    assert e.value.filename == str(sticky / "theirs")
+
+
+def test_links_in_a_circle_end(sticky: Path) -> None:
+    as_user(VICTIM, os.symlink, str(sticky / "b"), str(sticky / "a"))
+    as_user(VICTIM, os.symlink, str(sticky / "a"), str(sticky / "b"))
+    with pytest.raises(OSError, match="symbolic links"):
+        secure_as_victim(sticky / "a" / "root")
+
+
+def test_file_in_the_way_is_named(sticky: Path) -> None:
+    (sticky / "root").touch()
+    os.chown(sticky / "root", VICTIM, VICTIM)
+    with pytest.raises(NotADirectoryError) as e:
+        secure_as_victim(sticky / "root")
+    assert e.value.filename == str(sticky / "root")
+
+
+@pytest.fixture
+def account() -> Iterator[str]:
+    name = f"tfg{os.getpid()}"
+    subprocess.run(["useradd", "-U", "-M", "-d", "/nonexistent", name], check=True, capture_output=True)
+    yield name
+    subprocess.run(["userdel", "--force", name], check=False, capture_output=True)
+
+
+def test_group_of_a_user_alone_is_nobody_else(sticky: Path, account: str) -> None:
+    import pwd
+
+    me = pwd.getpwnam(account)
+    home = make(sticky / "home", me.pw_uid, 0o775)
+    os.chown(home, me.pw_uid, me.pw_gid)
+    as_user(me.pw_uid, secure_root, str(home / "root"))
+    subprocess.run(["usermod", "-aG", account, "nobody"], check=True)
+    with pytest.raises(Refused, match=r"other users can write into it \(mode 775\)"):
+        as_user(me.pw_uid, secure_root, str(home / "root"))
+
+
+def test_trusted_folders_count_when_only_the_user_can_have_named_them(sticky: Path) -> None:
+    home = make(sticky / "home", VICTIM, 0o700)
+    lab = make(sticky / "lab", MALLORY, 0o777)
+    trusted = home / ".torchferry-trusted"
+    with pytest.raises(Refused):
+        secure_as_victim(lab / "root", home)
+    trusted.write_text(f"{lab}\n")
+    os.chown(trusted, VICTIM, VICTIM)
+    secure_as_victim(lab / "root", home)
+    assert (lab / "root").stat().st_uid == VICTIM
+
+    trusted.chmod(0o622)
+    with pytest.raises(Refused):
+        secure_as_victim(lab / "root", home)
+    trusted.chmod(0o600)
+    home.chmod(0o777)  # somebody else could put the file there
+    with pytest.raises(Refused):
+        secure_as_victim(lab / "root", home)
+    home.chmod(0o700)
+    other = make(sticky / "lab-2", MALLORY, 0o777)  # beside it, with its name in front
+    with pytest.raises(Refused):
+        secure_as_victim(other / "root", home)
+
+
+def test_secure_returns_the_path_without_links(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert secure(f"{tmp_path}/./link/../link/x/") == str(tmp_path / "real" / "x")
