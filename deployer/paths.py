@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -23,11 +24,19 @@ def state_dir() -> Path:
         path = user_state_path("torchferry", appauthor=False)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(
             f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
         ) from None
+    # what lies there says where jobs are sent; root may well use the folder of whoever called sudo
+    if found.st_mode & stat.S_IWOTH or (found.st_uid not in (0, os.getuid()) and os.getuid() != 0):
+        raise UsageError(
+            f"this client's state folder {path} could be another user's work (uid {found.st_uid}, "
+            f"mode {stat.S_IMODE(found.st_mode):o})",
+            hint=f"chmod 700 {path} if it is yours and nobody else wrote there; TORCHFERRY_STATE_DIR names another",
+        )
     return path
 
 

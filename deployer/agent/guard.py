@@ -23,16 +23,18 @@ class Refused(OSError):
     """A folder that another account could change."""
 
 
-def secure_root(root: str) -> None:
+def secure_root(root: str) -> bool:
     """Makes the root private, unless it is there. Afterwards no other account can change what it or one of OURS is.
-    Refused when one could."""
+    Refused when one could, and True when one could and the user trusts it."""
     try:
         _secure_all(root, set())
+        return False
     except Refused:
         trusted = _read_trusted()
         if not trusted:
             raise
         _secure_all(root, trusted)
+        return True
 
 
 def _secure_all(root: str, trusted: Set[str]) -> None:

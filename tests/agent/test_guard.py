@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from deployer.agent.doctor.check_root import check_root
 from deployer.agent.guard import OURS, Refused, secure, secure_root
+from deployer.agent.host.layout import Root
 from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_user, public_folder
 
 pytestmark = ROOT_ONLY
@@ -138,8 +140,10 @@ def test_trusted_folders_count_when_only_the_user_can_have_named_them(sticky: Pa
         secure_as_victim(lab / "root", home)
     trusted.write_text(f"{lab}\n")
     os.chown(trusted, VICTIM, VICTIM)
-    secure_as_victim(lab / "root", home)
+    assert as_user(VICTIM, secure_root, str(lab / "root"), home=home)
     assert (lab / "root").stat().st_uid == VICTIM
+    found = as_user(VICTIM, check_root, Root(str(lab / "root")), home=home)
+    assert found["status"] == "warn" and "can write there" in found["detail"]
 
     trusted.chmod(0o622)
     with pytest.raises(Refused):

@@ -11,6 +11,7 @@ executed, so a folder that others could write into or replace is not used.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -18,6 +19,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
@@ -49,18 +51,22 @@ class CompileCache(NamedTuple):
 def open_compile_cache(environ: Mapping[str, str], *, for_cpu: bool = False) -> CompileCache:
     """The folders for what is compiled, made where they are missing, unless the environment names some.
 
-    Without a usable folder the compiler keeps to its own, in the system's temporary one.
+    Without a usable folder they are in one that goes with this process: the compiler's own, /tmp/torchinductor_USER, is
+    a name that anybody could have taken.
     """
     if environ.get(COMPILER_ENV) and environ.get(TRITON_ENV):
         return CompileCache({})
+    note = None
     try:
         root = cache_root(environ)
         folder = root / "compile" / compile_tag(_version("torch"), _version("triton"), machine_tag(for_cpu=for_cpu))
-        make_private(folder, below=root, room_bytes=ROOM_BYTES)
+        make_private(folder, below=_checked_from(root, environ), room_bytes=ROOM_BYTES)
     except CacheError as error:
-        return CompileCache({}, f"note: no compile cache, so every start compiles anew: {error}")
+        note = f"note: no compile cache, so every start compiles anew: {error}"
+        folder = Path(tempfile.mkdtemp(prefix="torchferry-compile-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     named = {COMPILER_ENV: str(folder), TRITON_ENV: str(folder / "triton")}
-    return CompileCache({name: value for name, value in named.items() if not environ.get(name)})
+    return CompileCache({name: value for name, value in named.items() if not environ.get(name)}, note)
 
 
 def compile_tag(torch: str | None, triton: str | None, machine: str) -> str:
@@ -99,6 +105,11 @@ def cache_root(environ: Mapping[str, str]) -> Path:
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "torchferry"
 
 
+def _checked_from(root: Path, environ: Mapping[str, str]) -> Path:
+    """The folders from here on must be nobody else's: the agent has looked at those above its own cache."""
+    return root if environ.get(CACHE_ENV) else Path("/")
+
+
 def make_private(folder: Path, *, below: Path | None = None, room_bytes: int = 0) -> None:
     """Make the folder, with those above it that are missing 0700, and note that it is in use.
 
@@ -109,7 +120,8 @@ def make_private(folder: Path, *, below: Path | None = None, room_bytes: int = 0
         for part in reversed([folder, *folder.parents]):
             part.mkdir(mode=0o700, exist_ok=True)
         _check_owner(folder, {os.getuid()}, closed_to=stat.S_IWGRP | stat.S_IWOTH)
-        for part in (part for part in folder.parents if part.is_relative_to(below or folder)):
+        above = {*folder.parents, *folder.resolve().parents}
+        for part in sorted(part for part in above if part.is_relative_to(below or folder)):
             is_sticky = part.stat().st_mode & stat.S_ISVTX  # nobody replaces what is in it, as in /tmp
             _check_owner(part, {0, os.getuid()}, closed_to=0 if is_sticky else stat.S_IWOTH)
         os.utime(folder)  # by its time `gc` tells what nobody uses any more
@@ -143,7 +155,7 @@ def use_bytecode_cache(torch: ModuleSpec, environ: MutableMapping[str, str]) -> 
     try:
         root = cache_root(environ)
         folder = root / f"bytecode-{packages_sign(Path(torch.origin).parents[1])}"
-        make_private(folder, below=root, room_bytes=ROOM_BYTES)
+        make_private(folder, below=_checked_from(root, environ), room_bytes=ROOM_BYTES)
     except (CacheError, OSError):
         return  # as slow as before
     sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False

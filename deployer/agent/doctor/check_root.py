@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Sequence
 from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from ..gc.inventory import read_inventory
 from ..gpus.leases import TICKET, Claim
+from ..guard import TRUSTED, secure_root
 from ..host.disk import Disk
 from ..host.layout import Root
 from ..job.status import FINAL
@@ -37,6 +38,7 @@ def check_root(root: Root) -> Check:
     """Whether the root can be written; leaves nothing behind but the folder itself."""
     probe = os.path.join(root.tmp, "doctor-%d" % os.getpid())
     try:
+        is_trusted = secure_root(root.path)
         os.makedirs(root.tmp, mode=0o700, exist_ok=True)
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w") as f:
@@ -45,6 +47,9 @@ def check_root(root: Root) -> Check:
     except OSError as error:
         detail = "%s cannot be written: %s" % (root.path, error.strerror)
         return check("root", FAIL, detail, _ELSEWHERE)
+    if is_trusted:
+        detail = "%s: other users can write there, and %s says that they may" % (root.path, TRUSTED)
+        return check("root", WARN, detail, "whoever can write there can run code as you")
     return check("root", OK, root.path)
 
 

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import stat
 from typing import List, Optional, Sequence, Set, Union
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
@@ -135,8 +136,10 @@ class Store:
         file: the tree is one file of that name, and the answer is the file's path; None: when it looks like that.
         """
         path = self._shared_path(root_hash, name)
-        if os.path.exists(path):
-            return path
+        if os.path.lexists(path):
+            if self._is_whole(path, root_hash):
+                return path
+            self._remove_shared(path)
         if file is None:
             file = [e.path for e in self.load_tree(root_hash)] == [name]
         aside = self.aside("data")
@@ -150,6 +153,36 @@ class Store:
         finally:
             remove_folder(aside)
         return path
+
+    def _is_whole(self, path: str, root_hash: str) -> bool:
+        """Whether a copy has all its files with their sizes: a power cut may have emptied them, for they are not
+        fsynced one by one."""
+
+        def look(entry: Entry) -> None:
+            found = os.lstat(os.path.join(path, entry.path) if is_folder else path)
+            if entry.mode != LINK and (not stat.S_ISREG(found.st_mode) or found.st_size != entry.size):
+                raise OSError(errno.EIO, "not what was written")
+
+        entries, is_folder = self.load_tree(root_hash), os.path.isdir(path)
+        if not is_folder and len(entries) != 1:
+            return False
+        try:
+            in_threads(look, entries)
+        except OSError:
+            return False
+        return True
+
+    def _remove_shared(self, path: str) -> None:
+        """A job that uses the copy now keeps the files that it has open."""
+        aside = self.aside("data")
+        try:
+            self.make_tmp()
+            if os.path.isdir(path):
+                os.chmod(path, 0o700)  # a folder that is moved elsewhere must be writable
+            os.rename(path, aside)
+        except OSError as error:
+            fail(path, error)
+        remove_folder(aside)
 
     def _shared_path(self, root_hash: str, name: str) -> str:
         if name in ("", ".", "..") or "/" in name or "\0" in name or not _HASH.match(root_hash):

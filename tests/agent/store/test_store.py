@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,39 @@ def test_shared_data_is_read_only_and_made_once(store: Store) -> None:
     assert [stat.S_IMODE((path / p).stat().st_mode) for p in ("", "train", "train/x.jsonl")] == [0o500, 0o500, 0o400]
     assert store.shared(name, "data") == str(path)
     assert in_folder(store.root.tmp) == []
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: (path / "train" / "x.jsonl").write_bytes(b""),
+        lambda path: (path / "train" / "x.jsonl").unlink(),
+        lambda path: ((path / "a").unlink(), (path / "a").mkdir()),
+        lambda path: (shutil.rmtree(path), path.write_bytes(b"12")),
+        lambda path: (shutil.rmtree(path), path.symlink_to("nowhere")),
+    ],
+)
+def test_shared_data_that_was_damaged_is_made_again(store: Store, spoil: Callable[[Path], object]) -> None:
+    files = {"train/x.jsonl": b"{}\n", "a": b"1"}
+    name = saved(store, files)
+    path = Path(store.shared(name, "data"))
+    for folder in (path, path / "train"):
+        folder.chmod(0o700)
+        for file in folder.iterdir():
+            file.chmod(0o700)
+    spoil(path)
+    assert store.shared(name, "data") == str(path)
+    assert contents(path) == files
+    assert in_folder(store.root.tmp) == []
+
+
+@pytest.mark.parametrize("kind", [None, True])
+def test_a_shared_file_that_was_cut_is_made_again(store: Store, kind: bool | None) -> None:
+    name = saved(store, {"x.jsonl": b"{}\n"})
+    path = Path(store.shared(name, "x.jsonl", file=kind))
+    path.chmod(0o600)
+    path.write_bytes(b"{")
+    assert Path(store.shared(name, "x.jsonl", file=kind)).read_bytes() == b"{}\n"
 
 
 @pytest.mark.parametrize("kind", [None, True])

@@ -93,6 +93,18 @@ print(os.path.exists('/proc/' + pid))
     assert (end_of(job)["swept"], rank_log(job, 2)) == (1, "False\n")
 
 
+def test_no_attempt_starts_where_another_account_could_have_put_the_programs(tmp_path: Path) -> None:
+    code = """
+import os, sys
+os.chmod(os.environ['TORCHFERRY_RUN_DIR'] + '/../..', 0o777)
+sys.exit(1)
+"""
+    job = begin(tmp_path / "root", make_plan(python(code), **policy(max_restarts=1)))
+    status = end_of(job)
+    assert status["state"] == "failed" and not Path(job.ranks(2)).exists()
+    assert f"{tmp_path / 'root'} cannot be used any more: other users can write into it (mode 777)" in status["reason"]
+
+
 def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(1)"), **policy(max_restarts=5))
     job = begin(tmp_path, plan)

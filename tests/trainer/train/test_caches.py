@@ -99,8 +99,9 @@ def test_without_a_deployer_it_lies_among_the_users_caches(environ, place):
 def test_cache_that_cannot_be_made_costs_a_note_only(tmp_path):
     (tmp_path / "file").touch()
     cache = open_compile_cache({CACHE_ENV: str(tmp_path / "file")})
-    assert cache.env == {}
     assert cache.note is not None
+    instead = Path(cache.env["TORCHINDUCTOR_CACHE_DIR"])  # not the compiler's own, which anybody could have made
+    assert instead.stat().st_mode & 0o777 == 0o700 and Path(cache.env["TRITON_CACHE_DIR"]).parent == instead
     assert str(tmp_path / "file") in cache.note
 
 
@@ -132,6 +133,15 @@ def test_folder_below_another_users_is_not_used(tmp_path):
     os.chown(root, 65534, -1)
     with pytest.raises(CacheError, match="is another user's"):
         make_private(root / "compile" / "a", below=root)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_own_caches_below_another_users_folder_are_not_used(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, -1)
+    cache = open_compile_cache({"XDG_CACHE_HOME": str(tmp_path / "theirs" / "mine")})
+    assert cache.note is not None and f"{tmp_path}/theirs is another user's" in cache.note
+    assert not Path(cache.env["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
 NO_HOME = """
