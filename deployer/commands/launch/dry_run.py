@@ -24,7 +24,7 @@ from deployer.plan.prepare import Prepared
 from trainer.schema import gpu_count
 
 
-def show_plan(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) -> None:
+def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: bool, as_json: bool) -> None:
     """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows."""
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
@@ -42,6 +42,8 @@ def show_plan(prepared: Prepared, host: Host, *, remote: bool, as_json: bool) ->
         return
     click.echo(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}")
     click.echo(f"# files    {files_line(prepared)}")
+    if config is not None and config.endswith(".py"):
+        click.echo(f"# config   {config}: Python, executed here to read it")
     for include in plan.includes:
         click.echo(f"# include  {include.path}")
     if plan.secret_names:

@@ -59,7 +59,7 @@ def run(
     prepared = prepare(read, command, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
-        show_plan(prepared, host, remote=dry_run == "remote", as_json=as_json)
+        show_plan(prepared, host, config=config, remote=dry_run == "remote", as_json=as_json)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)

@@ -153,6 +153,18 @@ def test_launch_line_names_three_rules_that_left_out_most_and_counts_the_others(
     assert b"; left out a/, b/, c/ and 2 more rules (35 files)\n" in shown
 
 
+def test_dry_run_says_that_a_python_config_was_executed(ferry):
+    source = "from trainer.schema import Config, DataConfig\nopen('was-run', 'w')\n"
+    ferry.write("c.py", source + "config = Config(data=DataConfig(train=['builtin:stdlib-docs']))\n")
+    ferry.write("c.yaml", "data:\n  train: [builtin:stdlib-docs]\n")
+    words = ("target.device=cpu", "model.family=qwen3", "--dry-run")
+    done = ferry.run("c.py", *words)
+    assert "# config   c.py: Python, executed here to read it\n" in done.stdout.decode(), done.stderr.decode()
+    assert (ferry.project / "was-run").exists()
+    done = ferry.run("c.yaml", *words)
+    assert done.returncode == 0 and b"# config" not in done.stdout, done.stderr.decode()
+
+
 def test_dry_run_without_the_host_says_that_its_interpreter_is_not_known(ferry):
     ferry.write("a.py", "")
     shown = ferry.run("run", "--dry-run", "--", "python", "a.py").stdout.decode()
