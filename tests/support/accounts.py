@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
+import pwd  # noqa: F401  # see below
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+codecs.lookup("ascii")
+"""Another account cannot load modules of a Python below root's home, so what it needs is loaded here."""
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 
@@ -35,23 +40,23 @@ def begin_as(uid: int, ask: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @contextmanager
-def meanwhile(uid: int, act: Callable[[], object]) -> Iterator[int]:
-    """A process (its pid) of that account that does it over and over, once it has done it the first time."""
+def staying(uid: int, begin: Callable[[], Any], then: Callable[[], object] = signal.pause) -> Iterator[Any]:
+    """What `begin` returns in a process of that account, which then stays and does `then` over and over until the
+    block ends."""
     reading, writing = os.pipe()
 
-    def go_on() -> None:
-        act()
+    def stay() -> None:
+        os.write(writing, json.dumps(_told(begin)).encode())
         os.close(writing)
         while True:
-            act()
+            then()
 
-    pid = _fork_as(uid, go_on)
+    pid = _fork_as(uid, stay)
     os.close(writing)
     try:
-        assert os.read(reading, 1) == b""
-        os.close(reading)
+        with os.fdopen(reading, "rb") as answer:
+            yield json.loads(answer.read())
         assert os.waitpid(pid, os.WNOHANG)[0] == 0, "it has ended"
-        yield pid
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

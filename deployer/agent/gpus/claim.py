@@ -34,7 +34,8 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
     with claiming() as claims:
         seen = _of_others(claims.read(), plan)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number, file=_MINE)
+        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number)
+        mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
             return _lease(claims, plan, chosen, sight)

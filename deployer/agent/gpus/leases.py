@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
+from ..host.files import read_text
 from ..host.locks import take_lock
 from .nvidia import user_name
 from .places import Place, Places, lock_holders, lock_key, locked, opened, unusable
@@ -151,7 +152,7 @@ class Claims:
                 fd, name = _make(self._places.folder, claim)
                 names = [name]
         except OSError as e:
-            raise self._places.full(e)
+            raise self._places.refused(e)
         made = claim._replace(uid=os.geteuid(), file=lock_key(os.fstat(fd)), since=time.time(), locker="")
         return Held(made, fd, names)
 
@@ -239,19 +240,29 @@ def _remove_stale(path: str, found: os.stat_result, *, ended: bool) -> None:
 
 
 def _is_ours_open(found: os.stat_result) -> bool:
-    """Whether a process of ours has the file open, this one apart."""
+    """Whether a process of ours has the file open, this one apart, or one that hides its files from us could."""
     for pid in os.listdir("/proc"):
-        if not pid.isdigit() or int(pid) == os.getpid():
+        if not pid.isdigit() or int(pid) == os.getpid() or not _is_ours(pid):
             continue
         try:
-            if os.stat("/proc/%s" % pid).st_uid != os.geteuid():
-                continue
-            for fd in os.listdir("/proc/%s/fd" % pid):
+            fds = os.listdir("/proc/%s/fd" % pid)
+        except PermissionError:
+            return True
+        except OSError:
+            continue  # it has ended
+        for fd in fds:
+            try:
                 if os.path.samestat(os.stat("/proc/%s/fd/%s" % (pid, fd)), found):
                     return True
-        except OSError:
-            continue  # gone, or not ours
+            except OSError:
+                continue  # closed meanwhile
     return False
+
+
+def _is_ours(pid: str) -> bool:
+    """By the real user: the owner of a process's folder in /proc is root while it hides."""
+    uid = re.search(r"^Uid:\t(\d+)", read_text("/proc/%s/status" % pid), re.M)
+    return uid is not None and int(uid.group(1)) == os.getuid()
 
 
 def _read_all(places: Places) -> List[Claim]:

@@ -16,7 +16,8 @@ import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+from itertools import islice
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..host.errors import AgentError
 from ..host.locks import take_lock
@@ -74,26 +75,25 @@ class Places:
         found, of = [], Counter()  # type: List[Tuple[Place, str]], Counter[int]
         for place in self.all:
             try:
-                for number, entry in enumerate(_entries(place), 1):
-                    if number > most:
-                        raise _crowded("more than %d files in %s" % (most, place.path), _crowd(place, most))
-                    if place.is_claim(entry.name) and _is_file(entry, of):
-                        found.append((place, entry.name))
+                names = _claim_names(place, most, of)
+                if names is None:
+                    raise _crowded("more than %d files in %s" % (most, place.path), _crowd(place, most))
             except OSError as e:
-                raise unusable(e.strerror or str(e))
+                raise self.refused(e)
+            found += [(place, name) for name in names]
         many = Counter({uid: count for uid, count in of.items() if uid not in (0, os.geteuid()) and count > MAX_OF_ONE})
         if many:
             what = "more than %d files that look like leases, of one user" % MAX_OF_ONE
             raise _crowded(what, _crowd_text(many))
         return found
 
-    def full(self, error: OSError) -> AgentError:
-        """Why nothing can be made in a place, with who fills it."""
+    def refused(self, error: OSError) -> AgentError:
+        """Why a place cannot be read or written, with who is in the way: its owner, or who fills it."""
         why = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             crowd = "; ".join("%s has %s" % (place.path, _crowd(place, MAX_ENTRIES)) for place in self.all)
-            why = "%s: %s" % (why, crowd)
-        return unusable(why)
+            return unusable("%s: %s" % (why, crowd))
+        return unusable("%s; it belongs to user %s" % (why, user_name(self.owner)))
 
 
 @contextmanager
@@ -222,9 +222,16 @@ def unusable(why: str, hint: str = "") -> AgentError:
 # --- who is in the way ------------------------------------------------------------------------------------------------
 
 
-def _entries(place: Place) -> "Iterator[os.DirEntry[str]]":
+def _claim_names(place: Place, most: int, of: "Counter[int]") -> Optional[List[str]]:
+    """The names in a place that may be a claim's; None when it has more than `most` names of any kind."""
+    names = []
     with os.scandir(place.fd) as entries:
-        yield from entries
+        for number, entry in enumerate(entries, 1):
+            if number > most:
+                return None
+            if place.is_claim(entry.name) and _is_file(entry, of):
+                names.append(entry.name)
+    return names
 
 
 def _is_file(entry: "os.DirEntry[str]", of: "Counter[int]") -> bool:
@@ -240,13 +247,12 @@ def _is_file(entry: "os.DirEntry[str]", of: "Counter[int]") -> bool:
 def _crowd(place: Place, most: int) -> str:
     """Whose files are in a place, the most of them first."""
     of = Counter()  # type: Counter[int]
-    for number, entry in enumerate(_entries(place)):
-        if number > most:
-            break
-        try:
-            of[entry.stat(follow_symlinks=False).st_uid] += 1
-        except OSError:
-            pass
+    with os.scandir(place.fd) as entries:
+        for entry in islice(entries, most + 1):
+            try:
+                of[entry.stat(follow_symlinks=False).st_uid] += 1
+            except OSError:
+                pass
     return _crowd_text(of)
 
 
