@@ -301,13 +301,12 @@ def _read(place: Place, name: str) -> Optional[Claim]:
 
 def _unreadable(place: Place, name: str, error: OSError) -> AgentError:
     try:
-        whose = user_name(os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_uid)
+        uid = os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_uid
     except OSError:
-        whose = "somebody"
+        uid = os.fstat(place.fd).st_uid  # who has shut the folder
     path = os.path.join(place.path, name)
-    return unusable(
-        "%s of user %s cannot be read: %s" % (path, whose, error.strerror), "remove that file (as its user)"
-    )
+    why = "%s of user %s cannot be read: %s" % (path, user_name(uid), error.strerror)
+    return unusable(why, "remove that file (as its user or root)")
 
 
 def _with_lockers(claims: List[Claim]) -> List[Claim]:

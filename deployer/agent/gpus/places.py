@@ -43,8 +43,10 @@ class Place(NamedTuple):
     def name(self, job: str) -> str:
         return "%sjob-%s-%s.lock" % (self.prefix, job, os.urandom(8).hex())
 
-    def is_claim(self, name: str) -> bool:
-        return name.startswith(self.prefix) and bool(re.match(_NAME, name[len(self.prefix) :]))
+    @property
+    def claims(self) -> "re.Pattern[str]":
+        """The names of claims."""
+        return re.compile(re.escape(self.prefix) + _NAME)
 
 
 class Places:
@@ -225,11 +227,12 @@ def unusable(why: str, hint: str = "") -> AgentError:
 def _claim_names(place: Place, most: int, of: "Counter[int]") -> Optional[List[str]]:
     """The names in a place that may be a claim's; None when it has more than `most` names of any kind."""
     names = []
+    is_claim = place.claims.match
     with os.scandir(place.fd) as entries:
         for number, entry in enumerate(entries, 1):
             if number > most:
                 return None
-            if place.is_claim(entry.name) and _is_file(entry, of):
+            if is_claim(entry.name) and _is_file(entry, of):
                 names.append(entry.name)
     return names
 

@@ -126,8 +126,8 @@ def test_no_gpu_is_given_to_two_accounts_at_once_whatever_the_owner_of_the_folde
         print(report)
         assert all(AT_ONCE not in each and each["given"] > 5 for each in answers), report
         refusals = [text for each in answers for text in each if text != "given"]
-        for attack in ("lets not everybody in", "it is a link of user", "it is a file of user", "is held by job"):
-            assert any(attack in text for text in refusals), (attack, report)
+        assert any("is held by job" in text for text in refusals), report
+        assert sum(names[-1] in text for text in refusals) > 2, report  # the acts were felt
         assert leases.lstat().st_uid == mallory
         unnamed = [text for text in refusals if not any(name in text for name in names)]
         assert not unnamed, unnamed
