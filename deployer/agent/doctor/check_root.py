@@ -92,13 +92,16 @@ def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
     return check("jobs", OK, detail)
 
 
-def check_leases(claims: Sequence[Claim], jobs: Sequence[Dict[str, Any]]) -> Check:
-    """Who holds GPUs, and whether a job that has ended still does: a process of it is left."""
+def check_leases(claims: Sequence[Claim], jobs: Sequence[Dict[str, Any]], *, exposed: str = "") -> Check:
+    """Who holds GPUs, and whether a job that has ended still does: a process of it is left. `exposed`: see
+    gpus.places."""
     ended = {job["id"] for job in jobs if job["state"] in FINAL}
     stale = [claim.job for claim in claims if claim.job in ended]
     if stale:
         hint = "deploy.py stop ID ends what is left of it"
         return check("gpu leases", WARN, "held by jobs that have ended: " + _some(stale), hint)
+    if exposed:
+        return check("gpu leases", WARN, exposed + ", who can hide leases in it", "as root: chown root that folder")
     holds = ["%s of %s" % (claim.job, claim.user) for claim in claims if claim.kind != TICKET]
     waits = len(claims) - len(holds)
     detail = ("held by " + _some(holds)) if holds else "none"

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
-from ..gpus import leases
+from ..gpus import leases, places
 from ..host.cgroups import read_limits
 from ..host.disk import read_disk
 from ..host.environment import container_env, job_environment
@@ -58,7 +58,7 @@ def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) ->
             *_group("limits", _limits),
             ("NCCL interface", lambda: check_host.check_network(check_host.read_network(), env)),
             ("Hugging Face cache", lambda: _hub(env)),
-            ("gpu leases", lambda: check_root.check_leases(leases.read_claims(), jobs.result())),
+            ("gpu leases", lambda: _leases(jobs.result())),
             ("jobs", lambda: check_root.check_jobs(jobs.result())),
             ("leftovers", lambda: check_root.check_garbage(garbage.result())),
         ]  # type: List[Examination]
@@ -161,6 +161,10 @@ def _limits() -> List[Examination]:
         ("locked memory", lambda: check_host.check_locked_memory(locked[0], infiniband=infiniband)),
         ("processes", lambda: check_host.check_processes(processes[0], limits)),
     ]
+
+
+def _leases(jobs: List[Dict[str, Any]]) -> Check:
+    return check_root.check_leases(leases.read_claims(), jobs, exposed=places.exposed())
 
 
 def _hub(env: Dict[str, str]) -> Check:

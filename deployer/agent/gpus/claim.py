@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optiona
 from ..host.errors import AgentError
 from ..host.layout import Root
 from . import nvidia
-from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims, take_over
+from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import any_overlap, freest, grant, queue_of, queue_view, refusal
 
@@ -34,7 +34,8 @@ def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
     with claiming() as claims:
         seen = _of_others(claims.read(), plan)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number, file=_MINE)
+        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number)
+        mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
             return _lease(claims, plan, chosen, sight)
@@ -158,8 +159,6 @@ POLL_S = 1.0
 """So often a waiting job looks who holds its GPUs."""
 SIGHT_S = 10.0
 """nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
-KEEP_S = 0.5
-"""A job that runs waits no longer than this for the folder of claims."""
 
 
 class JobGpus:
@@ -212,31 +211,26 @@ class JobGpus:
         if not devices:
             return
         claim = Claim(SHARED if self._plan["allow_busy"] else LEASE, self._plan["job_id"], tuple(devices))
-        try:
-            with claiming() as claims:
-                self._held = claims.hold(claim)
-        except AgentError:
-            self._held = Held(claim, -1)  # the ranks hold them
+        self._held = Held(claim, -1)
         self._held.visible = slots.get("gpus", "")
+        self.keep()
 
     def keep(self) -> None:
-        """Makes the claim again where its file was removed. To be called often. The ranks hold the old one, which
-        nobody sees; this one the supervisor holds, and what it starts from now on."""
-        if self._held is None or not self._held.is_lost or time.monotonic() < self._keep_again_at:
+        """Gives the claim its names again where somebody took them. To be called often. Where no name is left, the
+        ranks go on holding a file that nobody sees; the new one the supervisor holds, and what it starts from now
+        on."""
+        if self._held is None or time.monotonic() < self._keep_again_at or not self._held.is_lost:
             return
         self._keep_again_at = time.monotonic() + POLL_S
         try:
-            with claiming(timeout_s=KEEP_S) as claims:
-                again = claims.hold(self._held.claim)
-        except AgentError:
-            return  # the next call tries again
-        again.visible = self._held.visible
-        os.close(self._held.fd)
-        self._held = again
+            self._held = show_again(self._held)
+        except (AgentError, OSError):
+            pass  # the next call tries again
 
-    def release(self) -> None:
+    def release(self, *, ended: bool = False) -> None:
+        """`ended`: nothing is left of the job."""
         if self._held is not None:
-            self._held.release()
+            self._held.release(ended=ended)
 
     def _look(self, ticket: Held) -> None:
         claims = self._others(read_claims(), ticket)
@@ -256,7 +250,7 @@ class JobGpus:
             if chosen is None:
                 return
             self._held = _lease(claims, self._plan, chosen, sight)
-        ticket.release()
+        ticket.release(ended=True)
 
     def _others(self, claims: Sequence[Claim], ticket: Held) -> List[Claim]:
         return _of_others(claims, self._plan, but=ticket.claim.file)

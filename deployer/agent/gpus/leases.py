@@ -1,13 +1,18 @@
 """Claims on this host's GPUs, across users: a claim is a file, and holding it is a lock on its descriptor.
 
 Every process that inherits the descriptor holds the claim, so the kernel frees it with the last of them, however it
-ends. A file that nobody holds is stale: its owner's next look removes it. The folder is this machine's alone, never
-below a home. One file says who and what (its reading position stands at the end, so a job that has it for its stdin
-reads end of file); the housekeepers of /tmp leave a locked file alone, and would take a second one from beside it.
+ends. A file that nobody holds is stale: its owner's next look removes it. The place (see places.py) is this machine's
+alone, never below a home. One file says who and what (its reading position stands at the end, so a job that has it for
+its stdin reads end of file); the housekeepers of /tmp leave a locked file alone, and would take a second one from
+beside it.
+
+Whoever reads a claim may lock its file too, but only to share, which the holder's lock keeps out: what others do to
+the file of an ended job can make it look held, nothing makes a held one look free.
 
 Stdlib only, Python 3.8, Linux.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -15,25 +20,24 @@ import re
 import stat
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
+from ..host.files import read_text
 from ..host.locks import take_lock
-from ..host.processes import command_of
 from .nvidia import user_name
+from .places import Place, Places, lock_holders, lock_key, locked, opened, unusable
 
-FOLDER = "/tmp/.torchferry-leases"
-FOLDER_ENV = "TORCHFERRY_LEASE_DIR"
 MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
 MAX_BYTES = 16 << 10
-MAX_FILES = 10000
 MAX_NUMBER = 1 << 52
 
 LEASE, SHARED, TICKET = "lease", "shared", "ticket"
 _DEVICE = re.compile(r"GPU-[0-9A-Za-z-]{1,64}(/MIG-[0-9A-Za-z/-]{1,96})?\Z")
 _WRITTEN = ("kind", "job", "devices", "auto", "number")
-_NAME = re.compile(r"job-[a-z0-9][a-z0-9._-]{0,79}-[0-9a-f]{16}\.lock\Z")
+_NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
+"""What opening says of a name that has gone, a link and a socket."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -47,7 +51,8 @@ class Claim(NamedTuple):
     number: int = 0  # a ticket's place: the lower ones come first
     uid: int = -1  # the file's owner, whatever the text in it says
     since: float = 0.0  # Unix time
-    file: str = ""
+    file: str = ""  # tells it from others, also when it has several names
+    locker: str = ""  # a process that has locked the file, when it is not of that user
 
     @property
     def user(self) -> str:
@@ -57,183 +62,268 @@ class Claim(NamedTuple):
 class Held:
     """A claim that this process holds by the descriptor `fd`, as does whoever inherits it."""
 
-    def __init__(self, claim: Claim, fd: int) -> None:
+    def __init__(self, claim: Claim, fd: int, names: Sequence[str] = ()) -> None:
         self.claim = claim
         self.fd = fd
+        self.names = list(names)
+        """Its paths."""
         self.visible = ""
         """Of a lease: CUDA_VISIBLE_DEVICES for the job."""
 
     def handed(self) -> Dict[str, Any]:
         """As data, for a process that inherits the descriptor under its number."""
-        return {"fd": self.fd, "claim": self.claim._asdict(), "visible": self.visible}
+        return {"fd": self.fd, "claim": self.claim._asdict(), "names": self.names, "visible": self.visible}
 
     @property
     def is_lost(self) -> bool:
-        """Whether somebody has removed the file (with all of /tmp, say): nobody sees the claim any more."""
-        return self.fd >= 0 and os.fstat(self.fd).st_nlink == 0
+        """Whether a name has gone, or leads elsewhere (the folder was removed, renamed, replaced): perhaps nobody sees
+        the claim any more. So it is with one that could not be made."""
+        if self.fd < 0:
+            return True
+        found = os.fstat(self.fd)
+        return not all(_leads_to(name, found) for name in self.names)
 
-    def release(self) -> None:
-        """Lets go; the file goes too, unless another process still holds the claim."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            try:
-                read_claims()  # which removes what nobody holds
-            except (AgentError, OSError):
-                pass  # then the next look does
+    def release(self, *, ended: bool = False) -> None:
+        """Lets go; the file goes too, unless another process still holds the claim. `ended`: nothing is left of the
+        job, so a lock that no process of ours has is a stranger's, and no claim."""
+        if self.fd < 0:
+            return
+        found = os.fstat(self.fd)
+        os.close(self.fd)
+        self.fd = -1
+        for name in self.names:
+            _remove_stale(name, found, ended=ended)
 
 
 def read_claims() -> List[Claim]:
     """All claims that somebody holds. Contents are other users' words: bounded, and what makes no sense is left out."""
-    folder = _open_folder()
-    try:
-        return _read_all(folder)
-    finally:
-        os.close(folder)
+    with opened() as places:
+        return _read_all(places)
 
 
 @contextmanager
 def claiming(timeout_s: float = MUTEX_S) -> Iterator["Claims"]:
     """The claims, with the right to add one: nobody else on this host looks and claims meanwhile."""
-    folder = _open_folder()
-    try:
-        _lock(folder, timeout_s)
-        yield Claims(folder)
-    finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile must not keep it
-        os.close(folder)
+    with opened() as places, locked(places, timeout_s):
+        yield Claims(places)
+
+
+def show_again(held: Held) -> Held:
+    """The claim with names that lead to it; a new one where no name is left. No lock is needed: it has been held all
+    the time."""
+    with opened() as places:
+        if held.fd < 0 or os.fstat(held.fd).st_nlink == 0:
+            again = Claims(places).hold(held.claim)
+            again.visible = held.visible
+            if held.fd >= 0:
+                os.close(held.fd)
+            return again
+        found = os.fstat(held.fd)
+        leading = [name for name in held.names if _leads_to(name, found)]
+        for place in places.wanted():
+            if not any(os.path.dirname(name) == place.path for name in leading):
+                leading.append(_link(held.fd, place, held.claim.job))
+        held.names = leading
+        return held
 
 
 class Claims:
-    """The claims of a folder that is held; see `claiming`."""
+    """The claims of places that are held; see `claiming`."""
 
-    def __init__(self, folder: int) -> None:
-        self._folder = folder
+    def __init__(self, places: Places) -> None:
+        self._places = places
 
     def read(self) -> List[Claim]:
-        return _read_all(self._folder)
+        return _read_all(self._places)
 
     def hold(self, claim: Claim) -> Held:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
-        unique = os.urandom(8).hex()
-        new, name = "new-" + unique, "job-%s-%s.lock" % (claim.job, unique)
-        text = json.dumps({key: getattr(claim, key) for key in _WRITTEN})
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=self._folder)
-            with open(fd, "w", encoding="ascii") as f:
-                os.fchmod(fd, 0o644)  # others read who it is, whatever the umask says
-                f.write(text)
-            held = os.open(new, _READ, dir_fd=self._folder)
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.lseek(held, 0, os.SEEK_END)
-            os.set_blocking(held, True)
-            os.rename(new, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            home = self._places.home()
+            fd, name = _make(home, claim)
+            names = [name]
+            try:
+                names += [_link(fd, place, claim.job) for place in self._places.wanted() if place != home]
+            except OSError as e:
+                if e.errno != errno.EXDEV:
+                    raise
+                os.unlink(name)  # the folder is another mount, and other containers see that alone
+                os.close(fd)
+                fd, name = _make(self._places.folder, claim)
+                names = [name]
         except OSError as e:
-            raise _unusable(e.strerror or str(e))
-        return Held(claim._replace(uid=os.geteuid(), file=name, since=time.time()), held)
+            raise self._places.refused(e)
+        made = claim._replace(uid=os.geteuid(), file=lock_key(os.fstat(fd)), since=time.time(), locker="")
+        return Held(made, fd, names)
 
 
 def take_over(handed: Dict[str, Any]) -> Held:
     """A claim that another process handed over with its descriptor; see `Held.handed`."""
     claim = {**handed["claim"], "devices": tuple(handed["claim"]["devices"])}
-    held = Held(Claim(**claim), handed["fd"])
+    held = Held(Claim(**claim), handed["fd"], handed["names"])
     held.visible = handed["visible"]
     if held.fd >= 0:
         os.set_inheritable(held.fd, False)
     return held
 
 
-# --- the folder -------------------------------------------------------------------------------------------------------
-
-
-def folder_path() -> str:
-    return os.environ.get(FOLDER_ENV) or FOLDER
-
-
-def _open_folder() -> int:
-    """The folder, made if need be, by whoever comes first: its owner could remove another's claims (which loses only
-    their sight of each other), and nothing worse. AgentError for anything else in its place."""
-    path = folder_path()
-    try:
-        os.mkdir(path, 0o700)
-        os.chmod(path, 0o1777)
-    except FileExistsError:
-        pass
-    except OSError as e:
-        raise _unusable(e.strerror or str(e))
-    try:
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as e:
-        raise _unusable("it is a link" if os.path.islink(path) else (e.strerror or str(e)))
-    found = os.fstat(folder)
-    if stat.S_IMODE(found.st_mode) != 0o1777:
-        if found.st_uid != os.geteuid():
-            os.close(folder)
-            raise _unusable("%s, whose it is, lets not everybody in" % user_name(found.st_uid))
-        os.fchmod(folder, 0o1777)  # made a moment ago, or spoilt
-    return folder
-
-
-def _unusable(why: str) -> AgentError:
-    path = folder_path()
-    hint = "remove it (as its owner or root), or run beside other jobs with --allow-busy"
-    return AgentError("host", "the folder of GPU leases, %s, cannot be used: %s" % (path, why), hint)
-
-
-def _lock(folder: int, timeout_s: float) -> None:
-    try:
-        taken = take_lock(folder, wait_s=timeout_s, poll_s=0.01)
-    except OSError as e:
-        raise _unusable(e.strerror or str(e))
-    if not taken:
-        raise _unusable("%s has had it locked for more than %g s" % (_who_locks(folder), timeout_s))
-
-
-def _who_locks(folder: int) -> str:
-    """The process that holds the folder, as far as /proc/locks tells."""
-    found = os.fstat(folder)
-    place = "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)
-    try:
-        with open("/proc/locks") as f:
-            lines = [line.split() for line in f]
-        pid = next(int(words[4]) for words in lines if words[1] == "FLOCK" and words[5] == place)
-        return "pid %d of %s, %s," % (pid, user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return "a process that is not seen here"
-
-
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def _read_all(folder: int) -> List[Claim]:
+def _make(place: Place, claim: Claim) -> Tuple[int, str]:
+    """A claim's file in a place, locked before anybody else can open it: (descriptor for reading, path)."""
+    text = json.dumps({key: getattr(claim, key) for key in _WRITTEN})
+    new, name = "%snew-%s" % (place.prefix, os.urandom(8).hex()), place.name(claim.job)
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place.fd)
+    held = -1
     try:
-        names = os.listdir(folder)[:MAX_FILES]
-    except OSError as e:
-        raise _unusable(e.strerror or str(e))
-    claims = [_read(folder, name) for name in names if _NAME.match(name)]
-    return [claim for claim in claims if claim is not None]
-
-
-def _read(folder: int, name: str) -> Optional[Claim]:
-    """None for a stale claim, which is removed when it is ours, and for what is none."""
-    try:
-        fd = os.open(name, _READ, dir_fd=folder)
+        with open(fd, "w", encoding="ascii") as f:
+            held = os.open(new, _READ, dir_fd=place.fd)
+            if not os.path.sameopenfile(fd, held):
+                raise OSError(errno.ESTALE, "somebody has put another file in the place of a new one")
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            f.write(text)
+            f.flush()
+            os.fchmod(fd, 0o644)  # others read who it is, whatever the umask says
+        os.lseek(held, 0, os.SEEK_END)
+        os.set_blocking(held, True)
+        os.rename(new, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
     except OSError:
-        return None
+        _unlink_quietly(new, place)  # on a full disk it would be in the way
+        if held >= 0:
+            os.close(held)
+        raise
+    return held, os.path.join(place.path, name)
+
+
+def _link(fd: int, place: Place, job: str) -> str:
+    """Gives the open file a name in a place, as far as that can be written to. Where not, its path leads nowhere, and
+    another try is due."""
+    name = place.name(job)
+    try:
+        os.link("/proc/self/fd/%d" % fd, name, dst_dir_fd=place.fd, follow_symlinks=True)
+    except OSError as e:
+        if e.errno == errno.EXDEV:
+            raise
+    return os.path.join(place.path, name)
+
+
+def _unlink_quietly(name: str, place: Place) -> None:
+    try:
+        os.unlink(name, dir_fd=place.fd)
+    except OSError:
+        pass
+
+
+def _leads_to(path: str, found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), found)
+    except PermissionError:
+        return True  # nobody else sees the folder either, and is refused
+    except OSError:
+        return False
+
+
+def _remove_stale(path: str, found: os.stat_result, *, ended: bool) -> None:
+    try:
+        fd = os.open(path, _READ)
+    except OSError:
+        return
+    try:
+        is_it = os.path.samestat(os.fstat(fd), found)
+        if is_it and (take_lock(fd, fcntl.LOCK_SH) or (ended and not _is_ours_open(found))):
+            os.unlink(path)
+    except OSError:
+        pass  # then the next look does
+    finally:
+        os.close(fd)
+
+
+def _is_ours_open(found: os.stat_result) -> bool:
+    """Whether a process of ours has the file open, this one apart, or one that hides its files from us could."""
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or int(pid) == os.getpid() or not _is_ours(pid):
+            continue
+        try:
+            fds = os.listdir("/proc/%s/fd" % pid)
+        except PermissionError:
+            return True
+        except OSError:
+            continue  # it has ended
+        for fd in fds:
+            try:
+                if os.path.samestat(os.stat("/proc/%s/fd/%s" % (pid, fd)), found):
+                    return True
+            except OSError:
+                continue  # closed meanwhile
+    return False
+
+
+def _is_ours(pid: str) -> bool:
+    """By the real user: the owner of a process's folder in /proc is root while it hides."""
+    uid = re.search(r"^Uid:\t(\d+)", read_text("/proc/%s/status" % pid), re.M)
+    return uid is not None and int(uid.group(1)) == os.getuid()
+
+
+def _read_all(places: Places) -> List[Claim]:
+    found = {}  # type: Dict[str, Claim]
+    for place, name in places.candidates():
+        claim = _read(place, name)
+        if claim is not None:
+            found[claim.file] = claim
+    return _with_lockers(list(found.values()))
+
+
+def _read(place: Place, name: str) -> Optional[Claim]:
+    """None for a stale claim, which is removed when it is ours, and for what is none. AgentError where that cannot be
+    told: it could be somebody's."""
+    try:
+        fd = os.open(name, _READ, dir_fd=place.fd)
+    except OSError as e:
+        if e.errno in _NO_CLAIM:
+            return None
+        raise _unreadable(place, name, e)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return None
         if take_lock(fd, fcntl.LOCK_SH):
             if found.st_uid == os.geteuid():
-                os.unlink(name, dir_fd=folder)
+                _unlink_quietly(name, place)
             return None
         claim = parse_claim(os.read(fd, MAX_BYTES + 1))
-        return claim and claim._replace(uid=found.st_uid, since=found.st_mtime, file=name)
-    except OSError:
-        return None
+        return claim and claim._replace(uid=found.st_uid, since=found.st_mtime, file=lock_key(found))
+    except OSError as e:
+        raise _unreadable(place, name, e)
     finally:
         os.close(fd)
+
+
+def _unreadable(place: Place, name: str, error: OSError) -> AgentError:
+    try:
+        uid = os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_uid
+    except OSError:
+        uid = os.fstat(place.fd).st_uid  # who has shut the folder
+    path = os.path.join(place.path, name)
+    why = "%s of user %s cannot be read: %s" % (path, user_name(uid), error.strerror)
+    return unusable(why, "remove that file (as its user or root)")
+
+
+def _with_lockers(claims: List[Claim]) -> List[Claim]:
+    """With who else has locked the file: once a job has ended, anybody who may read it can, and keeps it in sight."""
+    holders = lock_holders() if claims else {}
+    return [claim._replace(locker=_stranger(holders.get(claim.file, []), claim.uid)) for claim in claims]
+
+
+def _stranger(pids: Sequence[int], uid: int) -> str:
+    for pid in pids:
+        try:
+            found = os.stat("/proc/%d" % pid).st_uid
+        except OSError:
+            continue  # it has ended: the holders have it from there
+        if found != uid:
+            return "pid %d of user %s" % (pid, user_name(found))
+    return ""
 
 
 def parse_claim(data: bytes) -> Optional[Claim]:

@@ -89,7 +89,8 @@ def _shares(some: Devices, others: Devices) -> bool:
 def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Dict[str, Any]]:
     lease = next((c for c in claims if c.kind == LEASE and any_overlap(gpu.device, c.devices)), None)
     if lease is not None:
-        return {"gpu": gpu.label, "job": lease.job, "user": lease.user, "since": lease.since}
+        held = {"gpu": gpu.label, "job": lease.job, "user": lease.user, "since": lease.since}
+        return {**held, "locker": lease.locker} if lease.locker else held
     using = users_of(gpu, sight.using, memory=memory)
     return {"gpu": gpu.label, "using": using} if using else None
 
@@ -120,7 +121,8 @@ def _held_text(block: Dict[str, Any], now: float) -> str:
     if "using" in block:
         return "GPU %s is busy: %s" % (block["gpu"], block["using"])
     age = age_text(now - float(block["since"]))
-    return "GPU %s is held by job %s of user %s for %s" % (block["gpu"], block["job"], block["user"], age)
+    held = "GPU %s is held by job %s of user %s for %s" % (block["gpu"], block["job"], block["user"], age)
+    return held + (" (its lease is locked by %s)" % block["locker"] if block.get("locker") else "")
 
 
 def age_text(seconds: float) -> str:

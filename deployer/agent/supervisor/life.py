@@ -236,7 +236,9 @@ class JobRun:
             final["ended"] = len(self._seen - set(self._remaining))
             final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
         if self.gpus is not None:
-            self.gpus.release()  # before anybody can see the end: the next job may follow at once
+            self.gpus.release(
+                ended=not self._remaining
+            )  # before anybody can see the end: the next job may follow at once
         self.status.save_last(**final)
 
     def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:

@@ -1,0 +1,305 @@
+"""Where claims on GPUs lie, and what other accounts can do to that place.
+
+A folder that everybody may write to, made by whoever comes first. Its owner alone (and root) can take another's names
+out of it, or put another folder in its place. So where it is a foreign account's, a claim is first of all a file beside
+the folder, in /tmp, which is root's and sticky: only who made a name there can take it away. The folder has a second
+name of it, for agents from before. Whoever looks reads both; whoever claims locks both.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+import time
+from collections import Counter
+from contextlib import contextmanager
+from itertools import islice
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+from ..host.errors import AgentError
+from ..host.locks import take_lock
+from ..host.processes import command_of
+from .nvidia import user_name
+
+FOLDER = "/tmp/.torchferry-leases"
+FOLDER_ENV = "TORCHFERRY_LEASE_DIR"
+MAX_ENTRIES = 1000000
+"""Names of any kind in one place: listing them takes a second. Beyond that nobody can say that he has seen all."""
+MAX_OF_ONE = 1000
+"""Names of claims of one other account: each is opened. No account has so many jobs on one machine."""
+_TRIES, _TRY_S = 20, 0.005
+_NAME = r"job-[a-z0-9][a-z0-9._-]{0,79}-[0-9a-f]{16}\.lock\Z"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Place(NamedTuple):
+    path: str
+    fd: int
+    prefix: str  # of the names of claims in it
+
+    def name(self, job: str) -> str:
+        return "%sjob-%s-%s.lock" % (self.prefix, job, os.urandom(8).hex())
+
+    @property
+    def claims(self) -> "re.Pattern[str]":
+        """The names of claims."""
+        return re.compile(re.escape(self.prefix) + _NAME)
+
+
+class Places:
+    """The open places: the folder, and what is beside it as far as that is safe."""
+
+    def __init__(self, folder: Place, beside: List[Place]) -> None:
+        self.folder = folder
+        self.all = [*beside, folder]
+        self.owner = os.fstat(folder.fd).st_uid
+        """Whose the folder is."""
+        self.foreign = self.owner not in (0, os.geteuid())
+        same_disk = all(os.fstat(place.fd).st_dev == os.fstat(folder.fd).st_dev for place in beside)
+        writable = all(os.access(place.path, os.W_OK | os.X_OK) for place in beside)
+        self.guarded = bool(beside) and self.foreign and same_disk and writable
+        """Whether a claim gets a name beside the folder, from where nobody else can take it."""
+
+    def home(self) -> Place:
+        """Where a new claim is made."""
+        return self.all[0] if self.guarded else self.folder
+
+    def wanted(self) -> List[Place]:
+        """Where a claim has a name."""
+        return self.all if self.guarded else [self.folder]
+
+    def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[Place, str]]:
+        """Every name that may be a claim's. AgentError, with whose they are, for more than one can look at: a real
+        claim could be among those that are left."""
+        found, of = [], Counter()  # type: List[Tuple[Place, str]], Counter[int]
+        for place in self.all:
+            try:
+                names = _claim_names(place, most, of)
+                if names is None:
+                    raise _crowded("more than %d files in %s" % (most, place.path), _crowd(place, most))
+            except OSError as e:
+                raise self.refused(e)
+            found += [(place, name) for name in names]
+        many = Counter({uid: count for uid, count in of.items() if uid not in (0, os.geteuid()) and count > MAX_OF_ONE})
+        if many:
+            what = "more than %d files that look like leases, of one user" % MAX_OF_ONE
+            raise _crowded(what, _crowd_text(many))
+        return found
+
+    def refused(self, error: OSError) -> AgentError:
+        """Why a place cannot be read or written, with who is in the way: its owner, or who fills it."""
+        why = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            crowd = "; ".join("%s has %s" % (place.path, _crowd(place, MAX_ENTRIES)) for place in self.all)
+            return unusable("%s: %s" % (why, crowd))
+        return unusable("%s; it belongs to user %s" % (why, user_name(self.owner)))
+
+
+@contextmanager
+def opened() -> Iterator[Places]:
+    """The places; the folder is made if need be. AgentError for what cannot be one, and whose it is."""
+    path = folder_path()
+    fds = []  # type: List[int]
+    try:
+        beside = []
+        above = _open_above(path)
+        if above >= 0:
+            fds.append(above)
+            prefix = ".%s-" % os.path.basename(path).lstrip(".")
+            beside.append(Place(os.path.dirname(path), above, prefix))
+        folder = _open_folder(path)
+        fds.append(folder)
+        yield Places(Place(path, folder, ""), beside)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@contextmanager
+def locked(places: Places, timeout_s: float) -> Iterator[None]:
+    """Nobody else looks and claims meanwhile. The folder alone would do among agents from before; a foreign owner can
+    put another in its place."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        for place in places.all:
+            _lock(place, deadline - time.monotonic(), timeout_s)
+        yield
+    finally:
+        for place in places.all:
+            fcntl.flock(place.fd, fcntl.LOCK_UN)  # a process forked meanwhile must not keep it
+
+
+def folder_path() -> str:
+    path = os.environ.get(FOLDER_ENV) or FOLDER
+    if not os.path.isabs(path):
+        raise AgentError("host", "%s=%s is no absolute path" % (FOLDER_ENV, path), "name the folder from / on")
+    return os.path.normpath(path)  # a slash at its end would follow a link
+
+
+def exposed() -> str:
+    """Who could hide the claims made here, and what helps; "" when nobody can."""
+    with opened() as places:
+        if not places.foreign or places.guarded:
+            return ""
+        return "%s belongs to user %s" % (places.folder.path, user_name(places.owner))
+
+
+# --- opening ----------------------------------------------------------------------------------------------------------
+
+
+def _open_above(path: str) -> int:
+    """The folder above, when nobody but its maker (and root) can take a name out of it; -1 otherwise."""
+    try:
+        fd = os.open(os.path.dirname(path), _FOLDER)
+    except OSError:
+        return -1
+    found = os.fstat(fd)
+    if found.st_uid in (0, os.geteuid()) and (found.st_mode & stat.S_ISVTX or not found.st_mode & 0o022):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _open_folder(path: str) -> int:
+    why = "it is taken away as often as it is made"
+    for _ in range(_TRIES):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as e:
+            raise unusable(e.strerror or str(e))
+        try:
+            folder = os.open(path, _FOLDER | os.O_NOFOLLOW)
+            if _is_everybodys(folder, path):
+                return folder
+            why = "%s, whose it is, lets not everybody in" % user_name(os.fstat(folder).st_uid)
+            os.close(folder)
+        except OSError as e:
+            why = _what_is_there(path, e)
+        time.sleep(_TRY_S)  # perhaps its owner has made it a moment ago, and has yet to let others in
+    raise unusable(why)
+
+
+def _is_everybodys(folder: int, path: str) -> bool:
+    """Whether the folder lets everybody in, made so where it is ours. Root takes over what is another's: then nobody
+    can take names out of it, nor put another in its place."""
+    me, found = os.geteuid(), os.fstat(folder)
+    if me == 0 and found.st_uid != 0:
+        try:
+            os.fchown(folder, 0, 0)
+        except OSError:
+            pass  # another machine's or container's root is none here
+        found = os.fstat(folder)
+        if not os.path.samestat(found, os.lstat(path)):
+            return False  # put away a moment before
+    if stat.S_IMODE(found.st_mode) != 0o1777 and found.st_uid == me:
+        os.fchmod(folder, 0o1777)  # made a moment ago, or spoilt
+        return True
+    return stat.S_IMODE(found.st_mode) == 0o1777
+
+
+def _what_is_there(path: str, error: OSError) -> str:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return error.strerror or str(error)
+    whose = user_name(found.st_uid)
+    if stat.S_ISLNK(found.st_mode):
+        return "it is a link of user %s" % whose
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is a file of user %s" % whose
+    return "%s, whose it is, lets not everybody in" % whose
+
+
+def unusable(why: str, hint: str = "") -> AgentError:
+    what = "the folder of GPU leases, %s, cannot be used: %s" % (folder_path(), why)
+    hint = hint or "remove it (as its owner or root)"
+    return AgentError("host", what, hint + ", or run beside other jobs with --allow-busy")
+
+
+# --- who is in the way ------------------------------------------------------------------------------------------------
+
+
+def _claim_names(place: Place, most: int, of: "Counter[int]") -> Optional[List[str]]:
+    """The names in a place that may be a claim's; None when it has more than `most` names of any kind."""
+    names = []
+    is_claim = place.claims.match
+    with os.scandir(place.fd) as entries:
+        for number, entry in enumerate(entries, 1):
+            if number > most:
+                return None
+            if is_claim(entry.name) and _is_file(entry, of):
+                names.append(entry.name)
+    return names
+
+
+def _is_file(entry: "os.DirEntry[str]", of: "Counter[int]") -> bool:
+    """Whether the entry is a regular file; counts it for its owner."""
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    of[found.st_uid] += stat.S_ISREG(found.st_mode)
+    return stat.S_ISREG(found.st_mode)
+
+
+def _crowd(place: Place, most: int) -> str:
+    """Whose files are in a place, the most of them first."""
+    of = Counter()  # type: Counter[int]
+    with os.scandir(place.fd) as entries:
+        for entry in islice(entries, most + 1):
+            try:
+                of[entry.stat(follow_symlinks=False).st_uid] += 1
+            except OSError:
+                pass
+    return _crowd_text(of)
+
+
+def _crowd_text(of: "Counter[int]") -> str:
+    return ", ".join("%d files of user %s" % (count, user_name(uid)) for uid, count in of.most_common(3))
+
+
+def _crowded(what: str, crowd: str) -> AgentError:
+    return unusable("%s: %s" % (what, crowd), "remove that user's files there (as that user or root)")
+
+
+def _lock(place: Place, wait_s: float, timeout_s: float) -> None:
+    try:
+        taken = take_lock(place.fd, wait_s=wait_s, poll_s=0.01)
+    except OSError as e:
+        raise unusable(e.strerror or str(e))
+    if not taken:
+        who = lock_holders().get(lock_key(os.fstat(place.fd)))
+        text = _process(who[0]) if who else "a process that is not seen here"
+        why = "%s has had %s locked for more than %g s" % (text, place.path, timeout_s)
+        raise unusable(why, "end that process (as its user or root)")
+
+
+def lock_key(found: os.stat_result) -> str:
+    """How /proc/locks names a file."""
+    return "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)
+
+
+def lock_holders() -> Dict[str, List[int]]:
+    """The pids that took each flock which is held, as far as /proc/locks tells. One may have ended since, and left its
+    lock to its children."""
+    holders = {}  # type: Dict[str, List[int]]
+    try:
+        with open("/proc/locks") as f:
+            for words in map(str.split, f):
+                if len(words) > 5 and words[1] == "FLOCK":
+                    holders.setdefault(words[5], []).append(int(words[4]))
+    except (OSError, ValueError):
+        pass
+    return holders
+
+
+def _process(pid: int) -> str:
+    try:
+        return "pid %d of %s, %s," % (pid, user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid))
+    except OSError:
+        return "a process that is not seen here"
