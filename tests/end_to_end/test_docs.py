@@ -92,12 +92,13 @@ def test_first_screen_commands_are_understood_as_they_stand(tmp_path, monkeypatc
     assert tried >= 3
 
 
-def test_every_test_that_the_hardening_page_names_exists():
-    named = re.findall(r"`(?:gpu/)?(test_\w+)\.py::(test_\w+)`", (REPO / "docs" / "hardening.md").read_text())
+@pytest.mark.parametrize(("page", "at_least"), [("hardening.md", 250), ("security.md", 25)])
+def test_every_test_that_a_page_names_exists(page, at_least):
+    named = re.findall(r"`(?:gpu/)?(test_\w+)\.py::(test_\w+)`", (REPO / "docs" / page).read_text())
     paths = list((REPO / "tests").rglob("test_*.py"))
     have = {path.stem: path.read_text() for path in paths}
     assert len(have) == len(paths)  # a name says which file it is
-    assert len(named) > 250
+    assert len(named) > at_least
     assert [f"{file}::{test}" for file, test in named if f"def {test}(" not in have.get(file, "")] == []
 
 
