@@ -1,10 +1,14 @@
-"""Files that are whole or as before, whenever the process ends; and whether there is room for them."""
+"""Files that are whole or as before, whenever the process ends; reading those that others may change; room for them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import weakref
+from datetime import datetime
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from trainer.words import render_bytes
 
@@ -24,6 +28,71 @@ def replace_bytes(path: Path, content: bytes) -> None:
     aside = path.with_name(f".tmp_{path.name}")
     aside.write_bytes(content)
     aside.replace(path)
+
+
+class FileChangedError(OSError):
+    """A file is not the one any more that was opened; `strerror` says `has changed while it was read: …, now …`."""
+
+
+class OpenFile:
+    """A file to read from at any place and by any thread, as it was when it was opened; never a part of it mapped.
+
+    In a map one looks at a file that became shorter, or whose disk fails, and the kernel ends the process (SIGBUS).
+    Here both are an OSError. What was opened stays readable when its name goes, or is given to another file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._found = os.fstat(self._descriptor)
+        self.size_bytes = self._found.st_size
+
+    def read(self, *pieces: tuple[int, int]) -> list[bytes]:
+        """The bytes of each (offset, size). Raises FileChangedError, and OSError for more than the file has."""
+        found = [os.pread(self._descriptor, size, offset) for offset, size in pieces]
+        for number, (offset, size) in enumerate(pieces):
+            if len(found[number]) < size:
+                whole = bytearray(size)
+                self._fill(memoryview(whole), offset)
+                found[number] = bytes(whole)
+        self.check()
+        return found
+
+    def read_into(self, buffer: Any, offset: int) -> None:
+        """Fill a writable buffer with what stands at an offset; raises as `read` does."""
+        self._fill(memoryview(buffer).cast("B"), offset)
+        self.check()
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):  # the system reads 2 GiB at a time, at most
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                self.check()
+                raise OSError(errno.EINVAL, f"it ends after {self.size_bytes:,} bytes, and more was looked for")
+            done += count
+
+    def stream(self) -> BinaryIO:
+        """The file from its beginning on, once. One that becomes shorter seems to end early; `check` tells."""
+        return os.fdopen(self._descriptor, "rb", closefd=False)
+
+    def check(self) -> None:
+        """Raise FileChangedError where size or time are not what they were."""
+        now, before = os.fstat(self._descriptor), self._found
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            told = f"has changed while it was read: {_size_and_time(before)}, now {_size_and_time(now)}"
+            raise FileChangedError(errno.ESTALE, told)
+
+
+def _size_and_time(found: os.stat_result) -> str:
+    return f"{found.st_size:,} bytes of {datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}"
+
+
+def why_unreadable(error: OSError) -> str:
+    """What follows a file's name: `has changed while it was read: …`, or `cannot be read: Input/output error`."""
+    told = error.strerror or str(error)
+    return told if isinstance(error, FileChangedError) else f"cannot be read: {told}"
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
 from trainer.models.decoder import Decoder, DecoderShape, logits_head
+from trainer.models.hf import open_folder
 from trainer.models.shapes import rope_fields, shape_to_hf_config
+from trainer.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -116,9 +120,15 @@ def verify_export(
     Returns our most probable token after each of a row's. Raises ModelError on missing or unexpected names, another
     weight, or logits further apart than 1e-4 of their scale.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    try:
+        told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **_without_map(PreTrainedModel)
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        open_folder(folder)  # names the file that is not whole
+        raise ModelError(f"the export in {folder} does not load in transformers: {first_line(error)}") from error
     theirs, info = cast("tuple[PreTrainedModel, dict[str, Any]]", told)
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
@@ -131,6 +141,12 @@ def verify_export(
     expected = [sequence_logits(ours, ids) for ids in rows]
     got = [theirs.eval()(torch.tensor([list(ids)])).logits[0] for ids in rows]
     return check_logits(got, expected, f"the export in {folder}")
+
+
+def _without_map(kind: type[PreTrainedModel]) -> dict[str, bool]:
+    """Has transformers read the files, where it can (5.x), and not map them: a map of a file that is cut, or whose disk
+    fails, ends the process."""
+    return {"disable_mmap": True} if "disable_mmap" in signature(kind.from_pretrained).parameters else {}
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------

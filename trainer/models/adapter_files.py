@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.errors import ConfigError, ModelError
@@ -22,6 +21,7 @@ from trainer.models.lora import (
     initial_adapter,
     is_adapter,
 )
+from trainer.models.weight_files import open_weights
 from trainer.schema import LoraConfig
 from trainer.tensors import local_tensor, own_slices
 
@@ -76,8 +76,7 @@ def read_spec(folder: Path, names: list[str]) -> LoraSpec:
     """What a PEFT folder holds. Raises ModelError for what this trainer cannot do, naming it."""
     config = _read_config(folder)
     _refuse_unsupported(config, folder)
-    with _open_weights(folder) as file:
-        found = {_module_of(key, folder) for key in file.keys()}  # noqa: SIM118
+    found = {_module_of(key, folder) for key in open_weights(folder / WEIGHTS_FILE)}
     unknown = sorted(found - set(names))
     if unknown:
         told = ", ".join(unknown[:5])
@@ -96,18 +95,18 @@ def read_spec(folder: Path, names: list[str]) -> LoraSpec:
 def load_adapter(module: nn.Module, folder: Path) -> None:
     """Fill the adapters from a PEFT folder; each rank reads its own share, as fp32. Names and shapes must match."""
     weights = adapter_weights(module)
-    with _open_weights(folder) as file:
-        _check_names({PREFIX + name for name in weights}, set(file.keys()), folder)
-        for name, parameter in weights.items():
-            stored, local = file.get_slice(PREFIX + name), local_tensor(parameter)
-            if tuple(stored.get_shape()) != tuple(parameter.shape):
-                raise ModelError(
-                    f"{folder}: {name} has shape {list(stored.get_shape())}, the model needs {list(parameter.shape)}"
-                )
-            if local.numel():
-                local.copy_(stored[own_slices(parameter)])
-            if not local.isfinite().all():
-                raise ModelError(f"{folder}: {name} has values that are not finite")
+    file = open_weights(folder / WEIGHTS_FILE)
+    _check_names({PREFIX + name for name in weights}, set(file), folder)
+    for name, parameter in weights.items():
+        stored, local = file[PREFIX + name], local_tensor(parameter)
+        if stored.shape != tuple(parameter.shape):
+            raise ModelError(
+                f"{folder}: {name} has shape {list(stored.shape)}, the model needs {list(parameter.shape)}"
+            )
+        if local.numel():
+            local.copy_(stored.read(own_slices(parameter)))
+        if not local.isfinite().all():
+            raise ModelError(f"{folder}: {name} has values that are not finite")
 
 
 @torch.no_grad()
@@ -142,13 +141,6 @@ def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
     if used:
         told = ", ".join(f"{key}={config[key]}" for key in used)
         raise ModelError(f"{folder}/{CONFIG_FILE}: {told} is not supported; plain LoRA on linear modules is")
-
-
-def _open_weights(folder: Path) -> Any:
-    try:
-        return safe_open(folder / WEIGHTS_FILE, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder / WEIGHTS_FILE} cannot be read as safetensors: {error}") from error
 
 
 def _module_of(key: str, folder: Path) -> str:

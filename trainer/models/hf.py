@@ -11,14 +11,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +23,7 @@ from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
 from trainer.host_memory import cores_of_rank
 from trainer.models.lora import is_adapter
+from trainer.models.weight_files import StoredTensor, open_weights
 from trainer.tensors import fsdp_modules, local_tensor, own_slices
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,60 +76,51 @@ def load_pretrained(module: nn.Module, folder: Path | str, *, sender: Dist | Non
     if sender is not None and sender.world_size > 1:
         _receive_pretrained(weights, Path(folder), sender)
         return
-    with ExitStack() as stack:
-        files = _open_safetensors(Path(folder), stack)
-        _check_names(set(weights), set(files), Path(folder))
-        for name, parameter in weights.items():
-            _check_shape(name, files[name].get_slice(name), parameter, Path(folder))
+    stored = _open_for(Path(folder), weights)
 
-        def read(block: Block) -> None:
-            block.take(files[block.name].get_slice(block.name)[block.rows])
-            if not block.target.isfinite().all():
-                raise ModelError(f"{folder}: {block.name} has values that are not finite")
+    def read(block: Block) -> None:
+        block.take(stored[block.name].read(block.rows, pinned=block.target.is_cuda))
+        if not _is_finite(block.target):
+            raise ModelError(f"{folder}: {block.name} has values that are not finite")
 
-        for_each_block(weights, read)
-        if HEAD in files and HEAD not in weights:
-            _check_tied(weights[EMBEDDING], files[HEAD].get_slice(HEAD), Path(folder))
+    for_each_block(weights, read)
+    if HEAD in stored and HEAD not in weights:
+        _check_tied(weights[EMBEDDING], stored[HEAD], Path(folder))
+
+
+def _is_finite(values: Tensor) -> bool:
+    """In one pass, and without a copy of their size."""
+    low, high = torch.aminmax(values) if values.numel() else (values, values)
+    return bool((low.isfinite() & high.isfinite()).all())
 
 
 def _receive_pretrained(weights: Mapping[str, nn.Parameter], folder: Path, dist: Dist) -> None:
     """Every rank ends with the same verdict: what rank 0 finds is told, and the others judge what they were sent."""
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
+    stored: dict[str, StoredTensor] = {}
 
-        def open_files() -> None:
-            files.update(_open_safetensors(folder, stack))
-            _check_names(set(weights), set(files), folder)
-            for name, parameter in weights.items():
-                _check_shape(name, files[name].get_slice(name), parameter, folder)
-            if HEAD in files and HEAD not in weights:
-                _check_same(files[HEAD].get_tensor(HEAD), files[EMBEDDING].get_tensor(EMBEDDING), folder)
+    def open_files() -> None:
+        stored.update(_open_for(folder, weights))
+        if HEAD in stored and HEAD not in weights:
+            _check_same(stored[HEAD].read(), stored[EMBEDDING].read(), folder)
 
-        on_rank0(dist, open_files)
-        for name, parameter in weights.items():
-            whole = torch.empty(parameter.shape, dtype=torch.float32, device=dist.device)
+    on_rank0(dist, open_files)
+    for name, parameter in weights.items():
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=dist.device)
 
-            def read(name: str = name, whole: Tensor = whole) -> None:
-                whole.copy_(files[name].get_tensor(name))
+        def read(name: str = name, whole: Tensor = whole) -> None:
+            whole.copy_(stored[name].read())
 
-            on_rank0(dist, read)
-            torch.distributed.broadcast(whole, src=0)
-            if not whole.isfinite().all():
-                raise ModelError(f"{folder}: {name} has values that are not finite")
-            local_tensor(parameter).copy_(whole[own_slices(parameter)])
+        on_rank0(dist, read)
+        torch.distributed.broadcast(whole, src=0)
+        if not whole.isfinite().all():
+            raise ModelError(f"{folder}: {name} has values that are not finite")
+        local_tensor(parameter).copy_(whole[own_slices(parameter)])
 
 
-def _check_shape(name: str, stored: Any, parameter: Tensor, folder: Path) -> None:
-    if tuple(stored.get_shape()) != tuple(parameter.shape):
-        raise ModelError(
-            f"{folder}: {name} has shape {list(stored.get_shape())}, the model needs {list(parameter.shape)}"
-        )
-
-
-def _check_tied(embedding: nn.Parameter, stored_head: Any, folder: Path) -> None:
+def _check_tied(embedding: nn.Parameter, stored_head: StoredTensor, folder: Path) -> None:
     """transformers gives up the tie when the stored head differs, and so trains another model than the config says."""
     local = local_tensor(embedding)
-    _check_same(stored_head[own_slices(embedding)].to(local), local, folder)
+    _check_same(stored_head.read(own_slices(embedding)).to(local), local, folder)
 
 
 def _check_same(head: Tensor, embedding: Tensor, folder: Path) -> None:
@@ -142,26 +131,36 @@ def _check_same(head: Tensor, embedding: Tensor, folder: Path) -> None:
         )
 
 
-def _open_safetensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor name."""
-    if (folder / INDEX_FILE).is_file():
-        names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
-    elif (folder / SINGLE_FILE).is_file():
-        names = [SINGLE_FILE]
-    else:
-        found = ", ".join(sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []) or "nothing"
-        raise ModelError(
-            f"{folder} has no weights: {SINGLE_FILE} or {INDEX_FILE} expected, found {found};"
-            " set model.init=random to start from its config alone"
-        )
-    files: dict[str, Any] = {}
-    for name in names:
+def _open_for(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
+    """What the folder stores by name: of each of the weights, in its shape."""
+    stored = open_folder(folder)
+    _check_names(set(weights), set(stored), folder)
+    for name, parameter in weights.items():
+        if stored[name].shape != tuple(parameter.shape):
+            shapes = f"{list(stored[name].shape)}, the model needs {list(parameter.shape)}"
+            raise ModelError(f"{folder}: {name} has shape {shapes}")
+    return stored
+
+
+def open_folder(folder: Path) -> dict[str, StoredTensor]:
+    """All that the folder's weight files store, by name. Raises ModelError for one that is not whole, and for none."""
+    return {name: tensor for path in _weight_files(folder) for name, tensor in open_weights(path).items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
         try:
-            file = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{folder / name} cannot be read as safetensors: {error}") from error
-        files.update(dict.fromkeys(file.keys(), file))
-    return files
+            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read: {error!r}") from error
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    found = ", ".join(sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []) or "nothing"
+    raise ModelError(
+        f"{folder} has no weights: {SINGLE_FILE} or {INDEX_FILE} expected, found {found};"
+        " set model.init=random to start from its config alone"
+    )
 
 
 def _check_names(expected: set[str], found: set[str], folder: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +39,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
     once, because a clean-up would wait for ranks that wait for this one.
     """
     dist = None
+    _show_fatal_signals()
     try:
         check_trackers(config)
         startup.enter("ranks")
@@ -60,6 +63,13 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
     stop_dist()
     release_all()
     return code
+
+
+def _show_fatal_signals() -> None:
+    """Have SIGBUS, SIGSEGV and their like print the stack: no exception tells which library met them."""
+    with suppress(OSError, ValueError, AttributeError):  # stderr may be no file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 def run_recipe(config: Config, run_dir: Path, dist: Dist, *, debug: bool) -> int:

@@ -55,14 +55,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+LIKELY = {
+    int(signal.SIGKILL): "mostly the system's out-of-memory killer; dmesg tells",
+    int(signal.SIGBUS): "mostly a file that a library has mapped became shorter, its disk failed, or /dev/shm is full; "
+    "the rank's stack above names the library",
+}
+
+
 def report(error: ChildFailedError, run_dir: Path) -> int:
     """The exit code for failed ranks; one that a signal ended could not say so itself."""
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).get("rank"))
     if failure.exitcode >= 0:
         return failure.exitcode
     print(f"Error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
-    if failure.exitcode == -signal.SIGKILL:
-        print("hint: mostly the system's out-of-memory killer; dmesg tells", file=sys.stderr)
+    if -failure.exitcode in LIKELY:
+        print(f"hint: {LIKELY[-failure.exitcode]}", file=sys.stderr)
     return 128 - failure.exitcode
 
 

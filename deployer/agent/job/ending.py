@@ -18,6 +18,10 @@ _ROOT_CAUSE = re.compile(
 )
 
 _MAYBE_OOM = " (often the host ran out of memory)"
+_LIKELY = {
+    int(signal.SIGKILL): _MAYBE_OOM,
+    int(signal.SIGBUS): " (often a mapped file became shorter, its disk failed, or /dev/shm is full)",
+}
 
 
 class RankRecord(NamedTuple):
@@ -177,9 +181,7 @@ def _failed_rank(rank: int, code: int, signum: Optional[int]) -> Ending:
     if signum is None:
         reason = "rank %d exited with code %d" % (rank, code)
     else:
-        reason = "rank %d was killed by %s" % (rank, signal_name(signum))
-        if signum == signal.SIGKILL:
-            reason += _MAYBE_OOM
+        reason = "rank %d was killed by %s%s" % (rank, signal_name(signum), _LIKELY.get(signum, ""))
     return Ending(FAILED, code, reason, rank, signum)
 
 

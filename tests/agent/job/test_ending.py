@@ -87,3 +87,10 @@ def test_reason_of_a_failed_trainer_has_its_own_words() -> None:
     found = ending.with_outcome(ending.Ending("failed", 2, "rank 1 exited with code 2"), outcome)
     assert found is not None
     assert found.reason == "rank 1 exited with code 2; rank 1: Error: no row has a target token"
+
+
+def test_sigbus_is_told_with_what_it_mostly_comes_from() -> None:
+    found = ending.decide_ending([record(0, 135, signum=7)], nproc=1, launcher_code=1)
+    assert found is not None and found.reason == (
+        "rank 0 was killed by SIGBUS (often a mapped file became shorter, its disk failed, or /dev/shm is full)"
+    )

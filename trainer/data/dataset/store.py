@@ -8,17 +8,20 @@ document but its first is a target exactly once.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, overload
+from zipfile import BadZipFile
 
 import numpy as np
 
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import EncodedRow
 from trainer.data.tokenize.token_file import TokenFile
+from trainer.errors import DataError
 from trainer.schema import DataConfig
 
 NO_TARGET = "no target token"
@@ -138,8 +141,13 @@ class RowTable:
 
     @classmethod
     def load(cls, path: Path, dropped: dict[str, list[list[Any]]]) -> RowTable:
-        with np.load(path, allow_pickle=False) as arrays:
-            return cls(**{name: arrays[name] for name in arrays.files}, dropped=dropped)
+        """Raises DataError that names the file when it is gone, cut or damaged."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls(**{name: arrays[name] for name in arrays.files}, dropped=dropped)
+        except (OSError, EOFError, ValueError, TypeError, KeyError, BadZipFile, zlib.error) as error:
+            hint = "remove its folder: the rows are tokenized again"
+            raise DataError(f"{path.absolute()} cannot be read: {error}", hint=hint) from None
 
 
 def collect(rows: Iterable[EncodedRow], sink: Sink, data: DataConfig) -> RowTable:
@@ -238,14 +246,17 @@ class PieceStore:
         file, document = self._place(index)
         begin = int(self.pieces.start[index])
         part = file.part(document, begin, begin + int(self.pieces.length[index]))
-        return Encoded(self.name(index), part.ids, part.is_target)
+        return Encoded(self._name(index, part.id), part.ids, part.is_target)
 
     def name(self, index: int) -> str:
         """`DOCUMENT`, or `DOCUMENT[first:end]` when that has several pieces."""
         file, document = self._place(index)
+        return self._name(index, file.name(document))
+
+    def _name(self, index: int, document: str) -> str:
         begin, length = int(self.pieces.start[index]), int(self.pieces.length[index])
         whole = begin == 0 and length < self._seq_len
-        return file.name(document) if whole else f"{file.name(document)}[{begin}:{begin + length}]"
+        return document if whole else f"{document}[{begin}:{begin + length}]"
 
     @property
     def all_targets(self) -> bool:

@@ -16,7 +16,7 @@ from trainer.config.rules import LOCAL_SUFFIXES
 from trainer.data.rows.messages import Record, Row, build_row, detect_schema, question_answer, shorten
 from trainer.data.rows.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
-from trainer.files import expanded
+from trainer.files import FileChangedError, OpenFile, expanded, why_unreadable
 
 STDLIB_DOCS = "builtin:stdlib-docs"
 TRAIN, HELD_OUT = "train", "test"
@@ -102,10 +102,17 @@ def _read_json_lines(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
 
 def _read_lines(path: Path) -> Iterator[bytes]:
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            yield from file
-    except (OSError, EOFError, zlib.error) as error:
+        file = OpenFile(path)
+        stream = file.stream()
+        for line in gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream:
+            if not line.endswith(b"\n"):  # the last one, or cut
+                file.check()
+            yield line
+        file.check()
+    except (EOFError, zlib.error) as error:
         raise DataError(f"{path.absolute()} cannot be read: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path.absolute()} {why_unreadable(error)}") from None
 
 
 def _read_json_list(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
@@ -139,13 +146,21 @@ def _read_parquet(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            index = 0
-            for part in file.iter_batches():
-                for record in part.to_pylist():
-                    yield f"{spec}[{index}]", record
-                    index += 1
-    except pyarrow.ArrowException as error:
+        opened = OpenFile(path)
+        index = 0
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                for part in file.iter_batches():
+                    for record in part.to_pylist():
+                        yield f"{spec}[{index}]", record
+                        index += 1
+        except (pyarrow.ArrowException, OSError):
+            opened.check()
+            raise
+        opened.check()
+    except FileChangedError as error:
+        raise DataError(f"{path.absolute()} {why_unreadable(error)}") from None
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"not a readable Parquet file: {error}", where=_shown(spec)) from None
 
 

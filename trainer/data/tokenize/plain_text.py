@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from io import TextIOWrapper
 from itertools import chain, groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +25,7 @@ from trainer.data.tokenize.encode import Workers
 from trainer.data.tokenize.token_writer import TokenWriter
 from trainer.data.tokenize.tokenizer import vocab_size, vocabulary_hash
 from trainer.errors import DataError
-from trainer.files import expanded
+from trainer.files import OpenFile, expanded, why_unreadable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -78,12 +79,16 @@ def _text_files(folder: Path) -> list[Path]:
 
 def _read_file(path: Path, name: str) -> Text:
     try:
-        return Text(name, path.read_text(encoding="utf-8-sig"))
+        file = OpenFile(path)
+        with TextIOWrapper(file.stream(), encoding="utf-8-sig") as stream:
+            text = stream.read()
+        file.check()
+        return Text(name, text)
     except UnicodeDecodeError as error:
         bad = f"byte {error.object[error.start]:#04x} at offset {error.start}"
         raise DataError(f"not UTF-8: {bad}", where=str(path.absolute()), hint="convert it to UTF-8") from None
     except OSError as error:
-        raise DataError(f"{path.absolute()} cannot be read: {error.strerror}") from None
+        raise DataError(f"{path.absolute()} {why_unreadable(error)}") from None
 
 
 def _read_rows(spec: str, split: str) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""Token files, `NAME.tokens`: tokenized documents on disk, read through a memory map however many there are.
+"""Token files, `NAME.tokens`: tokenized documents on disk, of which no more is read than is asked for.
 
 Layout, little endian: a prologue of 64 bytes (magic, format version, where the header stands), then six arrays, each
 at a multiple of 64 bytes, then the header as JSON. `ids` [tokens] uint16 or uint32; `offsets` [docs + 1] uint64, where
@@ -9,11 +9,9 @@ each document begins in it; `targets`, a bit for each token, the first one lowes
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ import numpy as np
 from trainer.config.data import TOKEN_SUFFIX
 from trainer.data.tokenize.chat import Encoded
 from trainer.errors import DataError
+from trainer.files import FileChangedError, OpenFile, why_unreadable
 
 SUFFIX = TOKEN_SUFFIX
 MAGIC = b"TFTOKENS"
@@ -30,6 +29,8 @@ ALIGN = 64
 PROLOGUE = struct.Struct("<8sIIQ")  # magic, version, bytes of the header, where it begins
 SECTIONS = ("ids", "offsets", "targets", "keys", "name_offsets", "names")
 CHUNK_BYTES = 1 << 20
+Place = tuple[str, int, int]
+"""A section, the first byte in it, and bytes."""
 
 
 @dataclass(frozen=True)
@@ -62,45 +63,44 @@ class TokenFile:
     or that was removed changes nothing: what was opened is still there.
     """
 
-    def __init__(self, path: Path, header: TokenHeader, data: np.ndarray, found: os.stat_result) -> None:
-        self.path = path
+    def __init__(self, file: OpenFile, header: TokenHeader) -> None:
+        self.path = file.path
         self.header = header
-        self._found = found
-        arrays = {name: data[start : start + size] for name, (start, size) in header.sections.items()}
-        self._ids = arrays["ids"].view(f"<{np.dtype(header.dtype).str[1:]}")
-        self._offsets = arrays["offsets"].view("<u8").astype(np.int64)
-        self._targets = arrays["targets"]
-        self._keys = arrays["keys"].view("<u8")
-        self._name_offsets = arrays["name_offsets"].view("<u8")
-        self._names = arrays["names"]
+        self._file = file
+        self._dtype = np.dtype(header.dtype).newbyteorder("<")
+        self._offsets = self._read_borders("offsets", header.num_tokens)
+        self._name_offsets = self._read_borders("name_offsets", header.sections["names"][1])
 
     @classmethod
     def open(cls, path: Path) -> TokenFile:
         """Raises DataError when it is no token file, of another format version, or truncated."""
         path = Path(path)
         try:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                data = np.asarray(np.memmap(file, mode="r", dtype=np.uint8)) if found.st_size else np.zeros(0, np.uint8)
+            file = OpenFile(path)
+            return cls(file, _read_header(file))
         except OSError as error:
-            raise DataError(f"{path.absolute()} cannot be read: {error.strerror}") from None
-        return cls(path, _read_header(path, data), data, found)
+            raise _unreadable(path, error) from None
 
     def __len__(self) -> int:
         return self.header.num_docs
 
     def __getitem__(self, index: int) -> Encoded:
-        """Document `index`; its ids are int32, a view of the file where that holds uint32."""
+        """Document `index`; its ids are int32."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         return self.part(index, 0, int(self._offsets[index + 1] - self._offsets[index]))
 
     def part(self, index: int, begin: int, end: int) -> Encoded:
         """Tokens `begin` to `end` of document `index`; nothing else is read."""
-        self._check_unchanged()
         first = int(self._offsets[index])
-        ids = self._ids[first + begin : first + end]
-        return Encoded(self.name(index), _as_int32(ids), self._is_target(first + begin, first + end))
+        first, last = first + begin, first + end
+        size = self._dtype.itemsize
+        ids, bits, name = self._read(
+            ("ids", first * size, (last - first) * size),
+            self._place_of_targets(first, last),
+            self._place_of_name(index),
+        )
+        return Encoded(name.decode(), _as_int32(np.frombuffer(ids, self._dtype)), _targets(bits, first, last - first))
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[index] for index in range(len(self)))
@@ -112,7 +112,8 @@ class TokenFile:
     @property
     def keys(self) -> np.ndarray:
         """[docs] uint64, equal for documents that say the same, whatever their names."""
-        return self._keys
+        [keys] = self._read(("keys", 0, 8 * len(self)))
+        return np.frombuffer(keys, "<u8")
 
     @property
     def fingerprint(self) -> str:
@@ -121,8 +122,8 @@ class TokenFile:
 
     def name(self, index: int) -> str:
         """The name of document `index`, without reading it."""
-        begin, end = self._name_offsets[index], self._name_offsets[index + 1]
-        return self._names[begin:end].tobytes().decode()
+        [name] = self._read(self._place_of_name(index))
+        return name.decode()
 
     def check(self, *, vocab_size: int, tokenizer: str | None = None) -> None:
         """Raise DataError when another tokenizer made the file, or when it has an id that a model does not know.
@@ -146,38 +147,42 @@ class TokenFile:
                 hint="tokenize the texts again with the model's own tokenizer",
             )
 
-    def _check_unchanged(self) -> None:
-        """The map shows whatever is written into the file, and a file that got shorter ends the process (SIGBUS)."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return
-        before = self._found
-        if (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
-            return
-        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise DataError(
-                f"the token file has changed while it was read: {_bytes_and_time(before)}, now {_bytes_and_time(now)}",
-                where=str(self.path.absolute()),
-                hint="put the file back as it was and resume; to replace one, move the new one into its place",
-            )
+    def _place_of_name(self, index: int) -> Place:
+        begin, end = self._name_offsets[index : index + 2].tolist()
+        return "names", begin, end - begin
 
-    def _is_target(self, begin: int, end: int) -> np.ndarray:
+    def _place_of_targets(self, first: int, last: int) -> Place:
         if not self.header.has_targets:
-            return np.ones(end - begin, dtype=bool)
-        first = begin // 8
-        bits = np.unpackbits(self._targets[first : -(-end // 8)], bitorder="little")
-        return bits[begin - first * 8 : end - first * 8].astype(bool)
+            return "targets", 0, 0
+        return "targets", first // 8, -(-last // 8) - first // 8
+
+    def _read(self, *places: Place) -> list[bytes]:
+        sections = self.header.sections
+        try:
+            return self._file.read(*((sections[name][0] + begin, size) for name, begin, size in places))
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+
+    def _read_borders(self, section: str, end: int) -> np.ndarray:
+        """[docs + 1] int64, where each document begins; raises DataError unless they ascend from 0 to `end`."""
+        [read] = self._read((section, 0, 8 * (len(self) + 1)))
+        borders = np.frombuffer(read, "<i8")
+        if borders[0] != 0 or borders[-1] != end or (np.diff(borders) < 0).any():
+            raise _damaged(self.path)
+        return borders
 
     def _first_outside(self, vocab_size: int) -> tuple[int, int, int]:
         """(document, token in it, id) of the first id that is too large."""
         step = CHUNK_BYTES
-        for start in range(0, len(self._ids), step):
-            found = np.flatnonzero(self._ids[start : start + step] >= vocab_size)
+        for start in range(0, self.header.num_tokens, step):
+            count = min(step, self.header.num_tokens - start)
+            [read] = self._read(("ids", start * self._dtype.itemsize, count * self._dtype.itemsize))
+            ids = np.frombuffer(read, self._dtype)
+            found = np.flatnonzero(ids >= vocab_size)
             if found.size:
                 token = start + int(found[0])
                 index = int(np.searchsorted(self._offsets, token, side="right")) - 1
-                return index, token - int(self._offsets[index]), int(self._ids[token])
+                return index, token - int(self._offsets[index]), int(ids[found[0]])
         raise DataError("the header names a largest id that the file does not hold", where=str(self.path.absolute()))
 
 
@@ -197,26 +202,64 @@ def _as_int32(ids: np.ndarray) -> np.ndarray:
     return ids.view("<i4") if ids.dtype.itemsize == 4 else ids.astype(np.int32)
 
 
-def _read_header(path: Path, data: np.ndarray) -> TokenHeader:
-    where = str(path.absolute())
-    if data[: len(MAGIC)].tobytes() != MAGIC:
+def _targets(bits: bytes, first: int, count: int) -> np.ndarray:
+    """[count] bool, from the byte on that the bit of token `first` stands in; all are true without any byte."""
+    if not bits:
+        return np.ones(count, dtype=bool)
+    flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+    return flags[first % 8 : first % 8 + count].astype(bool)
+
+
+def _read_header(file: OpenFile) -> TokenHeader:
+    """Raises OSError where the file cannot be read, DataError where it is no whole token file."""
+    where = str(file.path.absolute())
+    [begin] = file.read((0, min(file.size_bytes, ALIGN)))
+    if begin[: len(MAGIC)] != MAGIC:
         raise DataError("this is no token file", where=where, hint="`train.py tokenize` makes one of texts")
-    if len(data) < ALIGN:
-        raise DataError(f"the token file is truncated: {len(data)} bytes", where=where, hint="copy it again")
-    _, version, size, start = PROLOGUE.unpack_from(data.data)
+    if len(begin) < ALIGN:
+        raise DataError(f"the token file is truncated: {len(begin)} bytes", where=where, hint="copy it again")
+    _, version, size, start = PROLOGUE.unpack_from(begin)
     if version != VERSION:
         message = f"the token file has format {version}, and this program reads format {VERSION}"
         raise DataError(message, where=where, hint="tokenize the texts again, or use the newer program")
-    if len(data) != start + size:
-        message = f"the token file is truncated: {len(data):,} of {start + size:,} bytes"
+    if file.size_bytes != start + size:
+        message = f"the token file is truncated: {file.size_bytes:,} of {start + size:,} bytes"
         raise DataError(message, where=where, hint="copy it again")
     known = {field.name for field in fields(TokenHeader)}
     try:
-        values = json.loads(data[start : start + size].tobytes())
-        return TokenHeader(**{name: value for name, value in values.items() if name in known})
-    except (ValueError, TypeError, AttributeError):
-        raise DataError("the token file's header is damaged", where=where, hint="copy it again") from None
+        values = json.loads(file.read((start, size))[0])
+        header = TokenHeader(**{name: value for name, value in values.items() if name in known})
+        fits = all(header.sections[name][1] == size for name, size in _section_bytes(header).items())
+        inside = all(ALIGN <= begin <= begin + size <= start for begin, size in header.sections.values())
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError):
+        raise _damaged(file.path) from None
+    if not fits or not inside:
+        raise _damaged(file.path)
+    return header
 
 
-def _bytes_and_time(found: os.stat_result) -> str:
-    return f"{found.st_size:,} bytes of {datetime.fromtimestamp(found.st_mtime):%Y-%m-%d %H:%M:%S}"
+def _section_bytes(header: TokenHeader) -> dict[str, int]:
+    """What each array takes, but for the names, whose length is nowhere else."""
+    docs, tokens = header.num_docs, header.num_tokens
+    return {
+        "ids": tokens * {"uint16": 2, "uint32": 4}[header.dtype],
+        "offsets": 8 * (docs + 1),
+        "targets": -(-tokens // 8) if header.has_targets else 0,
+        "keys": 8 * docs,
+        "name_offsets": 8 * (docs + 1),
+        "names": header.sections["names"][1],
+    }
+
+
+def _damaged(path: Path) -> DataError:
+    return DataError("the token file's header is damaged", where=str(path.absolute()), hint="copy it again")
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    if not isinstance(error, FileChangedError):
+        return DataError(f"{path.absolute()} {why_unreadable(error)}")
+    return DataError(
+        f"the token file {why_unreadable(error)}",
+        where=str(path.absolute()),
+        hint="put the file back as it was and resume; to replace one, move the new one into its place",
+    )
