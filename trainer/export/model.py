@@ -118,7 +118,9 @@ def verify_export(
     """
     from transformers import AutoModelForCausalLM
 
-    told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+    )
     theirs, info = cast("tuple[PreTrainedModel, dict[str, Any]]", told)
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
