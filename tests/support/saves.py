@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from tests.support.limits import HANG_S
+from trainer.checkpoint.folders import render_marker
 from trainer.checkpoint.retention import Keep
 from trainer.dist import Dist
 from trainer.optim.build import build_optimizer
@@ -55,6 +58,19 @@ def save(
     written = writer.result()
     writer.close()
     return written.path
+
+
+def change_state(checkpoint: Path, **changes: Any) -> None:
+    """Give its state.json other values, as a save would have written them."""
+    state = json.dumps({**json.loads((checkpoint / "state.json").read_text()), **changes}).encode()
+    (checkpoint / "state.json").write_bytes(state)
+    (checkpoint / "COMPLETE").write_bytes(render_marker(state))
+
+
+def as_of_format_2(checkpoint: Path) -> None:
+    """Make of it what a save wrote before the marker said anything."""
+    change_state(checkpoint, format=2)
+    (checkpoint / "COMPLETE").write_bytes(b"")
 
 
 class Gate:

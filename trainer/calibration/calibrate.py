@@ -24,7 +24,7 @@ from trainer.config.batch import BatchRules
 from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
 from trainer.dist import Dist, gather, on_rank0, start_dist, stop_dist
 from trainer.failures.watchdog import leave
 from trainer.host_memory import available_bytes
@@ -96,8 +96,9 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     quiet_transformers()
     precision = settle_precision(config, dist)
     config = precision.config
-    tokenizer = load_tokenizer(config)
+    settle_offline(config)
     folder = None if config.model.name is None else model_folder(config.model.name, dist, weights=False)
+    tokenizer = load_tokenizer(config)
     shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
     seed_everything(config, dist)

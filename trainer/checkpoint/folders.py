@@ -3,7 +3,8 @@
 A checkpoint is written aside (`.tmp_step_N`), synced to disk, marked COMPLETE and then renamed, so a folder with the
 final name is whole whenever the process was killed. Whether its files still are what was written, their length and
 CRC-32 say, taken while writing: 0.4 s a GB (2.5 GB/s on one core), outside the GIL and in the writer's thread. torch's
-own CRC, inside each record of a shard, is not looked at by torch.load.
+own CRC, inside each record of a shard, is not looked at by torch.load. They stand in `state.json`, and its own in the
+marker.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,9 +28,19 @@ from trainer.schema import CHECKPOINT_MARKER
 STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by torch.distributed.checkpoint
 STEP_NAME = re.compile(r"step_(\d{6,})")
+SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")
+RANDOM_NAME = re.compile(r"random_(\d+)\.pt")
 Manifest = dict[str, list[int]]
 """{file name: [bytes, CRC-32]}."""
+FORMAT = 3
+"""Of the folder. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker says
+something."""
+SEALED_FORMAT = 3
 PIECE_BYTES = 16 * 2**20
+
+
+class DamagedError(Exception):
+    """A checkpoint's files are not what was written; the message names the file and what is wrong."""
 
 
 def step_name(step: int) -> str:
@@ -79,10 +90,11 @@ def make_empty(folder: Path) -> None:
 
 def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], None] = lambda point: None) -> None:
     """Give a completely written folder its marker and its name; `at` hears of each point that is passed."""
-    _write_synced(aside / STATE_FILE, json.dumps(info, indent=1))
+    state = json.dumps(info, indent=1).encode()
+    _write_synced(aside / STATE_FILE, state)
     sync_folder(aside)
     at("state")
-    _write_synced(aside / CHECKPOINT_MARKER, "")
+    _write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
     sync_folder(aside)
     at("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
@@ -93,6 +105,38 @@ def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], N
     sync_folder(final.parent)
     at("renamed")
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def render_marker(state: bytes) -> bytes:
+    """What the marker of a checkpoint with this `state.json` holds."""
+    return json.dumps({STATE_FILE: _entry(state)}).encode()
+
+
+def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
+    """What `state.json` says, and whether it is known to be as it was written: a marker of before format 3 is empty.
+
+    Raises DamagedError, OSError, or what a JSON of another kind leads to.
+    """
+    state, marker = (folder / STATE_FILE).read_bytes(), (folder / CHECKPOINT_MARKER).read_bytes()
+    if marker:
+        wrong = _difference(_entry(state), parse_marker(marker))
+        if wrong:
+            raise DamagedError(f"{STATE_FILE} {wrong}")
+    info = dict(json.loads(state))
+    if not marker and info.get("format", 1) >= SEALED_FORMAT:
+        raise DamagedError(
+            f"{CHECKPOINT_MARKER} is empty, and holds the checksum of {STATE_FILE} in format {info['format']}"
+        )
+    return info, bool(marker)
+
+
+def parse_marker(marker: bytes) -> list[int]:
+    """Length and CRC-32 of `state.json`."""
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        length, crc = json.loads(marker)[STATE_FILE]
+        if type(length) is int and type(crc) is int:
+            return [length, crc]
+    raise DamagedError(f"{CHECKPOINT_MARKER} has other content than was written")
 
 
 def remove(path: Path) -> None:
@@ -107,9 +151,9 @@ def _named(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -164,6 +208,42 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
     return [f"{name} {wrong}" for name, entry in manifest.items() if (wrong := _damage(folder / name, *entry))]
 
 
+def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
+    """What of a checkpoint's `state.json` contradicts itself, the folder's name or the names of the files in it."""
+    step, world_size, data = info["step"], info["world_size"], info.get("data")
+    if not all(type(number) is int for number in (step, world_size)):
+        return [f"{STATE_FILE} has step {step!r} and world_size {world_size!r}, not two numbers"]
+    found = []
+    named = STEP_NAME.fullmatch(folder.name)
+    if named and int(named[1]) != step:
+        found.append(f"{STATE_FILE} is of step {step}, not of the step in the folder's name")
+    if isinstance(data, Mapping) and data.get("step", step) != step:
+        found.append(f"{STATE_FILE} is of step {step}, and its place in the data is after step {data['step']}")
+    return found + _strange_files(folder, info["files"], world_size) if "files" in info else found
+
+
+def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[str]:
+    """What is wrong with which files are named, and which others there are."""
+    ranks = {int(match[1]) for name in manifest if (match := RANDOM_NAME.fullmatch(name))}
+    writers = {int(match[1]) for name in manifest if (match := SHARD_NAME.fullmatch(name))}
+    found = []
+    if ranks != set(range(world_size)):
+        found.append(f"{STATE_FILE} has world_size {world_size} and random states of the ranks {sorted(ranks)}")
+    if not writers <= ranks:
+        found.append(f"{STATE_FILE} has world_size {world_size} and shards of the ranks {sorted(writers)}")
+    if METADATA_FILE not in manifest:
+        found.append(f"{STATE_FILE} does not name {METADATA_FILE}")
+    # others of such a name came from elsewhere; what else lies there (an editor's, a file system's) is not read
+    ours = {
+        file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name) or RANDOM_NAME.fullmatch(file.name)
+    }
+    strays = sorted(ours - set(manifest))
+    return [
+        *found,
+        *([f"{', '.join(strays[:3])} is not of this checkpoint: {STATE_FILE} does not name it"] if strays else []),
+    ]
+
+
 def share(manifest: Manifest, rank: int, world_size: int) -> Manifest:
     """The files that one rank looks at, so that together the ranks look at each once."""
     return {name: manifest[name] for name in sorted(manifest)[rank::world_size]}
@@ -172,11 +252,19 @@ def share(manifest: Manifest, rank: int, world_size: int) -> Manifest:
 def _damage(path: Path, length: int, crc: int) -> str | None:
     try:
         found = path.stat().st_size
-        if found != length:
-            return f"has {found} bytes, not {length}"
-        return None if _checksum(path) == crc else f"has other content than was written (CRC-32 is not {crc:08x})"
+        return _difference([found, _checksum(path) if found == length else 0], [length, crc])
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def _difference(found: list[int], written: list[int]) -> str | None:
+    if found[0] != written[0]:
+        return f"has {found[0]} bytes, not {written[0]}"
+    return None if found == written else f"has other content than was written (CRC-32 is not {written[1]:08x})"
+
+
+def _entry(data: bytes) -> list[int]:
+    return [len(data), zlib.crc32(data)]
 
 
 def _checksum(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,17 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, first_cause, on_all
-from trainer.checkpoint.folders import STATE_FILE, Manifest, damages, is_complete, missing, share
+from trainer.checkpoint.folders import (
+    STATE_FILE,
+    DamagedError,
+    Manifest,
+    damages,
+    disagreements,
+    is_complete,
+    missing,
+    read_state,
+    share,
+)
 from trainer.checkpoint.shards import (
     model_state,
     read_all_shards,
@@ -22,6 +31,8 @@ from trainer.checkpoint.shards import (
 )
 from trainer.checkpoint.states import State, check_finite, read_random_state, set_random_state
 from trainer.dist import Dist
+
+_ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,8 @@ class Resumed:
     extra: dict[str, Any]
     files: Manifest = field(default_factory=dict)
     """Length and checksum of each file; empty for one written by an earlier version."""
+    is_sealed: bool = True
+    """Whether what it says is known to be what was written; not for one written by an earlier version."""
 
 
 def load(
@@ -75,19 +88,27 @@ def read_full(path: Path) -> State:
     {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, "exp_avg_sq": tensor, "step": tensor}}}.
     """
     found: list[State] = []
-    read_info(path)
+    verify(path, _ALONE)
     on_all(lambda: found.append(read_all_shards(path)), None, partial(cannot_load, path))
     return found[0]
 
 
 def read_info(path: Path) -> Resumed:
-    """What a checkpoint says beside weights and optimizer, to be judged before they are loaded."""
+    """What a checkpoint says beside weights and optimizer, to be judged before they are loaded.
+
+    Raises CheckpointError where that is not what was written, or contradicts the folder.
+    """
     if not is_complete(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing(path)}")
     try:
-        info = dict(json.loads((path / STATE_FILE).read_text()))
+        info, is_sealed = read_state(path)
+        wrong = disagreements(path, info)
+        if wrong:
+            raise DamagedError("; ".join(wrong))
         info.pop("format", None)
-        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}))
+        return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}), is_sealed)
+    except DamagedError as error:
+        raise cannot_load(path, str(error)) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise cannot_load(path, f"{STATE_FILE}: {first_cause(error)}") from error
 

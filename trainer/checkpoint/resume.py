@@ -100,7 +100,7 @@ def resume(
         except CheckpointError as error:
             failures.append((path, error))
             continue
-        return saved, _notes(path, choice, failures, dist)
+        return saved, [*_notes(path, choice, failures, dist), *([] if saved.is_sealed else [_unsealed(path)])]
     if len(failures) == 1 and len(choice.paths) == 1:
         raise failures[0][1]
     if failures:
@@ -236,6 +236,13 @@ def _notes(path: Path, choice: Choice, failures: list[tuple[Path, CheckpointErro
     aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
     told = [f"warning: {reason}; it is {aside[bad].name} now" for bad, reason in reasons.items()]
     return [*told, f"going on from {path.name}, the one before"] if told else []
+
+
+def _unsealed(path: Path) -> str:
+    return (
+        f"note: {path.name} is of an earlier version, which kept no checksum of {STATE_FILE}: "
+        "that its step and its place in the data are what was saved cannot be checked"
+    )
 
 
 def _reason(path: Path, error: CheckpointError) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.folders import STATE_FILE, remove, steps_in
+from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.folders import remove, steps_in
+from trainer.checkpoint.load import read_info
 
 METRIC = "eval_loss"
 """In state.json: the held-out loss of exactly these weights, where it was taken."""
@@ -51,7 +52,7 @@ def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> 
 
 
 def _metric(path: Path) -> float | None:
-    with suppress(OSError, ValueError):
-        value = json.loads((path / STATE_FILE).read_text()).get(METRIC)
+    with suppress(CheckpointError):  # told when it is loaded
+        value = read_info(path).extra.get(METRIC)
         return float(value) if isinstance(value, int | float) else None
     return None

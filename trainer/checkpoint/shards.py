@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from trainer.checkpoint.folders import ChecksummingWriter, Manifest
+from trainer.checkpoint.reader import PlainReader
 from trainer.checkpoint.states import State, leaves
 from trainer.dist import Group
 from trainer.tensors import fsdp_modules
@@ -82,7 +83,7 @@ def read_model_shards(path: Path, model: nn.Module, group: Group) -> None:
 
 def read_all_shards(path: Path) -> State:
     """Every tensor of a checkpoint, whole and on the CPU, in one process without a process group."""
-    kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    kept = PlainReader(path).read_metadata().state_dict_metadata
     flat: State = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in kept.items()
@@ -102,7 +103,7 @@ def read_all_shards(path: Path) -> State:
 
 def differences(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[str]:
     """What of the checkpoint's tensors does not fit the model's (and the optimizer's): names, and sizes OLD -> NEW."""
-    kept = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    kept = PlainReader(path).read_metadata().state_dict_metadata
     state = {"model": model_state(model)} if optimizer is None else sharded_state(model, optimizer)
     now = {name.strip("/").replace("/", "."): value for name, value in leaves(state)}
     there = {name for name in kept if name.startswith("model.") or optimizer is not None}
@@ -123,7 +124,7 @@ def _names(what: str, names: list[str]) -> list[str]:
 
 
 def _read(path: Path, state: State, group: Group) -> None:
-    dcp.load(state, checkpoint_id=path, **_dcp_group(group))
+    dcp.load(state, storage_reader=PlainReader(path), **_dcp_group(group))
 
 
 def _options(model: nn.Module) -> StateDictOptions:

@@ -12,14 +12,13 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from trainer.checkpoint.errors import CheckpointError, cannot_write, first_cause, on_all
-from trainer.checkpoint.folders import Manifest, commit, make_empty, step_name
+from trainer.checkpoint.folders import FORMAT, Manifest, commit, make_empty, step_name
 from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
 from trainer.checkpoint.states import State, check_finite, local_bytes, write_random_state
 from trainer.dist import Group, gather
 from trainer.files import lack_of_room
 
-FORMAT = 2  # of the folder: 2 has the optimizer's state by parameter name without its groups, and `files`
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
 AtPoint = Callable[[str], None]

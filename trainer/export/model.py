@@ -122,10 +122,9 @@ def verify_export(
     """
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
+    options = {"dtype": torch.float32, "output_loading_info": True, **_without_map(PreTrainedModel)}
     try:
-        told = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, **_without_map(PreTrainedModel)
-        )
+        told = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
         open_folder(folder)  # names the file that is not whole
         raise ModelError(f"the export in {folder} does not load in transformers: {first_line(error)}") from error
@@ -143,10 +142,11 @@ def verify_export(
     return check_logits(got, expected, f"the export in {folder}")
 
 
-def _without_map(kind: type[PreTrainedModel]) -> dict[str, bool]:
+def _without_map(kind: type[PreTrainedModel]) -> dict[str, Any]:
     """Has transformers read the files, where it can (5.x), and not map them: a map of a file that is cut, or whose disk
     fails, ends the process."""
-    return {"disable_mmap": True} if "disable_mmap" in signature(kind.from_pretrained).parameters else {}
+    takes = signature(vars(kind)["from_pretrained"].__func__).parameters
+    return {"disable_mmap": True} if "disable_mmap" in takes else {}
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from trainer.config.load import config_notes, num_processes
 from trainer.config.train import length_notes, warmup_steps
 from trainer.data.dataset.report import DataReport
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
 from trainer.dist import Dist
 from trainer.inspection.samples import Sample, read_samples
 from trainer.memory.estimate import MemoryEstimate, Saving, estimate_memory, savings
@@ -95,8 +95,9 @@ def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) 
     config = precision.config
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
-    tokenizer = load_tokenizer(config)
+    settle_offline(config)
     folder = None if config.model.name is None else model_folder(config.model.name, alone, weights=False)
+    tokenizer = load_tokenizer(config)
     shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
     fit = _fit(config, shape, ranks.world_size, card_gib)

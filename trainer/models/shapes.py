@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,10 @@ from trainer.dist import Dist, rank0_first
 from trainer.errors import ModelError
 from trainer.files import expanded
 from trainer.models.decoder import DecoderShape, RopeScaling
+from trainer.words import first_line
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+SUPPORTED = "qwen2, qwen3 and llama"
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,9 +22,13 @@ if TYPE_CHECKING:
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first)."""
+    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first).
+
+    Raises ModelError for one that Decoder does not compute: before its weights are loaded, and nothing of it is run.
+    """
     folder = expanded(name)
     if folder.is_dir():
+        read_model_config(folder)
         return folder
     if folder.is_absolute() or name.startswith((".", "~")):
         raise ModelError(f"model.name={name}: there is no such folder")
@@ -29,9 +38,11 @@ def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
 def _download(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    small = ["*.json", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, allow_patterns=small))
+        read_model_config(folder)
+        return Path(snapshot_download(name, allow_patterns=[*small, "*.safetensors"])) if weights else folder
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -46,7 +57,7 @@ def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | No
     `vocab_size` is the tokenizer's; a named model must have at least as many rows in its embedding.
     """
     if config.name is not None:
-        return shape_from_pretrained(folder or config.name, vocab_size)
+        return shape_from_pretrained(folder or expanded(config.name), vocab_size)
     head_dim = config.head_dim or config.hidden_size // config.num_heads
     shape = DecoderShape(
         family=config.family,
@@ -70,17 +81,38 @@ def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | No
     return _checked(shape, "the config")
 
 
-def shape_from_pretrained(source: Path | str, vocab_size: int) -> DecoderShape:
-    """The shape that the config.json of a folder or Hugging Face name describes.
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """What the config.json of a model says. Raises ModelError for a model type that Decoder does not compute.
+
+    transformers is not asked which class that takes: for a type that it does not know it offers on the terminal to run
+    the folder's own code.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        kind = config.get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{folder}: no usable config.json: {first_line(error)}") from error
+    if kind not in FAMILIES:
+        raise ModelError(f"{folder}: model_type={kind} is not supported; {SUPPORTED} are")
+    if config.get("auto_map"):
+        raise ModelError(
+            f"{folder}: its config.json has auto_map, for code of the model's own, and no such code is ever run; "
+            f"models of the types {SUPPORTED} as transformers computes them are supported",
+            hint=f"if it is a plain {kind}, take auto_map out of a copy of its config.json",
+        )
+    return dict(config)
+
+
+def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
+    """The shape that the config.json of a folder describes.
 
     Raises ModelError for an architecture or a feature that Decoder does not compute, naming the field.
     """
-    from transformers import AutoConfig
-
+    config = read_model_config(source)
     try:
-        hf = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source}: no usable config.json: {str(error).strip().splitlines()[0]}") from error
+        hf = _config_class(config["model_type"]).from_dict(config)
+    except Exception as error:  # transformers 5 checks the types of the values, with errors of its own
+        raise ModelError(f"{source}: no usable config.json: {first_line(error)}") from error
     _refuse_unsupported(hf, source)
     theta, scaling = _rope(hf, source)
     if hf.vocab_size < vocab_size:
@@ -115,8 +147,6 @@ def _checked(shape: DecoderShape, where: object) -> DecoderShape:
 
 
 def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
-    if hf.model_type not in ("qwen2", "qwen3", "llama"):
-        raise ModelError(f"{source}: model_type={hf.model_type} is not supported; qwen2, qwen3 and llama are")
     expected = {
         "hidden_act": ("silu", None),
         "use_sliding_window": (False, None),
@@ -154,11 +184,8 @@ def _rope(hf: PretrainedConfig, source: Path | str) -> tuple[float, RopeScaling 
 
 def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
     """The transformers config of the same model."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
-
-    kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[shape.family]
     names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-    config: PretrainedConfig = kind(
+    config: PretrainedConfig = _config_class(shape.family)(
         architectures=[names[shape.family]],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -176,6 +203,12 @@ def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
         **rope_fields(shape),
     )
     return config
+
+
+def _config_class(family: str) -> Any:
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    return {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[family]
 
 
 def rope_fields(shape: DecoderShape) -> dict[str, Any]:

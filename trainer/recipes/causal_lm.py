@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, vocab_size
+from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
 from trainer.dist import Dist
 from trainer.export.finish import finish
 from trainer.failures.oom import oom_advice
@@ -46,9 +46,10 @@ def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM)
     dist.startup.enter("data")
     precision = settle_precision(config, dist, run_dir)
     config = precision.config
+    settle_offline(config)
+    folder = pretrained_folder(config, dist)
     tokenizer = load_tokenizer(config)
     quiet_transformers()
-    folder = pretrained_folder(config, dist)
     shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
     check_length(config, shape)
     seed_everything(config, dist)

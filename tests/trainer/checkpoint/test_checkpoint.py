@@ -238,7 +238,7 @@ def test_state_file_is_json_of_step_world_size_and_extra(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     state = json.loads((tmp_path / "step_000002" / "state.json").read_text())
     assert sorted(state.pop("files")) == [".metadata", "__0_0.distcp", "random_0.pt"]
-    assert state == {"format": 2, "step": 2, "world_size": 1, "data": {"row": 5}}
+    assert state == {"format": 3, "step": 2, "world_size": 1, "data": {"row": 5}}
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "elsewhere"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from tests.support.saves import as_of_format_2, change_state
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, losses, train, training_on
 from trainer.checkpoint.errors import CheckpointError
@@ -49,14 +50,22 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def copy_former(file: Path) -> None:
+    shutil.copyfile(file.parent.with_name("step_000002") / file.name, file)
+
+
 DAMAGES = {
     "shard cut": ("__1_0.distcp", truncate, "__1_0.distcp has 100 bytes, not"),
-    "state too deep": ("state.json", lambda file: file.write_text("[" * 200_000), "state.json: RecursionError"),
     "shard changed": ("__0_0.distcp", flip, "__0_0.distcp has other content than was written"),
     "shard gone": ("__0_0.distcp", Path.unlink, "__0_0.distcp cannot be read: No such file"),
     "random state cut": ("random_1.pt", truncate, "random_1.pt has 100 bytes"),
-    "state empty": ("state.json", lambda file: file.write_text(""), "state.json: JSONDecodeError"),
-    "state of another kind": ("state.json", lambda file: file.write_text("[]"), "state.json: "),
+    "state empty": ("state.json", lambda file: file.write_text(""), "state.json has 0 bytes, not "),
+    "state changed": ("state.json", flip, "state.json has other content than was written"),
+    "state of another step": ("state.json", copy_former, "step_000004: state.json has "),
+    "marker of another step": ("COMPLETE", copy_former, "step_000004: state.json has "),
+    "marker cut": ("COMPLETE", lambda file: file.write_bytes(file.read_bytes()[:9]), "COMPLETE has other content than"),
+    "marker empty": ("COMPLETE", lambda file: file.write_text(""), "COMPLETE is empty, and holds the checksum of"),
+    "shard of more ranks": ("__2_0.distcp", lambda file: file.write_bytes(b"x"), "__2_0.distcp is not of this check"),
     "marker gone": ("COMPLETE", Path.unlink, "step_000004 is not complete: it has no COMPLETE file"),
     "metadata gone": (".metadata", Path.unlink, "step_000004 is not complete: it has no .metadata file"),
 }
@@ -107,10 +116,60 @@ def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, na
 
 
 def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):
-    state = run_dir / "checkpoints" / "step_000004" / "state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "data": None}))
+    change_state(run_dir / "checkpoints" / "step_000004", data=None)
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
     assert "state.json does not say what a save writes there: data" in capfd.readouterr().out
+
+
+OLD_DAMAGES = {
+    "too deep": (lambda state: "[" * 200_000, "state.json: RecursionError"),
+    "empty": (lambda state: "", "state.json: JSONDecodeError"),
+    "of another kind": (lambda state: "[]", "state.json: "),
+    "of another step": (lambda state: json.dumps({**state, "step": 5}), "state.json is of step 5, not of the step in"),
+    "at another step of the data": (
+        lambda state: json.dumps({**state, "data": {**state["data"], "step": 5}}),
+        "state.json is of step 4, and its place in the data is after step 5",
+    ),
+    "of more ranks": (lambda state: json.dumps({**state, "world_size": 3}), "world_size 3 and random states of the ra"),
+    "of a number in words": (
+        lambda state: json.dumps({**state, "step": "4"}),
+        "state.json has step '4' and world_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", OLD_DAMAGES)
+def test_damage_of_an_earlier_versions_checkpoint_is_told_by_what_contradicts_it(rows, run_dir, damage, capfd):
+    spoil, message = OLD_DAMAGES[damage]
+    newest = run_dir / "checkpoints" / "step_000004"
+    as_of_format_2(newest)
+    (newest / "state.json").write_text(spoil(json.loads((newest / "state.json").read_text())))
+    assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
+    told = capfd.readouterr().out
+    assert message in told and "it is .bad_step_000004 now" in told
+
+
+def test_whole_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_note(rows, run_dir, capfd):
+    as_of_format_2(run_dir / "checkpoints" / "step_000004")
+    assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 4
+    note = "note: step_000004 is of an earlier version, which kept no checksum of state.json"
+    assert capfd.readouterr().out.count(note) == 1
+
+
+def test_checkpoint_with_its_checksum_is_gone_on_from_without_a_note(rows, run_dir, capfd):
+    assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 4
+    assert "earlier version" not in capfd.readouterr().out
+
+
+def test_renamed_checkpoint_is_not_taken_for_one_of_another_step(rows, run_dir, capfd):
+    (run_dir / "checkpoints" / "step_000004").rename(run_dir / "checkpoints" / "step_000006")
+    assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2
+    assert "step_000006: state.json is of step 4, not of the step in the folder's name" in capfd.readouterr().out
+
+
+def test_checkpoint_under_a_name_without_a_step_may_be_named(rows, run_dir, tmp_path):
+    path = shutil.copytree(run_dir / "checkpoints" / "step_000004", tmp_path / "the best")
+    assert build(rows, tmp_path / "new", ALONE, backend="pytorch", resume=str(path), **FIELDS).start_step == 4
 
 
 def test_8_bit_state_is_not_taken_for_a_damaged_one_of_adamw():

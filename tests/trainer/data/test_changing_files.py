@@ -140,6 +140,7 @@ def test_token_file_whose_name_goes_or_is_given_away_stays_readable(tmp_path):
     [
         ("dtype", "uint8"), ("num_docs", 5), ("num_tokens", 99), ("sections", {}),
         ("sections", {"ids": [64, 10**12]}), ("has_targets", True),
+        ("sections", {"ids": [66, 10]}), ("sections", {"offsets": [64, 24]}), ("sections", {"names": [128, 0]}),
     ],
 )  # fmt: skip
 def test_header_of_a_token_file_that_does_not_fit_the_file_is_refused(tmp_path, name, value):

@@ -174,7 +174,7 @@ def _load_dataset(spec: str, split: str) -> Any:
 
     name, _, config = spec.partition(":")
     try:
-        return datasets.load_dataset(name, config or None, split=split)
+        return datasets.load_dataset(name, config or None, split=split, trust_remote_code=False)
     except Exception as error:  # the library raises its own, the hub client's, OSError and ValueError alike
         raise DataError(
             f"the data set {spec!r} (split {split!r}) cannot be loaded: {_first_line(error)}",

@@ -230,10 +230,10 @@ def _read_header(file: OpenFile) -> TokenHeader:
         values = json.loads(file.read((start, size))[0])
         header = TokenHeader(**{name: value for name, value in values.items() if name in known})
         fits = all(header.sections[name][1] == size for name, size in _section_bytes(header).items())
-        inside = all(ALIGN <= begin <= begin + size <= start for begin, size in header.sections.values())
+        in_order = _end_of_sections(header) == start
     except (ValueError, TypeError, AttributeError, KeyError, IndexError):
         raise _damaged(file.path) from None
-    if not fits or not inside:
+    if not fits or not in_order:
         raise _damaged(file.path)
     return header
 
@@ -249,6 +249,17 @@ def _section_bytes(header: TokenHeader) -> dict[str, int]:
         "name_offsets": 8 * (docs + 1),
         "names": header.sections["names"][1],
     }
+
+
+def _end_of_sections(header: TokenHeader) -> int:
+    """Where the header must begin, when each array begins where the one before it ends; else -1."""
+    at = ALIGN
+    for name in SECTIONS:
+        begin, size = header.sections[name]
+        if begin != at:
+            return -1
+        at = -(-(begin + size) // ALIGN) * ALIGN
+    return at
 
 
 def _damaged(path: Path) -> DataError:

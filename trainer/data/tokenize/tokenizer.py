@@ -115,17 +115,26 @@ def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
 
 def _load_pretrained(name: str) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     folder = expanded(name)
     if name.startswith(("/", "./", "../", "~")) and not folder.is_dir():
         raise DataError(f"there is no tokenizer folder {folder.absolute()}", hint="check data.tokenizer and model.name")
+    source = str(folder) if folder.is_dir() else name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
+        has_code = bool(get_tokenizer_config(source).get("auto_map"))
+        tokenizer = None if has_code else AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and the hub client's own alike
         raise DataError(
             f"the tokenizer {name!r} cannot be loaded: {str(error).strip().splitlines()[0] if str(error) else error!r}",
             hint=f"data.tokenizer takes a Hugging Face name (needs internet), a folder, or {BYTES}",
         ) from error
+    if has_code:
+        raise DataError(
+            f"the tokenizer {name!r} has code of its own (auto_map in its tokenizer_config.json), which is never run; "
+            "what a tokenizer.json says is supported",
+            hint="if its tokenizer.json is the whole tokenizer, take auto_map out of a copy of tokenizer_config.json",
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(
             f"the tokenizer {name!r} has no fast version, so tokens cannot be traced to the text",

@@ -1,0 +1,87 @@
+"""Torch's reader of shards, made to run no code of the folder that it reads: somebody else may have made that.
+
+`.metadata` is a pickle, which torch loads without any limit. Here it may build what torch writes into it and nothing
+else. The tensors of a shard torch loads with `weights_only`; other objects, which it would load without, no checkpoint
+of ours holds, and they are left out.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
+
+from trainer.checkpoint.folders import METADATA_FILE
+
+
+class PlainReader(FileSystemReader):
+    """Reads a folder of `torch.distributed.checkpoint`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises pickle.UnpicklingError for what is no metadata of tensors in this folder."""
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise pickle.UnpicklingError(f"{METADATA_FILE} does not describe a checkpoint")
+        for stored in (metadata.storage_data or {}).values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise pickle.UnpicklingError(
+                    f"{METADATA_FILE} names {stored.relative_path}, which is not in its folder"
+                )
+        kept = metadata.state_dict_metadata.items()
+        metadata.state_dict_metadata = {name: entry for name, entry in kept if isinstance(entry, TensorStorageMetadata)}
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _member(of: object, name: str) -> object:
+    """What `getattr` is for: Python 3.11's first releases pickle a member of an Enum by its name."""
+    if of is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {name} of {of!r}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        _get_layout,
+    )
+}
+_KNOWN |= {("torch", "Size"): torch.Size, ("builtins", "getattr"): _member}
+# the folder that was written into, which nobody reads; the second name is Python 3.13's
+_KNOWN |= {(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"{METADATA_FILE} asks for {module}.{name}, which no checkpoint needs")
+        return known
