@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 
 import click
@@ -13,7 +14,8 @@ from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.errors import FerryError, LostConnection
-from deployer.terminal import invoked_as, notice, show_error
+from deployer.printable import shown, shown_lines
+from deployer.terminal import invoked_as, notice, say, show_click_error, show_error
 
 
 @click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
@@ -37,7 +39,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
     answered with no, and nothing was started.
     """
     if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+        say(*shown_lines(ctx.get_help()))
 
 
 for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS):
@@ -49,6 +51,7 @@ def main() -> None:
     _open_standard_streams()
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
+    threading.excepthook = lambda broken: notice(*shown_lines("".join(traceback.format_exception(broken.exc_value))))
     debug = "--debug" in own
     if debug:
         words.remove("--debug")
@@ -57,14 +60,14 @@ def main() -> None:
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        show_click_error(error)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
+        notice(shown("interrupted"))
         sys.exit(130)
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            notice(*shown_lines(traceback.format_exc()))
         known = error if isinstance(error, FerryError) else _unforeseen(error)
         _show(known)
         sys.exit(known.exit_code)
@@ -88,4 +91,4 @@ def _unforeseen(error: Exception) -> FerryError:
 def _show(error: FerryError) -> None:
     show_error(error)
     if isinstance(error, LostConnection):
-        notice(f"The job, if it was started, runs on: {invoked_as()} ps shows it.")
+        notice(shown(f"The job, if it was started, runs on: {invoked_as()} ps shows it."))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FerryError(Exception):
-    """Base of every error that is the user's to read: `message`, then `where` lines, then a hint. No stack trace."""
+    """Base of every error that is the user's to read: `message`, then `where` lines, then a hint. No stack trace.
+
+    A message and a hint are one line each, and so is each line of `where`, whatever the values in them hold: what has
+    several lines goes there.
+    """
 
     exit_code = 125
 
-    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+    def __init__(self, message: str, *, where: str | Sequence[str] = (), hint: str = "") -> None:
         super().__init__(message)
         self.message = message
-        self.where = where
+        self.where = tuple(filter(None, (where,) if isinstance(where, str) else where))
         self.hint = hint
 
 

@@ -1,33 +1,35 @@
-"""What people see: notices and errors on stderr, tables and progress bars. The only user of rich; decides nothing."""
+"""What people see: notices, questions and errors on stderr; tables, facts and answers on stdout. Decides nothing.
+
+The one door to the terminal: no other module of the client writes there, but for `launch.logview` (a log, made fit by
+LogText) and the byte streams of `exec` and `shell`, which are the host's own, as with ssh. It takes text that is
+`Shown`, and no raw one. The only user of rich.
+"""
 
 from __future__ import annotations
 
+import getpass
+import io
+import json
 import os
 import re
 import shlex
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from deployer.errors import FerryError
+from deployer.errors import ConnectError, FerryError
+from deployer.printable import LogText, Shown, shown, shown_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-# what in a host's text could drive the terminal (C0, DEL, C1), turn it around (bidirectional marks) or break it (halves
-# of surrogate pairs); tab and newline pass
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def clean(text: object) -> str:
-    """Text that came from a host, with what could drive a terminal made visible."""
-    return _CONTROL.sub(lambda match: ascii(match.group())[1:-1], str(text))
 
 
 def escapes() -> bool:
@@ -35,8 +37,14 @@ def escapes() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _style(text: str, **style: Any) -> str:
-    return click.style(text, **style) if escapes() else text
+def _style(text: Shown, **style: Any) -> Shown:
+    return Shown(click.style(text, **style)) if escapes() else text
+
+
+def _write(*parts: Shown, err: bool) -> None:
+    """One line. What the terminal's own encoding lacks is made visible."""
+    encoding = (sys.stderr if err else sys.stdout).encoding or "utf-8"
+    click.echo("".join(parts).encode(encoding, "backslashreplace").decode(encoding), err=err)
 
 
 def invoked_as() -> str:
@@ -62,31 +70,97 @@ _OWN_NAME = re.compile(
 )
 
 
-def notice(text: str) -> None:
-    click.echo(clean(text), err=True)
+def notice(*lines: Shown) -> None:
+    for line in lines:
+        _write(line, err=True)
 
 
-def confirm(question: str, *, declined: str) -> None:
+def say(*lines: Shown) -> None:
+    """Lines on stdout: what was asked for."""
+    for line in lines:
+        _write(line, err=False)
+
+
+def say_json(value: object) -> None:
+    """A value on stdout as JSON for a script: ASCII without a raw control character, whatever a host has sent."""
+    plain = json.loads(json.dumps(value), parse_constant=str)  # JSON knows no NaN
+    click.echo(json.dumps(plain, indent=1).replace("\x7f", "\\u007f"))
+
+
+def say_script(text: str) -> None:
+    """Shell text on stdout: exactly, for a file or a pipe, and as printable lines on a terminal."""
+    if sys.stdout.isatty():
+        say(*shown_lines(text))
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+
+
+def relay(pipe: IO[bytes]) -> None:
+    """Shows what a program that helps us says on its stderr, as it comes, in the background."""
+    text = LogText(colours=escapes())
+
+    def show() -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 15):
+                sys.stderr.buffer.write(text.feed(data))
+                sys.stderr.buffer.flush()
+
+    threading.Thread(target=show, name="relay", daemon=True).start()
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+
+
+def confirm(question: Shown, *, declined: Shown) -> None:
     """Asks on the terminal; a no ends the program with 1 and says what it means."""
     if not click.confirm(question, err=True):
         notice(declined)
         sys.exit(1)
 
 
+def ask_yes(question: Shown) -> bool:
+    """Whether the person typed `yes`."""
+    sys.stderr.write(f"{question} [yes/no]: ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("yes", "y")
+
+
+def ask_secret(prompt: Shown) -> str:
+    """What the person typed, not shown. ConnectError when they ended the input."""
+    try:
+        return getpass.getpass(prompt, stream=sys.stderr)
+    except EOFError:
+        raise ConnectError("no answer to the question for a password") from None
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
 def show_error(error: FerryError) -> None:
-    """The message, where, and the hint, in the three-line form."""
-    click.echo(_style("Error: ", fg="red", bold=True) + _shortened(clean(error.message)), err=True)
-    for line in error.where.splitlines():
+    """The message, where, and the hint: a line each, and a line for each line of `where`."""
+    _write(_style(Shown("Error: "), fg="red", bold=True), shown(_shortened(error.message)), err=True)
+    for line in error.where:
         # a place (`file:line`, `the command line`), or what somebody said (`host: …`)
         place = "" if ": " in line else ("on " if line.startswith("the command") else "in ")
-        click.echo(f"  {place}{clean(line)}", err=True)
+        notice(shown(f"  {place}{line}"))
     if error.hint:
-        click.echo(_style("hint: ", bold=True) + clean(as_invoked(error.hint)), err=True)
+        _write(_style(Shown("hint: "), bold=True), shown(as_invoked(error.hint)), err=True)
+
+
+def show_click_error(error: click.ClickException) -> None:
+    """What click says of a command line that it does not understand."""
+    said = io.StringIO()
+    error.show(said)
+    notice(*shown_lines(said.getvalue()))
 
 
 def _shortened(text: str) -> str:
     """A message that repeats a value of any length, without the middle of it."""
     return text if len(text) <= 5000 else f"{text[:3000]} … {text[-1500:]}"
+
+
+# --- figures for the eye ----------------------------------------------------------------------------------------------
 
 
 def size(number: float) -> str:
@@ -118,7 +192,10 @@ def age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f}s"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]]) -> None:
     """A table on stdout; wide enough for whole ids when stdout is no terminal."""
     from rich.console import Console
 
@@ -127,31 +204,31 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     with console.capture() as drawn:
         console.print(_grid(columns, rows))
     for line in drawn.get().splitlines():
-        click.echo(line.rstrip())
+        _write(Shown(line.rstrip()), err=False)  # rich has added its own colours
 
 
-def facts(title: str, rows: Sequence[tuple[str, object]]) -> None:
+def facts(title: Shown, rows: Sequence[Sequence[Shown]]) -> None:
     """Names and values on stdout, a line each, however long: nothing is broken in the middle of a path."""
-    click.echo(_style(clean(title), bold=True))
+    say(_style(title, bold=True))
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        click.echo(f"{name:<{width}}  {clean(value)}".rstrip())
+        say(shown(f"{name:<{width}}  {value}".rstrip()))
 
 
-def _grid(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+def _grid(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        grid.add_column(Text(clean(column)), no_wrap=number < 2, overflow="fold")
+        grid.add_column(Text(column), no_wrap=number < 2, overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(clean(cell)) for cell in row))
+        grid.add_row(*map(Text, row))
     return grid
 
 
 @contextmanager
-def live_table(columns: Sequence[str]) -> Iterator[Callable[[Sequence[Sequence[object]]], None]]:
+def live_table(columns: Sequence[Shown]) -> Iterator[Callable[[Sequence[Sequence[Shown]]], None]]:
     """A table on stdout's terminal that each call draws anew in its place; of too many rows the last ones."""
     from rich.console import Console
     from rich.live import Live
@@ -159,7 +236,7 @@ def live_table(columns: Sequence[str]) -> Iterator[Callable[[Sequence[Sequence[o
     console = Console()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
-        def draw(rows: Sequence[Sequence[object]]) -> None:
+        def draw(rows: Sequence[Sequence[Shown]]) -> None:
             room = max(1, console.height - 2)
             live.update(_grid(columns, rows[-room:]), refresh=True)
 
@@ -167,21 +244,35 @@ def live_table(columns: Sequence[str]) -> Iterator[Callable[[Sequence[Sequence[o
         yield draw
 
 
-def checks(items: Sequence[Mapping[str, Any]]) -> None:
-    """A doctor's findings: a mark, the name, the detail, and what to do."""
+@dataclass(frozen=True)
+class Check:
+    """A doctor's finding."""
+
+    status: str
+    """`ok`, `warn` or `fail`."""
+    name: Shown
+    detail: Shown
+    hint: Shown
+
+
+def checks(items: Sequence[Check]) -> None:
+    """Findings on stdout: a mark, the name, the detail, and what to do."""
     marks = {
-        "ok": _style("✓", fg="green"),
-        "warn": _style("!", fg="yellow"),
-        "fail": _style("✗", fg="red"),
+        "ok": _style(Shown("✓"), fg="green"),
+        "warn": _style(Shown("!"), fg="yellow"),
+        "fail": _style(Shown("✗"), fg="red"),
     }
     for item in items:
-        click.echo(f"{marks.get(item['status'], '?')} {clean(item['name'])}: {clean(item['detail'])}")
-        if item.get("hint") and item["status"] != "ok":
-            click.echo(f"    → {clean(item['hint'])}")
+        _write(marks.get(item.status, Shown("?")), shown(f" {item.name}: {item.detail}"), err=False)
+        if item.hint and item.status != "ok":
+            say(shown(f"    → {item.hint}"))
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Callable[[int, int], None]]:
+def progress(label: Shown) -> Iterator[Callable[[int, int], None]]:
     """A byte-progress bar on stderr, drawn when the work lasts; a plain closing line off a terminal."""
     begun = time.monotonic()
     bar: Any = None
@@ -202,10 +293,10 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
             bar.stop()
         if last[1]:
             seconds = max(time.monotonic() - begun, 1e-3)
-            notice(f"{label}: {size(last[0])} in {seconds:.1f} s ({size(last[0] / seconds)}/s)")
+            notice(shown(f"{label}: {size(last[0])} in {seconds:.1f} s ({size(last[0] / seconds)}/s)"))
 
 
-def _make_bar(label: str, total: int) -> Any:
+def _make_bar(label: Shown, total: int) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -216,7 +307,7 @@ def _make_bar(label: str, total: int) -> Any:
         TransferSpeedColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
     bar.add_task(label, total=total)
     bar.start()

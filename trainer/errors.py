@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from trainer.console import shown
+
 COMMAND_LINE = "the command line"
 
 
 class UserError(Exception):
-    """`message` says what is wrong with which value, `where` it stands, `hint` what to do."""
+    """`message` says what is wrong with which value, `where` it stands, `hint` what to do: a line each."""
 
     exit_code = 2
+    has_lines = True
+    """Its text has several, and each is printable."""
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -17,11 +21,11 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        lines = [self.message]
+        lines = [shown(self.message)]
         if self.where:
-            lines.append(f"  {'on' if self.where == COMMAND_LINE else 'in'} {self.where}")
+            lines.append(f"  {'on' if self.where == COMMAND_LINE else 'in'} {shown(self.where)}")
         if self.hint:
-            lines.append(f"hint: {self.hint}")
+            lines.append(f"hint: {shown(self.hint)}")
         return "\n".join(lines)
 
     def render(self) -> str:

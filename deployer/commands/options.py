@@ -55,8 +55,8 @@ class Commands(Command, click.Group):
                 sys.stdout.flush()
         except BrokenPipeError:
             null = os.open(os.devnull, os.O_WRONLY)
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(null, stream.fileno())  # what is still buffered leaves no complaint at the end
+            for number in (sys.stdout.fileno(), sys.stderr.fileno()):
+                os.dup2(null, number)  # what is still buffered leaves no complaint at the end
             sys.exit(141)
 
 

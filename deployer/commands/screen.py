@@ -16,6 +16,7 @@ from deployer.errors import FerryError
 from deployer.jobs.registry import JobRecord, note_row, write_record
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
+from deployer.printable import shown
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""
@@ -42,16 +43,18 @@ class Screen(Watcher):
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
-            self._update = self._bars.enter_context(terminal.progress("sent"))
+            self._update = self._bars.enter_context(terminal.progress(shown("sent")))
         self._update(sent, total)
 
     def started(self, ack: dict[str, Any]) -> None:
         self.close()
         self.folder = str(ack["path"])
         self.remember()
-        terminal.notice("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
+        terminal.notice(
+            shown("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
+        )
         if self.beginning:
-            terminal.notice(self.beginning)
+            terminal.notice(shown(self.beginning))
 
     @property
     def acknowledged(self) -> bool:
@@ -66,7 +69,7 @@ class Screen(Watcher):
         try:
             write_record(self.record)
         except OSError as error:
-            terminal.notice(f"warning: this client keeps no record of {self.record.job_id}: {error}")
+            terminal.notice(shown(f"warning: this client keeps no record of {self.record.job_id}: {error}"))
 
     def state(self, status: dict[str, Any]) -> None:
         self._note(status)
@@ -74,21 +77,21 @@ class Screen(Watcher):
         attempt = number_of(status)
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
-            terminal.notice(attempt_line(status) or f"attempt {attempt}")
+            terminal.notice(shown(attempt_line(status) or f"attempt {attempt}"))
         queue = status.get("queue") or {}
         if queue and queue != self._queue:
             from deployer.agent.gpus.queue import queue_line
 
-            terminal.notice(f"queued: {queue_line(queue, time.time())}")
+            terminal.notice(shown(f"queued: {queue_line(queue, time.time())}"))
         elif self._queue and not queue and status["state"] in ("preparing", "running"):
-            terminal.notice("the GPUs are free")
+            terminal.notice(shown("the GPUs are free"))
         self._queue = queue
 
     def heard(self) -> None:
         self._heard_at = time.monotonic()
         if self._waiting:
             self._waiting = False
-            terminal.notice("connected again")
+            terminal.notice(shown("connected again"))
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
         rank = _RANK.search(file)
@@ -97,16 +100,16 @@ class Screen(Watcher):
             what = f"of a longer line only the first {terminal.size(size_bytes)} were searched and are shown"
         else:
             what = f"{terminal.size(size_bytes)} of this log were dropped on the host, --log-max {terminal.size(limit)}"
-        terminal.notice(f"[{who}: {what}]")
+        terminal.notice(shown(f"[{who}: {what}]"))
 
-    def left_behind(self, what: str) -> None:
-        """Three lines for one who stops following: what happened, how the job is, how to come back to it."""
+    def left_behind(self, *what: str) -> None:
+        """Lines for one who stops following: what happened, how the job is, how to come back to it."""
         job_id, me = self.record.job_id, terminal.invoked_as()
         ago = terminal.age(time.monotonic() - self._heard_at)
         when = f"was {self._known_state} {ago} ago" if self._waiting else f"is {self._known_state}"
-        terminal.notice(what)
-        terminal.notice(f"{job_id} {when}; it goes on without this client")
-        terminal.notice(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it")
+        terminal.notice(*map(shown, what))
+        terminal.notice(shown(f"{job_id} {when}; it goes on without this client"))
+        terminal.notice(shown(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it"))
 
     def _note(self, status: dict[str, Any]) -> None:
         """Keeps what the host said, for a `ps` when it cannot be reached."""
@@ -117,7 +120,7 @@ class Screen(Watcher):
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:
             goes_on = " (the job goes on)" if self.acknowledged else ""
-            terminal.notice(f"{error.message}; trying again{goes_on}")
+            terminal.notice(shown(f"{error.message}; trying again{goes_on}"))
         self._waiting = True
 
 
@@ -132,6 +135,7 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
         raw=raw,
         launcher=launcher,
         escapes=terminal.escapes(),
+        encoding=sys.stdout.encoding if sys.stdout.isatty() else "utf-8",
     )
 
 
@@ -150,4 +154,4 @@ def next_commands(job_id: str, final: Mapping[str, Any] | None = None, *, withou
         lines = ["logs {}", "pull {}"]
     for line in lines:
         if line != f"{without} {{}}":
-            terminal.notice(f"  {terminal.invoked_as()} {line.format(job_id)}")
+            terminal.notice(shown(f"  {terminal.invoked_as()} {line.format(job_id)}"))

@@ -179,4 +179,5 @@ def error_of(data: Any) -> FerryError:
     cls: type[FerryError] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}.get(
         str(kind), HostError
     )
-    return cls(str(data.get("message", "the host gave no reason")), hint=str(data.get("hint", "")))
+    message, *more = str(data.get("message", "the host gave no reason")).split("\n")
+    return cls(message, where=[f"host: {line}" for line in more[-30:]], hint=str(data.get("hint", "")))

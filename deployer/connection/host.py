@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.printable import Shown, shown
 from deployer.transport.protocol import Transport
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ GIVE_UP_AFTER_S = 600.0
 """A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
-Tell = Callable[[str], None]
+Tell = Callable[[Shown], None]
 
 
 @dataclass
@@ -172,7 +173,7 @@ class Patience:
         if time.monotonic() - self._last > self._give_up_after_s:
             raise LostConnection(error.message, where=error.where, hint=error.hint) from error
         if not self._tries:
-            self._tell(f"{error.message}; trying again")
+            self._tell(shown(f"{error.message}; trying again"))
         wait_s = BACKOFF_S[min(self._tries, len(BACKOFF_S) - 1)]
         self._tries += 1
         time.sleep(wait_s)

@@ -7,12 +7,13 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deployer.errors import UsageError
+from deployer.printable import shown
+from deployer.terminal import notice
 from deployer.transport.protocol import Stream
 from deployer.transport.ssh.attempt import Attempt
 from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_keys
@@ -79,7 +80,7 @@ class SshTransport:
             chosen = self._decide()
             if self._reason not in ("", *_announced):
                 _announced.add(self._reason)
-                sys.stderr.write(f"{self.description}: connecting with the ssh program: {self._reason}\n")
+                notice(shown(f"{self.description}: connecting with the ssh program: {self._reason}"))
             chosen.connect()
 
     def open(self, command: str) -> Stream:
@@ -211,7 +212,12 @@ def _has_ticket() -> bool:
     if kind in ("", "FILE") and not Path(path).exists():
         return False
     try:
-        return subprocess.run(["klist", "-s"], stdin=subprocess.DEVNULL, timeout=1.0, check=False).returncode == 0
+        return (
+            subprocess.run(
+                ["klist", "-s"], stdin=subprocess.DEVNULL, capture_output=True, timeout=1.0, check=False
+            ).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from deployer.printable import LogText
+
 MAX_LINE = 64 * 1024
 """Bytes of a line without an end that are held back at most."""
 BAR_EVERY_S = 1.0
@@ -21,7 +23,9 @@ _CLEAR = b"\r\x1b[K"
 
 @dataclass
 class _File:
+    out: BinaryIO
     prefix: bytes
+    text: LogText
     pending: bytes = b""
     inside_line: bool = False  # a part of the present line was written already
     last_bar: float = -BAR_EVERY_S
@@ -33,8 +37,9 @@ class LogView:
     """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
 
     Whole lines, each with `[rank] ` before it unless `bare`. On a terminal a bar (text that ends in a carriage return)
-    is drawn in place, and the bytes of a `bare` rank pass unchanged; elsewhere a bar is at most one line a second.
-    `raw`: a rank's bytes unchanged wherever they go. `escapes`: the terminal knows control sequences.
+    is drawn in place, and the text of a `bare` rank appears as it comes; elsewhere a bar is at most one line a second.
+    Of a log's own control sequences only colours pass (LogText); of a `raw` rank the bytes pass unchanged, but never to
+    a terminal. `escapes`: the terminal knows control sequences. `encoding`: the terminal's.
     `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
     """
 
@@ -45,6 +50,7 @@ class LogView:
     raw: bool = False
     launcher: bool = False
     escapes: bool = True
+    encoding: str = "utf-8"
     clock: Callable[[], float] = time.monotonic
     offsets: dict[str, int] = field(default_factory=dict)
     _files: dict[str, _File] = field(default_factory=dict)
@@ -65,14 +71,26 @@ class LogView:
         rank = _RANK_FILE.match(name)
         if name == LAUNCHER_FILE and not self.launcher:
             return
+        if rank is not None and self.raw and not self.terminal:
+            self._write(self.out, data)
+            return
         if seen is not None and offset > seen and file in self._files:
             self._finish_line(file)
-        if rank is None:
-            self._lines(file, data, self.err, prefix=b"")
-        elif self._unchanged():
-            self._write(self.out, data)
+        if file not in self._files:
+            prefix = b"" if rank is None or self.bare or self.raw else b"[%s] " % rank.group(1).encode()
+            text = LogText(colours=self.escapes, encoding=self.encoding)
+            self._files[file] = _File(self.err if rank is None else self.out, prefix, text)
+        state = self._files[file]
+        self._show(state, state.text.feed(data))
+
+    def _show(self, state: _File, text: bytes) -> None:
+        if self._comes_as_it_is(state):
+            self._write(state.out, text)
         else:
-            self._lines(file, data, self.out, prefix=b"" if self.bare else b"[%s] " % rank.group(1).encode())
+            self._lines(state, text)
+
+    def _comes_as_it_is(self, state: _File) -> bool:
+        return self.terminal and (self.bare or self.raw) and state.out is self.out
 
     def flush(self) -> None:
         self.out.flush()
@@ -80,9 +98,10 @@ class LogView:
 
     def end_line(self, file: str) -> None:
         """The rest of this file's line will not come."""
-        if file in self._files:
+        state = self._files.get(file)
+        if state is not None:
             self._finish_line(file)
-        elif self._unchanged():
+        if self.raw if state is None else self._comes_as_it_is(state):
             self._write(self.out, b"\n")
 
     def finish(self) -> None:
@@ -94,58 +113,54 @@ class LogView:
             self._bar_width = 0
         self.flush()
 
-    def _unchanged(self) -> bool:
-        return self.raw or (self.bare and self.terminal)
-
     def _finish_line(self, file: str) -> None:
         state = self._files[file]
-        out = self.out if _RANK_FILE.search(file) else self.err
+        self._show(state, state.text.feed(b"", final=True))
         text = state.pending or state.skipped_bar
         if text or state.inside_line:
-            self._put_line(out, state, text)
+            self._put_line(state, text)
         state.pending = state.skipped_bar = b""
 
-    def _lines(self, file: str, data: bytes, out: BinaryIO, *, prefix: bytes) -> None:
-        state = self._files.setdefault(file, _File(prefix))
+    def _lines(self, state: _File, data: bytes) -> None:
         text = state.pending + data
         if b"\r" not in text and b"\n" in text:  # nearly always, and much faster than line by line
             lines, _, text = text.rpartition(b"\n")
             state.skipped_bar = b""
-            self._put_line(out, state, lines.replace(b"\n", b"\n" + state.prefix))
+            self._put_line(state, lines.replace(b"\n", b"\n" + state.prefix))
         # a CR at the very end may be half of CR LF: it waits for the next byte
         hold = b"\r" if text.endswith(b"\r") else b""
         parts = re.split(rb"(\r?\n|\r)", text[: len(text) - len(hold)])
         for line, end in zip(parts[::2], parts[1::2], strict=False):
             if end == b"\r":
-                self._put_bar(out, state, line)
+                self._put_bar(state, line)
             else:
                 state.skipped_bar = b""
-                self._put_line(out, state, line)
+                self._put_line(state, line)
         rest = parts[-1]
         if len(rest) > MAX_LINE:
-            self._put_part(out, state, rest)
+            self._put_part(state, rest)
             rest = b""
         state.pending = rest + hold
 
-    def _put_line(self, out: BinaryIO, state: _File, line: bytes) -> None:
-        self._put_part(out, state, line + b"\n")
+    def _put_line(self, state: _File, line: bytes) -> None:
+        self._put_part(state, line + b"\n")
         state.inside_line = False
 
-    def _put_part(self, out: BinaryIO, state: _File, part: bytes) -> None:
+    def _put_part(self, state: _File, part: bytes) -> None:
         self._clear_bar(self.out)
-        self._write(out, part if state.inside_line else state.prefix + part)
+        self._write(state.out, part if state.inside_line else state.prefix + part)
         state.inside_line = True
 
-    def _put_bar(self, out: BinaryIO, state: _File, line: bytes) -> None:
+    def _put_bar(self, state: _File, line: bytes) -> None:
         if not line:
             return
         if self.terminal:
-            self._clear_bar(out)
-            self._write(out, state.prefix + line)
+            self._clear_bar(state.out)
+            self._write(state.out, state.prefix + line)
             self._bar_width = len(state.prefix + line)
         elif self.clock() - state.last_bar >= BAR_EVERY_S:
             state.last_bar, state.skipped_bar = self.clock(), b""
-            self._put_line(out, state, line)
+            self._put_line(state, line)
         else:
             state.skipped_bar = line
 

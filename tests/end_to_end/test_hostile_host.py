@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -23,6 +24,7 @@ from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S
 from tests.support.lying import PRELUDE, Lying, lying_host
 from tests.support.sshd import ALIAS, SshServer, start_sshd
+from tests.support.terminals import EVIL, assert_tame, on_terminal
 
 
 @pytest.mark.parametrize(
@@ -138,26 +140,42 @@ def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\rback\ud800"
 ANSWERS = f"""
 e = {EVIL!r}
 job = dict.fromkeys(["id", "name", "state", "reason", "created", "host", "on_host", "code"], e)
 status = dict.fromkeys(["job_id", "state", "reason", "path", "phase", "started_at"], e)
-status["latest"] = json.dumps({{e: e}})
+status.update(job_id="j1", code=3, nproc=2, latest=json.dumps({{e: e}}), warnings=[e], hint=e)
+status.update(stalled=[{{"rank": e, "last_line": e}}], remaining=[{{"pid": e, "cmdline": e}}])
+gpu = {{**dict.fromkeys(["index", "name"], e), "memory_used_mib": 1, "memory_total_mib": 2}}
+gpu["held"] = [{{"job": e, "user": e, "shared": True, "since": 0}}]
+gpu["processes"] = [{{"pid": e, "user": e, "memory_mib": 1, "command": e}}]
+kept = {{"count": 2, "what": e, "size_bytes": 1}}
+gc = {{"jobs": [{{"id": e, "size_bytes": 1, "ended_s": 1}}], "rest": [dict(kept, kind=e, oldest_s=1)]}}
 check = {{"name": e, "status": "fail", "detail": e, "hint": e}}
 values = {{
     "ps": ("jobs", [{{**job, "gpus": [e]}}]),
     "status": ("status", status),
     "doctor": ("doctor", {{"facts": {{e: e}}, "checks": [check]}}),
     "stop": ("state", status),
-    "files": ("files", [[e, 1, 1, 1, 1]]),
+    "gpus": ("gpus", {{"gpus": [gpu], "queue": [{{"job": e, "user": e, "wants": e, "since": 0}}]}}),
+    "gc": ("gc", {{**gc, "kept_jobs": [kept], "remaining": [e], "total_bytes": 1, "free_bytes": 1, "root": e}}),
+    "files": ("links", {{"names": [e], "more": 1}}),
     "follow": ("state", status),
     "launch": ("ack", {{"path": e}}),
 }}
 """
-SAYS = (
-    ANSWERS + 'event(*values[op])\nevent("status", dict(status, state="failed"))\nframe({"id": 0, "ok": {}}); forever()'
-)
+SAYS = f"""{ANSWERS}
+frame({{"hello": {{}}}})
+event(*values[op])
+line = e.replace("\\r", "").replace("\\n", "" if op == "launch" else "\\n")  # a single rank's own lines have no prefix
+frame({{"id": 0, "data": True, "file": "rank_0.log", "offset": 0}}, line.encode("utf-8", "replace"))
+event("left_out", {{"file": e, "size": 1, "limit": 1}})
+op == "status" or event("status", dict(status, state="failed"))
+frame({{"id": 0, "ok": {{}}}})
+while True:
+    head = hear()
+    "ping" in head and frame({{"pong": head["ping"]}})
+"""
 FAILS = ANSWERS + 'frame({"id": 0, "error": {"kind": "host", "message": e, "hint": e}}); forever()'
 REFUSES = ANSWERS + 'frame({"refused": {"kind": e, "message": e, "hint": e}}); forever()'
 ENDS = ANSWERS + "sys.stderr.write(e.encode('utf-8', 'replace').decode()); sys.stderr.flush()"
@@ -166,6 +184,8 @@ COMMANDS = (
     ("status", "j1"),
     ("stop", "j1"),
     ("doctor",),
+    ("gpus",),
+    ("gc", "--yes"),
     ("pull", "j1"),
     ("logs", "j1"),
     ("run", "--no-pull", "--", "true"),
@@ -194,21 +214,44 @@ def lie(server: SshServer, code: str, *, before: str = "") -> None:
     (server.home / "lie.py").write_text(f"{before}\nout.write(nonce)\n{code}")
 
 
-def assert_tame(output: bytes) -> None:
-    text = output.decode()
-    assert not re.search("[^\n\t\x20-\x7e\xa0-\u200d\u2010-\u2027\u2030-\u2065\u2070-\uffff]", text), ascii(text)
-    assert "Traceback" not in text
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_escapes_in_whatever_a_host_says_drive_no_terminal(victim, liar, words):
     output = b""
     for code in (SAYS, FAILS, REFUSES, ENDS):
         lie(liar, code, before="out.write(b'\\x1b[31m\\x9bnoise\\r\\n')")
-        done = victim.run(words[0], *victim.where(), *words[1:])
-        assert_tame(done.stdout + done.stderr)
-        output += done.stdout + done.stderr
+        said = on_terminal(
+            victim.argv(words[0], *victim.where(), *words[1:]), cwd=victim.project, env=victim.environment()
+        )
+        assert_tame(said)
+        output += said
     assert rb"\x1b]0;owned\x07" in output
+
+
+@pytest.mark.parametrize("words", [*COMMANDS[:4], *COMMANDS[5:7]], ids=lambda words: words[0])
+def test_json_of_whatever_a_host_says_is_json_without_a_control_byte(victim, liar, words):
+    lie(liar, SAYS)
+    done = victim.run(words[0], *victim.where(), *words[1:], "--json")
+    assert_tame(done.stderr)
+    assert re.fullmatch(rb"[\n\x20-\x7e]+", done.stdout)
+    assert EVIL in str_values(json.loads(done.stdout))
+
+
+def str_values(value: object) -> set[str]:
+    """Every string in a JSON value, keys too."""
+    if isinstance(value, dict):
+        return set().union(*map(str_values, [*value, *value.values()]))
+    if isinstance(value, list):
+        return set().union(*map(str_values, value))
+    return {value} if isinstance(value, str) else set()
+
+
+def test_dry_run_on_a_terminal_drives_none_and_to_a_pipe_is_exact(ferry):
+    argument = EVIL.replace("\n", " ").replace("\ud800", "")
+    words = ("run", "--dry-run", "--", "true", argument)
+    output = on_terminal(ferry.argv(*words), cwd=ferry.project, env=ferry.environment())
+    assert_tame(output)
+    assert rb"\x1b]0;owned\x07" in output
+    assert ferry.run(*words).stdout.endswith(f"true '{argument}'\n".encode())
 
 
 @pytest.mark.parametrize("status", ["None", "5", "{'state': 'running', 'job_id': 'a; rm -rf ~', 'path': '/'}"])

@@ -6,7 +6,6 @@ The model has random weights and the rows are full, of one document each: neithe
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -15,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import click
 import torch
 
 from trainer.batch import Batch
 from trainer.calibration.sizes import HEADER, Calibration, Timed, first_size, given_batch, search, sizes, with_rows
 from trainer.config.batch import BatchRules
 from trainer.config.parallel import recompute_mode
+from trainer.console import write_json, write_line
 from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data
 from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
@@ -68,7 +67,7 @@ def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
 
         def tell(line: str) -> None:
             if is_main:
-                click.echo(line, file=table)
+                write_line(table, line)
 
         with redirect_stdout(sys.stderr):  # what libraries print is no part of what was asked for
             found = calibrate(config, dist, tell=tell)
@@ -82,7 +81,10 @@ def calibrate_rank(config: Config, *, as_json: bool, debug: bool) -> int:
             leave(code)
         return code
     if is_main:
-        click.echo(json.dumps(found.to_dict()) if as_json else "\n".join(found.render()))
+        if as_json:
+            write_json(found.to_dict())
+        else:
+            write_line(sys.stdout, "\n".join(found.render()))
     stop_dist()
     return 0 if found.timed else 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ import trainer
 from trainer.commands.interruptible import interruptible
 from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
+from trainer.console import shown, tame_others, write_json, write_line
 from trainer.errors import UserError
 from trainer.host_memory import available_cores
 from trainer.run_folder import IN_USE_HINT, PATIENCE_S, release_all, taken_by
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, or do what another command says, and leave with an exit code; a user's mistake is told in a paragraph."""
     words = list(sys.argv[1:] if argv is None else argv)
     program = Path(sys.argv[0]).name
+    tame_others()
     try:
         if words and words[0] in COMMANDS:
             if not {"-h", "--help"} & set(words):
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             raise
         if launch.is_under_torchrun(os.environ) and os.environ["RANK"] != "0":
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
-        click.echo(error.render(), err=True)
+        write_line(sys.stderr, error.render())
         sys.exit(error.exit_code)
     raise AssertionError("click leaves by itself")
 
@@ -142,7 +143,7 @@ def train_command(
     config = load_config(config_path, overrides, fsdp_config=fsdp_config)
     if fsdp_config is not None and os.environ.get("RANK", "0") == "0":
         for note in read_fsdp_config(fsdp_config).notes:
-            click.echo(f"note: {note}", err=True)
+            write_line(sys.stderr, f"note: {shown(note)}")
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
@@ -164,7 +165,7 @@ def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_
     with redirect_stdout(sys.stderr):  # what is told on the way is no part of what was asked for
         inspection = inspect_run(config, samples=samples, card_gib=card_gib)
     if as_json:
-        click.echo(json.dumps(inspection_to_dict(inspection)))
+        write_json(inspection_to_dict(inspection))
     else:
         print_inspection(inspection, sys.stdout)
 
@@ -189,7 +190,7 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
     await_folder(run_dir)
     launch.write_config(config, run_dir)
     forget_stop(run_dir)
-    click.echo(f"run folder: {run_dir}")
+    write_line(sys.stdout, f"run folder: {run_dir}")
     processes = num_processes(config)
     if processes == 1:
         sys.exit(train(config, run_dir, debug=debug))
@@ -233,7 +234,7 @@ def await_folder(run_dir: Path) -> None:
     try:
         taken = taken_by(run_dir, patience_s=0)
         if taken:
-            click.echo(f"waiting up to {PATIENCE_S:.0f} s: {taken}")
+            write_line(sys.stdout, f"waiting up to {PATIENCE_S:.0f} s: {taken}")
             taken = taken_by(run_dir)
     except OSError as error:
         raise ConfigError(f"the run folder {run_dir} cannot be written: {error.filename}: {error.strerror}") from error
@@ -280,7 +281,7 @@ def compile_cache(config: Config) -> dict[str, str]:
         return {}
     cache = caches.open_compile_cache({**os.environ, **config.target.env}, for_cpu=for_cpu)
     if cache.note and os.environ.get("RANK", "0") == "0":
-        click.echo(cache.note)
+        write_line(sys.stdout, cache.note)
     return cache.env
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import click
 
 from trainer.commands.interruptible import interruptible
+from trainer.console import write_json, write_line
 
 HELP = """Write a checkpoint of RUN as a Hugging Face folder: safetensors, configs, tokenizer and template.
 
@@ -58,7 +59,7 @@ def export(
     from trainer.export import checkpoint
 
     def tell(line: str) -> None:
-        click.echo(line, err=True)
+        write_line(sys.stderr, line)
 
     source = checkpoint.find_source(run, step)
     written: dict[str, object] = {"checkpoint": str(source.path), "step": source.step}
@@ -72,4 +73,7 @@ def export(
         lines += checkpoint.export_checkpoint(
             source, folder, dtype=dtype, merged=merge, tokenizer_name=tokenizer, tell=tell
         )
-    click.echo(json.dumps(written) if as_json else "\n".join(lines))
+    if as_json:
+        write_json(written)
+    else:
+        write_line(sys.stdout, "\n".join(lines))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import click
+
+from trainer.console import write_line
 
 
 def interruptible(told: str, **by_option: str) -> type[click.Command]:
@@ -20,7 +23,7 @@ def interruptible(told: str, **by_option: str) -> type[click.Command]:
             except KeyboardInterrupt:
                 if os.environ.get("RANK", "0") == "0":
                     words = (words for option, words in by_option.items() if ctx.params.get(option))
-                    click.echo(next(words, told), err=True)
+                    write_line(sys.stderr, next(words, told))
                 ctx.exit(130)
 
     return Interruptible

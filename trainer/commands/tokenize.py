@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import click
 
 from trainer.commands.interruptible import interruptible
+from trainer.console import write_json, write_line
 
 HELP = """Tokenize the documents of every SOURCE, in order, into one token file for pretraining.
 
@@ -69,4 +70,7 @@ def tokenize(
 
         meta = {"sources": list(sources), "tokenizer": tokenizer, "eos_token": loaded.eos_token}
         report = write_token_file(out, texts, loaded, workers=workers, meta=meta, tell=tell)
-    click.echo(json.dumps(report.to_dict()) if as_json else "\n".join(report.render()))
+    if as_json:
+        write_json(report.to_dict())
+    else:
+        write_line(sys.stdout, "\n".join(report.render()))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.data import is_token_file
+from trainer.console import write_line
 from trainer.data.dataset.cache import TELL_EVERY_S, TOKENS_DIR, on_each_node
 from trainer.data.dataset.documents import Documents, Source, overlap_note, pick_held_out, settings_for, source_shares
 from trainer.data.dataset.order import Mixture, epoch_documents
@@ -132,7 +133,7 @@ def _progress(path: str) -> Tell:
         nonlocal told
         if time.monotonic() - told >= TELL_EVERY_S:
             told = time.monotonic()
-            print(f"tokenizing {path}: {documents:,} documents, {tokens:,} tokens", file=sys.stderr, flush=True)
+            write_line(sys.stderr, f"tokenizing {path}: {documents:,} documents, {tokens:,} tokens")
 
     return tell
 

@@ -8,8 +8,8 @@ import os
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
+from trainer.console import shown
 from trainer.failures.comm_errors import comm_facts, explain, is_comm_error
 from trainer.run_folder import write_outcome
 from trainer.words import first_line
@@ -54,7 +54,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     """One paragraph: what is wrong, where, and what to do."""
     if is_ours(error):
-        return f"Error: {error}"
+        return f"Error: {error if getattr(error, 'has_lines', False) else shown(error)}"
     if isinstance(error, KeyboardInterrupt):
         return f"interrupted in {place_of(error)}; the last checkpoint is as it was"
     message = str(error).strip()
@@ -124,9 +124,3 @@ def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path | No
     except OSError:
         return None
     return path
-
-
-def write_line(stream: TextIO, text: str) -> None:
-    """In one piece: the ranks share the stream, and an unbuffered print would write the line's end apart."""
-    stream.write(f"{text}\n")
-    stream.flush()

@@ -28,6 +28,8 @@ SHOWN_SAVINGS = 4
 class OutOfMemory(Exception):
     """A GPU's memory does not hold what the run asks of it; the message says what would make room."""
 
+    has_lines = True
+
 
 @dataclass(frozen=True)
 class OomFacts:

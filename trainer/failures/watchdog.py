@@ -23,6 +23,7 @@ from types import FrameType
 import torch
 import torch.distributed as torch_dist
 
+from trainer.console import write_line
 from trainer.dist import Dist, control_timeout_s
 from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S, Beat, Observer, Verdict, judge
@@ -186,7 +187,7 @@ class Watchdog:
         hint = HINTS[verdict.kind].format(stacks=stacks / f"rank_{verdict.ranks[0]}.txt")
         message = f"Error: {verdict.message}\nhint: {hint}"
         if diagnose.claim_failure(self._peers.run_dir, verdict.ranks[0], message):
-            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+            write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
 
     def _dump(self, *, loud: bool) -> None:
         """All threads' stacks into the run folder, and into this rank's log if the others wait for it."""
@@ -197,7 +198,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file)
             write_collectives(path.with_name(f"collectives_rank_{self._peers.rank}.json"))
             if loud:
-                diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
+                write_line(sys.stderr, f"[rank {self._peers.rank}] stacks of all threads:\n{path.read_text()}")
 
     def _follow(self, failure: str) -> None:
         """End this rank after another one's failure; its words are repeated only where they are not read already."""
@@ -205,7 +206,7 @@ class Watchdog:
         if int(rank) == self._peers.rank:
             return
         if diagnose.claim_failure(self._peers.run_dir, int(rank), message):
-            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] rank {rank} failed: {message}")
+            write_line(sys.stderr, f"[rank {self._peers.rank}] rank {rank} failed: {message}")
         leave(1)
 
     def _end_without_store(self, error: RuntimeError) -> None:
@@ -214,7 +215,7 @@ class Watchdog:
             f"({str(error).splitlines()[0]})"
         )
         if diagnose.claim_failure(self._peers.run_dir, self._peers.rank, message):
-            diagnose.write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
+            write_line(sys.stderr, f"[rank {self._peers.rank}] {message}")
         leave(1)
 
     def _has(self, *keys: str) -> bool:

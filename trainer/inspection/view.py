@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import IO, Any
@@ -10,6 +9,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
+from trainer.console import printable
 from trainer.inspection.inspect_run import Inspection, Schedule
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.memory.plans import Choice, render_table, usable
@@ -21,7 +21,6 @@ SHOWN_TOKENS = 1500
 
 STYLES = {Label.TARGET: "bold green", Label.CONTEXT: "dim", Label.PADDING: "blue"}
 BORDER_STYLE = "magenta"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def print_inspection(inspection: Inspection, stream: IO[str]) -> None:
@@ -35,7 +34,7 @@ def print_inspection(inspection: Inspection, stream: IO[str]) -> None:
     for title, lines in _sections(inspection):
         console.print(Text(f"\n{title}", style="bold"))
         for line in lines:
-            console.print(Text(line))
+            console.print(Text(printable(line)))
 
 
 def _sections(inspection: Inspection) -> Iterator[tuple[str, list[str]]]:
@@ -102,7 +101,7 @@ def render_sample(sample: Sample, *, coloured: bool) -> Text:
 def _render_piece(piece: Piece, *, coloured: bool) -> Text:
     if piece.label == Label.PADDING:
         return Text(f"\n({piece.tokens:,} padding)", style=STYLES[Label.PADDING])
-    plain = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", piece.text)
+    plain = printable(piece.text)
     if piece.label == Label.TARGET and not coloured:
         return Text(f"[[{plain}]]")
     return Text(plain, style=STYLES[piece.label])

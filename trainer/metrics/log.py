@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.console import printable
 from trainer.files import replace_bytes
 from trainer.metrics.trackers import Tracker, numbers_of
 
@@ -101,7 +102,7 @@ class Screen:
     def line(self, text: str) -> None:
         shown = self._shown
         self.clear()
-        self._put(text + "\n")
+        self._put(printable(text) + "\n")
         self._show(shown)
 
     def bar(self, step: int, total: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.console import write_line
 from trainer.dist import Dist, control_timeout_s, on_rank0, start_dist, stop_dist
 from trainer.errors import ConfigError, UserError
 from trainer.failures import diagnose
@@ -51,9 +52,7 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
             raise ConfigError(taken, hint=IN_USE_HINT)
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
-            diagnose.write_line(
-                sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model"
-            )
+            write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
     except FAILURES as error:
         code = tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
@@ -108,7 +107,7 @@ def _open_run_dir(config: Config, run_dir: Path | None) -> Path:
     """The run folder with the resolved config in it, and without the verdict of an earlier start."""
     if run_dir is None:  # started with torchrun by hand
         run_dir = launch.new_run_dir(config, time.localtime())
-        diagnose.write_line(sys.stdout, f"run folder: {run_dir}")
+        write_line(sys.stdout, f"run folder: {run_dir}")
     launch.write_config(config, run_dir)
     for stale in (OUTCOME_FILE, diagnose.FAILURE_FILE):
         (run_dir / stale).unlink(missing_ok=True)
@@ -130,9 +129,9 @@ def tell_failure(error: BaseException, run_dir: Path | None, *, debug: bool) -> 
     elif rank != 0 and diagnose.is_ours(error):
         launch.let_rank_0_tell()  # as a rule all have found the same, before there was a run folder
     if debug:
-        traceback.print_exception(error)
+        write_line(sys.stderr, "".join(traceback.format_exception(error)).rstrip("\n"))
     tag = f"[rank {rank}] " if "RANK" in os.environ else ""
-    diagnose.write_line(sys.stderr, f"{tag}{message}")
+    write_line(sys.stderr, f"{tag}{message}")
     return code
 
 

@@ -20,6 +20,7 @@ if __name__ == "__main__":
     # not this folder: its names would hide other packages
     sys.path[0] = str(next(folder.parent for folder in Path(__file__).absolute().parents if folder.name == "trainer"))
 
+from trainer.console import write_line
 from trainer.failures.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
 
@@ -67,9 +68,9 @@ def report(error: ChildFailedError, run_dir: Path) -> int:
     rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).get("rank"))
     if failure.exitcode >= 0:
         return failure.exitcode
-    print(f"Error: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+    write_line(sys.stderr, f"Error: rank {rank} was ended by {failure.signal_name()}")
     if -failure.exitcode in LIKELY:
-        print(f"hint: {LIKELY[-failure.exitcode]}", file=sys.stderr)
+        write_line(sys.stderr, f"hint: {LIKELY[-failure.exitcode]}")
     return 128 - failure.exitcode
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import click
-
 from deployer import terminal
 from deployer.connection.host import Host
+from deployer.printable import cells, shown
 
 SLOW_LOGIN_S = 2.0
 SLOW_DEPLOY_S = 8.0
@@ -34,11 +32,11 @@ def doctor(host: Host, *, as_json: bool) -> int:
         contact = Contact(connect_s, link.answered_s, link.round_trip_s(), link.noise)
     found["checks"] = [*check_contact(contact), *found["checks"]]
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        terminal.say_json(found)
     else:
         facts = {key: value for key, value in found["facts"].items() if key != "gpus"}  # of which the checks tell
-        terminal.facts(host.name, [(key, _fact(value)) for key, value in facts.items()])
-        terminal.checks(found["checks"])
+        terminal.facts(shown(host.name), [cells(key, _fact(value)) for key, value in facts.items()])
+        terminal.checks([_finding(check) for check in found["checks"]])
     return 1 if any(check["status"] == "fail" for check in found["checks"]) else 0
 
 
@@ -48,7 +46,7 @@ def check_contact(contact: Contact) -> list[dict[str, str]]:
     login_s = max(0.0, contact.answered_s - contact.round_trip_s)
     deploy_s = contact.connect_s + contact.answered_s + contact.round_trip_s / 2
     silent = "let the shell's start-up files end early without a terminal: case $- in *i*) ;; *) return;; esac"
-    said = terminal.clean(contact.noise[:80].decode("utf-8", "replace").strip())
+    said = shown(contact.noise[:80].decode("utf-8", "replace").strip())
     way = (
         f"{contact.connect_s:.2f} s to connect, {login_s:.2f} s for the login, round trip {contact.round_trip_s:.3f} s"
     )
@@ -66,6 +64,11 @@ def check_contact(contact: Contact) -> list[dict[str, str]]:
 
 def _check(name: str, good: bool, detail: str, hint: str) -> dict[str, str]:
     return {"name": name, "status": "ok" if good else "warn", "detail": detail, "hint": "" if good else hint}
+
+
+def _finding(check: dict[str, Any]) -> terminal.Check:
+    name, detail, hint = cells(check["name"], check["detail"], check.get("hint") or "")
+    return terminal.Check(str(check["status"]), name, detail, hint)
 
 
 def _fact(value: Any) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
-
-import click
 
 from deployer import terminal
 from deployer.connection.host import Host
 from deployer.errors import UsageError
+from deployer.printable import cells, shown
 
 _KINDS = {
     "tree": "file lists of trees",
@@ -33,11 +31,12 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
         found = link.first.result("gc")
         if not (dry_run or yes) and (found["jobs"] or found["rest"]):
             _show_gc(host, found, done=False)
-            terminal.confirm(f"Remove {terminal.size(found['total_bytes'])}?", declined="nothing was removed")
+            question = shown(f"Remove {terminal.size(found['total_bytes'])}?")
+            terminal.confirm(question, declined=shown("nothing was removed"))
             only = [job["id"] for job in found["jobs"]]
             found, yes = link.call("gc", only=only, **limits).result("gc"), True
     if as_json:
-        click.echo(json.dumps({**found, "removed": yes and not dry_run}, indent=1))
+        terminal.say_json({**found, "removed": yes and not dry_run})
     else:
         _show_gc(host, found, done=yes and not dry_run)
 
@@ -48,15 +47,16 @@ def _show_gc(host: Host, found: dict[str, Any], *, done: bool) -> None:
         what = _KINDS.get(row["kind"], row["kind"])
         rows.append((what, str(row["count"]), terminal.size(row["size_bytes"]), _age(row["oldest_s"])))
     if rows:
-        terminal.table(("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST"), rows)
+        columns = cells("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST")
+        terminal.table(columns, [cells(*row) for row in rows])
     for row in found["kept_jobs"]:
         jobs = "job" if row["count"] == 1 else "jobs"
-        terminal.notice(f"kept: {row['count']} {jobs}, {row['what']}, {terminal.size(row['size_bytes'])}")
+        terminal.notice(shown(f"kept: {row['count']} {jobs}, {row['what']}, {terminal.size(row['size_bytes'])}"))
     for path in found["remaining"]:
-        terminal.notice(f"could not be removed: {path}")
+        terminal.notice(shown(f"could not be removed: {path}"))
     size = terminal.size(found["total_bytes"])
     free = f"{terminal.size(found['free_bytes'])} are free on {host.name} below {found['root']}"
-    terminal.notice(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}")
+    terminal.notice(shown(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}"))
 
 
 def _age(seconds: float | None) -> str:

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
-
-import click
 
 from deployer import terminal
 from deployer.connection.host import Host
 from deployer.errors import HostError
+from deployer.printable import Shown, cells
 
 
 def gpus(host: Host, *, as_json: bool) -> None:
     with host.connect(request={"op": "gpus"}) as link:
         found = link.first.result("gpus")
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        terminal.say_json(found)
         return
     try:
         rows, queue = [_row(gpu) for gpu in found["gpus"]], [_ticket(ticket) for ticket in found["queue"]]
     except (TypeError, ValueError, LookupError) as error:
         raise HostError(f"{host.name} sent a list of GPUs that is not understood: {error!r}") from error
-    terminal.table(("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
+    terminal.table(cells("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
     if queue:
-        terminal.table(("WAITING", "USER", "FOR GPU", "AGE"), queue)
+        terminal.table(cells("WAITING", "USER", "FOR GPU", "AGE"), queue)
 
 
-def _row(gpu: dict[str, Any]) -> tuple[object, ...]:
+def _row(gpu: dict[str, Any]) -> tuple[Shown, ...]:
     memory = f"{gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB"
     held = ", ".join(_holder(holder) for holder in gpu["held"])
     processes = "; ".join(_process(process) for process in gpu["processes"])
-    return gpu["index"], gpu["name"], memory, held or "-", processes or "-"
+    return cells(gpu["index"], gpu["name"], memory, held or "-", processes or "-")
 
 
 def _process(process: dict[str, Any]) -> str:
@@ -44,8 +42,8 @@ def _holder(holder: dict[str, Any]) -> str:
     return f"{holder['job']} ({holder['user']}, {_age(holder)}{beside})"
 
 
-def _ticket(ticket: dict[str, Any]) -> tuple[object, ...]:
-    return ticket["job"], ticket["user"], ticket["wants"], _age(ticket)
+def _ticket(ticket: dict[str, Any]) -> tuple[Shown, ...]:
+    return cells(ticket["job"], ticket["user"], ticket["wants"], _age(ticket))
 
 
 def _age(what: dict[str, Any]) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
-
-import click
 
 from deployer import terminal
 from deployer.connection.host import Host
@@ -21,6 +18,7 @@ from deployer.plan.launch_plan import (
     shell_slots,
 )
 from deployer.plan.prepare import Prepared
+from deployer.printable import shown
 from trainer.schema import gpu_count
 
 
@@ -35,29 +33,28 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
             answer = link.first.result()
         why = answer.get("no_python", "")
-        slots = {**slots, **{name: terminal.clean(value) for name, value in answer["slots"].items()}}
+        slots = {**slots, **{name: shown(value) for name, value in answer["slots"].items()}}
     command, cwd = render_command(plan, slots), render_cwd(plan, slots)
     if as_json:
-        click.echo(json.dumps(_as_json(prepared, host, slots, command=command, cwd=cwd), indent=1))
+        terminal.say_json(_as_json(prepared, host, slots, command=command, cwd=cwd))
         return
-    click.echo(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}")
-    click.echo(f"# files    {files_line(prepared)}")
+    terminal.say(shown(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}"))
+    terminal.say(shown(f"# files    {files_line(prepared)}"))
     if config is not None and config.endswith(".py"):
-        click.echo(f"# config   {config}: Python, executed here to read it")
+        terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
     for include in plan.includes:
-        click.echo(f"# include  {include.path}")
+        terminal.say(shown(f"# include  {include.path}"))
     if plan.secret_names:
-        click.echo(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only")
+        terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
     if why:
-        click.echo(f"# $PYTHON  {terminal.clean(why)}")
+        terminal.say(shown(f"# $PYTHON  {why}"))
     if has_auto(plan.gpus) and not remote:
-        click.echo(f"# $GPUS    {GPUS_RULE}")
+        terminal.say(shown(f"# $GPUS    {GPUS_RULE}"))
     if not remote:
-        click.echo(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
+        terminal.say_script(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
         if has_auto(plan.gpus):
-            click.echo(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}")
-    click.echo(cwd)
-    click.echo(command)
+            terminal.say(shown(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}"))
+    terminal.say_script(f"{cwd}\n{command}")
 
 
 def _devices(prepared: Prepared) -> str:
@@ -98,5 +95,5 @@ def files_line(prepared: Prepared) -> str:
         patterns += f" and {terminal.counted(more, 'more rule')}" if more > 0 else ""
         at_least = f"{ignored.count // 1000 * 1000:,}+ files"
         count = at_least if ignored.at_least else terminal.counted(ignored.count, "file")
-        line += f"; left out {terminal.clean(patterns)} ({count})"
+        line += f"; left out {patterns} ({count})"
     return line

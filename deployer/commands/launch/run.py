@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import click
 
 from deployer import terminal
 from deployer.commands.in_words import exit_code_of, stall_lines
@@ -24,6 +21,7 @@ from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import Prepared, large_files, prepare, unusual_project
+from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
 
 
@@ -83,7 +81,7 @@ def _tell_fsdp_config(path: str | None) -> None:
     from trainer.config.accelerate import read_fsdp_config  # a program of one's own needs none of the trainer's rules
 
     for note in read_fsdp_config(path).notes:
-        terminal.notice(f"note: {note}")
+        terminal.notice(shown(f"note: {note}"))
 
 
 def _check_platform(host: Host) -> None:
@@ -101,18 +99,18 @@ def _ask(question: str | None, *, yes: bool) -> None:
     hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
     if not sys.stdin.isatty():
         raise UsageError(question, hint=hint)
-    terminal.notice(f"{question}\n({hint})")
-    terminal.confirm("Ship it?", declined="nothing was shipped")
+    terminal.notice(shown(question), shown(f"({hint})"))
+    terminal.confirm(shown("Ship it?"), declined=shown("nothing was shipped"))
 
 
 def _describe(prepared: Prepared, host: Host) -> None:
-    terminal.notice(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}")
+    terminal.notice(shown(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}"))
     _warn(prepared)
 
 
 def _warn(prepared: Prepared) -> None:
     for warning in prepared.code.warnings:
-        terminal.notice(f"warning: {terminal.clean(warning)}")
+        terminal.notice(shown(f"warning: {warning}"))
 
 
 def _record(prepared: Prepared, host: Host) -> JobRecord:
@@ -178,9 +176,9 @@ def follow_through(
         final = start(screen, view)
     except KeyboardInterrupt:
         if not screen.acknowledged:
-            terminal.notice("\ncancelled: nothing was started")
+            terminal.notice(shown(""), shown("cancelled: nothing was started"))
             return 130
-        screen.left_behind("\ndetached")
+        screen.left_behind("", "detached")
         return DETACHED
     except LostConnection as error:
         if not screen.acknowledged:
@@ -195,7 +193,7 @@ def follow_through(
         screen.close()
     if final is None:
         if as_json:
-            click.echo(json.dumps({"id": job_id, "where": host.name, "folder": screen.folder}))
+            terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
         else:
             next_commands(job_id)
         return 0
@@ -214,29 +212,29 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        terminal.notice(f"the results stay on the host: {terminal.invoked_as()} pull {record.job_id}")
+        terminal.notice(shown(f"the results stay on the host: {terminal.invoked_as()} pull {record.job_id}"))
         return False
     return True
 
 
 def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) -> None:
     """Says how the job ended; of a failed one also the last words and where to look."""
-    state, reason = final["state"], terminal.clean(final.get("reason") or "")
+    state, reason = final["state"], str(final.get("reason") or "")
     if state != "failed":
         stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
         ends = {"succeeded": "succeeded", "stopped": stopped, "lost": f"is lost: {reason}"}
-        terminal.notice(f"{job_id} {ends.get(state, state)}")
+        terminal.notice(shown(f"{job_id} {ends.get(state, state)}"))
         return
     rank = final.get("first_failing_rank")
     stalled = stall_lines(final)
     for line in stalled:
-        terminal.notice(f"  {line}")
+        terminal.notice(shown(f"  {line}"))
     if not stalled:
         _show_last_lines(host, job_id, rank)
     code = f"code {final.get('code')}"
-    terminal.notice(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})"))
+    terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
     if final.get("hint"):
-        terminal.notice(f"hint: {final['hint']}")
+        terminal.notice(shown(f"hint: {final['hint']}"))
     next_commands(job_id, final, without="pull" if pulled else "")
 
 
@@ -246,6 +244,5 @@ def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
-        terminal.notice(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}")
-        for line in text.decode("utf-8", "replace").rstrip("\n").split("\n"):
-            terminal.notice(f"  {terminal.clean(line)}")
+        terminal.notice(shown(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}"))
+        terminal.notice(*(shown(f"  {line}") for line in shown_lines(text.decode("utf-8", "replace"))))

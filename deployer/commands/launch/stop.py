@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-import click
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL
@@ -16,6 +13,7 @@ from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
 from deployer.jobs.requests import stop_jobs
 from deployer.jobs.roster import ask_all
+from deployer.printable import shown
 
 _LEFT = "remaining", "gpu_holders"
 Place = tuple[Host, str]
@@ -33,17 +31,17 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
         if job_id not in told:  # a job that has ended tells nothing
             told.add(job_id)
             how = "at once (--force)" if force else f"up to {within_s:g} s to save (--grace)"
-            terminal.notice(f"stopping {job_id}: {how}")
+            terminal.notice(shown(f"stopping {job_id}: {how}"))
         if status.get("phase"):
-            terminal.notice(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}")
+            terminal.notice(shown(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}"))
 
     try:
         ends = stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
     except KeyboardInterrupt:
-        terminal.notice("the host goes on stopping " + ", ".join(job_id for _, job_id in places))
+        terminal.notice(shown("the host goes on stopping " + ", ".join(job_id for _, job_id in places)))
         raise
     if as_json:
-        click.echo(json.dumps([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)], indent=1))
+        terminal.say_json([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)])
     errors = [end for end in ends if isinstance(end, FerryError)]
     if len(places) == len(errors) == 1:
         raise errors[0]
@@ -65,13 +63,13 @@ def _report(end: dict[str, Any] | FerryError) -> int:
     remaining, held = ([row for row in end.get(key) or [] if isinstance(row, dict)] for key in _LEFT)
     for process in remaining:
         kernel = " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
-        terminal.notice(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}")
+        terminal.notice(shown(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}"))
     for holder in held:
         who = f"pid {holder['pid']} " if holder.get("pid") else ""
         terminal.notice(
-            f"  GPU {holder.get('gpu')} is not free: {who}{holder.get('command')}, {holder['memory_mib']} MiB"
+            shown(f"  GPU {holder.get('gpu')} is not free: {who}{holder.get('command')}, {holder['memory_mib']} MiB")
         )
-    terminal.notice(_summary(end))
+    terminal.notice(shown(_summary(end)))
     return 1 if remaining or end.get("gpus_free") is False else 0
 
 
@@ -92,17 +90,17 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
     unasked = 0
     for host, answer in zip(hosts, ask_all(hosts), strict=True):
         if isinstance(answer, FerryError):
-            terminal.notice(f"{host.name}: {answer.message}; none of its jobs is stopped")
+            terminal.notice(shown(f"{host.name}: {answer.message}; none of its jobs is stopped"))
             unasked = answer.exit_code
             continue
         live = [row for row in answer if row["state"] not in FINAL]
         for row in (row for row in live if row.get("on_host")):
-            terminal.notice(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it")
+            terminal.notice(shown(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it"))
         places += [(host, row["id"]) for row in live if not row.get("on_host")]
     if not places:
-        terminal.notice("no job to stop")
+        terminal.notice(shown("no job to stop"))
         if as_json:
-            click.echo("[]")
+            terminal.say_json([])
         return unasked
     if not yes:
         _ask(places)
@@ -111,8 +109,8 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
 
 def _ask(places: Sequence[Place]) -> None:
     for host, job_id in places:
-        terminal.notice(f"  {job_id} on {host.name}")
+        terminal.notice(shown(f"  {job_id} on {host.name}"))
     number = "this job" if len(places) == 1 else f"these {len(places)} jobs"
     if not sys.stdin.isatty():
         raise UsageError(f"{number} would be stopped; there is no terminal to ask on", hint="add --yes")
-    terminal.confirm(f"stop {number}?", declined="nothing was stopped")
+    terminal.confirm(shown(f"stop {number}?"), declined=shown("nothing was stopped"))

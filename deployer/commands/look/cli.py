@@ -72,7 +72,7 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Only this rank.")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Only this node's ranks.")
 @click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Only this attempt [from the latest on].")
-@click.option("--raw", is_flag=True, help="One rank's bytes, unchanged.")
+@click.option("--raw", is_flag=True, help="One rank's bytes, unchanged for a file or a pipe.")
 @click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
 @GIVE_UP
 def logs(job_id: str, give_up_s: float, **options: Any) -> None:

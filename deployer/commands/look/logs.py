@@ -15,6 +15,7 @@ from deployer.errors import LostConnection, UsageError
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import read_status
 from deployer.launch.follow import follow_to_end
+from deployer.printable import shown
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     except KeyboardInterrupt:
         if found["state"] in FINAL:
             raise
-        screen.left_behind("\ndetached")
+        screen.left_behind("", "detached")
         return DETACHED
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
     if not live or final["state"] not in FINAL:
         return 0
-    terminal.notice(f"{job_id} {state_line(final)}")
+    terminal.notice(shown(f"{job_id} {state_line(final)}"))
     return exit_code_of(final)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
-
-import click
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL
@@ -16,25 +13,26 @@ from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
 from deployer.jobs.registry import Row, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
+from deployer.printable import Shown, cells, shown
 
 SHOWN_ENDED = 20
-COLUMNS = ("ID", "STATE", "GPUS", "STEP", "AGE", "WHERE")
+COLUMNS = cells("ID", "STATE", "GPUS", "STEP", "AGE", "WHERE")
 
 
 def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     answers = ask_all(hosts)
     rows = rows_of(hosts, answers, read_records())
     if as_json:
-        click.echo(json.dumps(rows, indent=1))
+        terminal.say_json(rows)
         return
     rows = rows if show_all else without_old(rows)
     if rows:
         terminal.table(COLUMNS, [_cells(row) for row in rows])
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
-            terminal.notice(f"{host.name} cannot be asked: {answer.message}")
+            terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
     if not rows:
-        terminal.notice("no jobs")
+        terminal.notice(shown("no jobs"))
 
 
 def without_old(rows: Sequence[Row]) -> list[Row]:
@@ -67,7 +65,7 @@ def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
             asker.close()
 
 
-def _cells(row: Row) -> tuple[object, ...]:
+def _cells(row: Row) -> tuple[Shown, ...]:
     step = row.get("step")
     gpus = ",".join(row.get("gpus") or []) or "-"
-    return row["id"], state_of(row), gpus, "-" if step is None else step, age_of(row), row["where"]
+    return cells(row["id"], state_of(row), gpus, "-" if step is None else step, age_of(row), row["where"])

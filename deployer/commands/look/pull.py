@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-import click
 
 from deployer import terminal
 from deployer.agent.job.status import FINAL
 from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, LostConnection
 from deployer.jobs.requests import read_status
+from deployer.printable import shown
 from deployer.pull.choice import BEYOND_LIMIT, LeftOut, Wish
 from deployer.pull.rounds import Pulled, pull
 
@@ -30,10 +28,10 @@ def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_
         else:
             pulled = _pull(host, job_id, target, wish)
     except (KeyboardInterrupt, LostConnection):
-        terminal.notice(f"\nwhat has come is kept; go on with: {terminal.invoked_as()} pull {job_id}")
+        terminal.notice(shown(""), shown(f"what has come is kept; go on with: {terminal.invoked_as()} pull {job_id}"))
         raise
     if as_json:
-        click.echo(json.dumps({"id": job_id, "target": str(target), **asdict(pulled)}, indent=1))
+        terminal.say_json({"id": job_id, "target": str(target), **asdict(pulled)})
     else:
         _tell(pulled, job_id, target)
 
@@ -44,7 +42,7 @@ def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> None:
 
 
 def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
-    with terminal.progress("pulled") as update:
+    with terminal.progress(shown("pulled")) as update:
         return pull(host, job_id, target=target, wish=wish, progress=update, tell=terminal.notice)
 
 
@@ -68,11 +66,13 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
 
 
 def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
-    terminal.notice(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
+    terminal.notice(
+        shown(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
+    )
     beyond = [left for left in pulled.left_out if left.reason == BEYOND_LIMIT]
     for left in pulled.left_out:
         if left not in beyond:
-            terminal.notice(f"left out: {left.name}: {left.reason}")
+            terminal.notice(shown(f"left out: {left.name}: {left.reason}"))
     if beyond:
         _tell_beyond(beyond, pulled, job_id)
 
@@ -82,6 +82,8 @@ def _tell_beyond(beyond: Sequence[LeftOut], pulled: Pulled, job_id: str) -> None
     names = ", ".join(left.name for left in beyond[:4]) + (" …" if len(beyond) > 4 else "")
     files = terminal.counted(sum(left.files for left in beyond), "file")
     terminal.notice(
-        f"left on the host: {names}, {files}, {terminal.size(total)}; bring them home "
-        f"with: {terminal.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
+        shown(
+            f"left on the host: {names}, {files}, {terminal.size(total)}; bring them home "
+            f"with: {terminal.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
+        )
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 
-import click
-
 from deployer import terminal
 from deployer.agent.gpus.queue import queue_line
 from deployer.agent.job.status import FINAL
@@ -17,6 +15,7 @@ from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.jobs.registry import recall_rows
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import unreachable
+from deployer.printable import cells, shown
 
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:
@@ -26,7 +25,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         _show_last_seen(host, job_id, error, as_json=as_json)
         raise
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        terminal.say_json(found)
         return
     state = state_line(found) if found["state"] in FINAL else state_of(found)
     rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.get("path"))]
@@ -38,7 +37,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     if found.get("queue"):
         rows.append(("queue", queue_line(found["queue"], time.time())))
     rows += _metrics_rows(found.get("latest"))
-    terminal.facts(found["job_id"], rows)
+    terminal.facts(shown(found["job_id"]), [cells(*row) for row in rows])
     next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
 
 
@@ -48,9 +47,10 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
         return
     row = unreachable(seen[0], error)
     if as_json:
-        click.echo(json.dumps(row, indent=1))
+        terminal.say_json(row)
     else:
-        terminal.facts(job_id, [("state", state_of(row)), ("where", host.name), ("seen", row["seen_at"])])
+        rows = [cells("state", state_of(row)), cells("where", host.name), cells("seen", row["seen_at"])]
+        terminal.facts(shown(job_id), rows)
 
 
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:

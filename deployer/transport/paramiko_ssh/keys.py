@@ -16,7 +16,8 @@ from paramiko.agent import AgentSSH
 
 from deployer.errors import ConnectError
 from deployer.paths import state_dir, write_whole
-from deployer.transport.ssh.attempt import ask_secret
+from deployer.printable import shown
+from deployer.terminal import ask_secret
 from deployer.transport.ssh.key_files import UnusableKey, key_type, public_blob
 from deployer.transport.ssh.ssh_config import SshOptions
 
@@ -135,7 +136,7 @@ def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:
 
 def _unlock(path: Path, ask: Callable[[Callable[[], str]], str]) -> paramiko.PKey:
     for _ in range(PASSPHRASE_TRIES):
-        passphrase = ask(lambda: ask_secret(f"Passphrase of {path}: "))
+        passphrase = ask(lambda: ask_secret(shown(f"Passphrase of {path}: ")))
         try:
             return load_private_key(path, passphrase)
         except (UnusableKey, paramiko.PasswordRequiredException):

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import paramiko
@@ -13,9 +14,11 @@ from paramiko.auth_handler import AuthHandler
 from paramiko.common import cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
+from deployer.printable import shown
+from deployer.terminal import ask_secret
 from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys, may_ask_early, note_key
 from deployer.transport.paramiko_ssh.sockets import CLIENT_VERSION
-from deployer.transport.ssh.attempt import Ask, Deadline, HandshakeCut, ask_secret, has_terminal
+from deployer.transport.ssh.attempt import Ask, Deadline, HandshakeCut, has_terminal
 from deployer.transport.ssh.explain import (
     explain_auth,
     explain_handshake,
@@ -273,10 +276,13 @@ def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool
     session.auth_timeout = PERSON_TIMEOUT_S
 
     def reply(title: str, instructions: str, prompts: list[tuple[str, bool]]) -> list[str]:
-        return [ask(lambda text=text: ask_secret(f"{options.description}: {printable(text)}")) for text, _ in prompts]  # type: ignore[misc]
+        texts = [shown(f"{options.description}: {printable(text)}") for text, _ in prompts]
+        return [ask(partial(ask_secret, text)) for text in texts]
 
     def with_password(handler: EagerAuth, done: threading.Event) -> None:
-        handler.auth_password(options.user, ask(lambda: ask_secret(f"Password of {options.description}: ")), done)
+        handler.auth_password(
+            options.user, ask(lambda: ask_secret(shown(f"Password of {options.description}: "))), done
+        )
 
     def with_dialogue(handler: EagerAuth, done: threading.Event) -> None:
         handler.auth_interactive(options.user, reply, done)

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError
+from deployer.terminal import relay
 from deployer.transport.ssh.explain import explain_socket_error
 from deployer.transport.ssh.ssh_config import SshOptions
 
@@ -115,9 +116,13 @@ def start_proxy(command: str) -> tuple[SshSocket, subprocess.Popen[bytes]]:
     shell = os.environ.get("SHELL") or "/bin/sh"
     end = theirs.fileno()
     try:
-        process = subprocess.Popen([shell, "-c", f"exec {command}"], stdin=end, stdout=end, start_new_session=True)
+        process = subprocess.Popen(
+            [shell, "-c", f"exec {command}"], stdin=end, stdout=end, stderr=subprocess.PIPE, start_new_session=True
+        )
     except OSError as error:
         raise ConnectError(f"the ProxyCommand cannot be started by {shell}: {error}") from None
     finally:
         theirs.close()
+    assert process.stderr is not None
+    relay(process.stderr)
     return SshSocket(ours), process

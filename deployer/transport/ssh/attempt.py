@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import queue
 import sys
 import threading
@@ -42,21 +41,6 @@ def nobody_to_ask() -> Iterator[None]:
 def has_terminal() -> bool:
     """Whether a person can be asked: stdin and stderr are terminals."""
     return not _unasked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def ask_yes(question: str) -> bool:
-    """Whether the person typed `yes`."""
-    sys.stderr.write(f"{question} [yes/no]: ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("yes", "y")
-
-
-def ask_secret(prompt: str) -> str:
-    """What the person typed, not shown. ConnectError when they ended the input."""
-    try:
-        return getpass.getpass(prompt, stream=sys.stderr)
-    except EOFError:
-        raise ConnectError("no answer to the question for a password") from None
 
 
 class Questions:

@@ -68,14 +68,14 @@ def _ended_without_answer(said: str, exit_status: int | None) -> FerryError:
     )
 
 
-def quote(said: str) -> str:
+def quote(said: str) -> list[str]:
     """The last lines of what the host said, each marked as its words."""
     lines = [line.strip()[:200] for line in said.splitlines() if line.strip()]
-    return "\n".join(f"host: {line}" for line in lines[-5:])
+    return [f"host: {line}" for line in lines[-5:]]
 
 
 def printable(text: str) -> str:
-    """Text of a host without terminal escapes and control characters."""
+    """Text of a host without terminal escapes and control characters, to be searched for what it means."""
     return re.sub(_ESCAPES, "", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -152,7 +152,7 @@ def explain_auth(
     """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept."""
     lines = [f"offered: {name}" for name in tried] + [f"not offered: {name}" for name in skipped]
     if banner:
-        lines.append(quote(printable(banner)))
+        lines += quote(printable(banner))
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return ConnectError(
@@ -162,12 +162,12 @@ def explain_auth(
     if not tried:
         return ConnectError(
             f"{where}: there is no key to log in with{accepts}",
-            where="\n".join(lines),
+            where=lines,
             hint="make one with ssh-keygen and install it with ssh-copy-id, or name one with --ssh-key",
         )
     return ConnectError(
         f"{where} does not let {user!r} in with {_count(tried)}{accepts}",
-        where="\n".join(lines),
+        where=lines,
         hint="wrong user (root? ubuntu?), or the key is not in its ~/.ssh/authorized_keys; --ssh-key names a key",
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from deployer.errors import ConnectError
-from deployer.transport.ssh.attempt import ask_yes
+from deployer.printable import shown
+from deployer.terminal import ask_yes, notice
 from deployer.transport.ssh.known_hosts import (
     KnownKey,
     Verdict,
@@ -67,48 +67,49 @@ class HostKeys:
         verdict, lines = judge(self.portless, blob)
         return (Verdict.UNKNOWN, []) if verdict is Verdict.CHANGED else (verdict, lines)
 
-    def refusal(self, shown: str, *, changed: bool) -> ConnectError:
-        """The error for a key that the ssh program has refused; `shown`: its type and fingerprint."""
+    def refusal(self, key: str, *, changed: bool) -> ConnectError:
+        """The error for a key that the ssh program has refused; `key`: its type and fingerprint."""
         lines = [key for key in [*self.known, *self.portless] if not key.marker]
-        return self._changed(shown, lines) if changed else self._unknown(shown)
+        return self._changed(key, lines) if changed else self._unknown(key)
 
-    def _changed(self, shown: str, lines: list[KnownKey]) -> ConnectError:
+    def _changed(self, key: str, lines: list[KnownKey]) -> ConnectError:
         files = dict.fromkeys(line.path for line in lines)
-        remove = "\n      ".join(
-            f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files
-        )
-        known = "\n".join(f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines)
+        remove = "; ".join(f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files)
+        known = [f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines]
         return ConnectError(
-            f"the host key of {self.name} has changed: it shows {shown}",
+            f"the host key of {self.name} has changed: it shows {key}",
             where=known,
-            hint="the host was reinstalled, or somebody is in between. Only if you know why it changed:\n      "
-            + remove,
+            hint=f"the host was reinstalled, or somebody is in between. Only if you know why it changed: {remove}",
         )
 
     def _meet(self, key_type: str, blob: bytes, *, accept_new: bool, ask: Ask | None) -> None:
-        shown = f"{key_type} {fingerprint(blob)}"
+        key = f"{key_type} {fingerprint(blob)}"
         if self.options.strict_host_key == "accept-new" or accept_new:
-            sys.stderr.write(f"New host key of {self.name} accepted: {shown}\n")
+            notice(shown(f"New host key of {self.name} accepted: {key}"))
         elif ask is None or self.options.strict_host_key == "yes":
-            raise self._unknown(shown)
-        elif not ask(lambda: ask_yes(f"The host key of {self.name} is not known: {shown}\nConnect and remember it?")):
+            raise self._unknown(key)
+        elif not ask(lambda: self._person_trusts(key)):
             raise ConnectError(f"the host key of {self.name} was not accepted")
         for path in self.options.user_known_hosts[:1]:
             self._remember(path, key_type, blob)
 
-    def _unknown(self, shown: str) -> ConnectError:
+    def _person_trusts(self, key: str) -> bool:
+        notice(shown(f"The host key of {self.name} is not known: {key}"))
+        return ask_yes(shown("Connect and remember it?"))
+
+    def _unknown(self, key: str) -> ConnectError:
         port = "" if self.options.port == DEFAULT_PORT else f"-p {self.options.port} "
         return ConnectError(
-            f"the host key of {self.name} is not known: {shown}",
-            hint="compare the fingerprint with the provider's, then use --accept-new-host-key, or write it down with\n"
-            f"      ssh-keyscan {port}{shlex.quote(self.options.hostname)} >> ~/.ssh/known_hosts",
+            f"the host key of {self.name} is not known: {key}",
+            hint="compare the fingerprint with the provider's, then use --accept-new-host-key, or write it down with "
+            f"ssh-keyscan {port}{shlex.quote(self.options.hostname)} >> ~/.ssh/known_hosts",
         )
 
     def _remember(self, path: Path, key_type: str, blob: bytes) -> None:
         try:
             append_known_host(path, self.name, key_type=key_type, blob=blob, hashed=self.options.hash_known_hosts)
         except OSError as error:
-            sys.stderr.write(f"The host key could not be written to {path}: {error.strerror}\n")
+            notice(shown(f"The host key could not be written to {path}: {error.strerror}"))
 
 
 def is_revoked_by(path: Path, key_type: str, blob: bytes) -> bool:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 
 from deployer.errors import ConnectError, HostError, LostConnection
+from deployer.printable import shown
+from deployer.terminal import notice
 from deployer.transport.local import PipeStream
 from deployer.transport.protocol import Drain
 from deployer.transport.ssh.attempt import AT_TERMINAL, Attempt, has_terminal, retry_cuts
@@ -171,7 +172,7 @@ class OpenSSHTransport:
     def _tell_new_key(self, master: _Master) -> None:
         if "Permanently added" in master.said() and self._accept_new:
             name = host_name_in_files(self.options)
-            sys.stderr.write(f"New host key of {name} accepted: {master.words.host_key}\n")
+            notice(shown(f"New host key of {name} accepted: {master.words.host_key}"))
 
     def _argv_to_connect(self, socket_path: str, *, ask: bool) -> list[str]:
         strictness = "accept-new" if self._accept_new else self.options.strict_host_key
@@ -259,8 +260,7 @@ class _Master:
 def _show(line: str) -> None:
     """What ssh and the server say while a person logs in."""
     if line.strip():
-        sys.stderr.write(printable(line) + "\n")
-        sys.stderr.flush()
+        notice(shown(printable(line)))
 
 
 class SshStream(PipeStream):

@@ -32,7 +32,7 @@ def control_path() -> str:
             refusals.append(f"{folder}: {error.strerror or error}")
     raise ConnectError(
         "there is no place for ssh's control socket",
-        where="\n".join(refusals),
+        where=refusals,
         hint="set XDG_RUNTIME_DIR to a short folder of yours, or use --transport fabric",
     )
 

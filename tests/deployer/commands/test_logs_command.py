@@ -72,7 +72,7 @@ def test_rank_node_and_attempt_choose_and_what_is_not_there_is_refused(ferry):
 def test_grep_shows_the_whole_lines_that_match(ferry):
     ended_job(ferry, {"rank_0.log": b"loss 1.5\nstep\nloss \xff", "rank_1.log": b"loss 2.5\nloss none\n"}, nproc=2)
     shown = logs(ferry, "--grep", r"^loss (\d|\xff)").stdout
-    assert shown == b"[0] loss 1.5\n[1] loss 2.5\n[0] loss \xff\n"  # the last one has no end: it may go on
+    assert shown == b"[0] loss 1.5\n[1] loss 2.5\n[0] loss \\xff\n"  # the last one has no end: it may go on
     assert logs(ferry, "--grep", "loss", "--tail", "1", "--rank", "1").stdout == b"loss none\n"
 
 

@@ -2,12 +2,15 @@
 
 import io
 import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.launch.logview import LogView
+
+PRINTABLE = st.characters(exclude_categories=["C", "Z"], include_characters=" \t\n")
 
 
 def make_view(
@@ -41,10 +44,29 @@ def test_chunk_sent_again_after_a_reconnect_shown_once():
     assert view.offsets == {"rank_0.log": 14}
 
 
-def test_raw_on_a_terminal_passes_bytes_unchanged():
-    view, out, _ = make_view(terminal=True, bare=True)
-    view.feed("rank_0.log", 0, b" 50%\r100%\r\x1b[1mdone\xff")
-    assert out.getvalue() == b" 50%\r100%\r\x1b[1mdone\xff"
+def test_raw_to_a_pipe_passes_bytes_unchanged():
+    view, out, _ = make_view(raw=True)
+    view.feed("rank_0.log", 0, b" 50%\r100%\r\x1b[2J\x1b[1mdone\xff")
+    view.finish()
+    assert out.getvalue() == b" 50%\r100%\r\x1b[2J\x1b[1mdone\xff"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_one_rank_on_a_terminal_appears_as_it_comes_without_what_drives_it(raw):
+    view, out, _ = make_view(terminal=True, bare=True, raw=raw)
+    view.feed("rank_0.log", 0, b" 50%\r100%\r\x1b[1mdone\xff\xc3")
+    assert out.getvalue() == b" 50%\r100%\r\x1b[1mdone\\xff"
+    view.feed("rank_0.log", 20, b"\xa4\x1b[2J\x1b]0;owned\x07")
+    view.finish()
+    assert out.getvalue() == " 50%\r100%\r\x1b[1mdone\\xffä\\x1b]0;owned\\x07\x1b[0m".encode()
+
+
+@pytest.mark.parametrize(("escapes", "line"), [(True, b"[0] \x1b[31mred\x1b[0m\n"), (False, b"[0] red\n")])
+def test_colour_ends_with_its_line_and_is_left_out_where_none_is_wanted(escapes, line):
+    view, out, _ = make_view()
+    view.escapes = escapes
+    view.feed("rank_0.log", 0, b"\x1b[31mred\nplain\n")
+    assert out.getvalue() == line + b"[0] plain\n"
 
 
 def test_bar_off_a_terminal_at_most_one_line_a_second_and_its_end():
@@ -108,7 +130,7 @@ def test_last_words_of_an_attempt_come_before_the_next_attempts_first():
     assert view.offsets == {"rank_0.log": 11, "attempt_2/rank_0.log": 6, "attempt_2/launcher.log": 16}
 
 
-@given(st.binary(max_size=200).map(lambda b: b.replace(b"\r", b"\n")), st.lists(st.integers(1, 40), min_size=1))
+@given(st.text(PRINTABLE, max_size=200).map(str.encode), st.lists(st.integers(1, 40), min_size=1))
 def test_lines_come_whole_and_in_order_however_they_are_cut(text, sizes):
     view, out, _ = make_view()
     position = 0
@@ -121,3 +143,42 @@ def test_lines_come_whole_and_in_order_however_they_are_cut(text, sizes):
     lines = text.split(b"\n")
     shown = lines if lines[-1] else lines[:-1]
     assert out.getvalue() == b"".join(b"[0] " + line + b"\n" for line in shown)
+
+
+HOSTILE = (
+    "\x1b",
+    "\x1b[",
+    "\x1b]0;x",
+    "\x07",
+    "\x1b[2J",
+    "\x1b[31m",
+    "\x1b[8",
+    "m",
+    "K",
+    "0",
+    ";",
+    "\r",
+    "\n",
+    "\x9b",
+    "\u202e",
+    "é",
+)
+
+
+@given(
+    st.lists(st.sampled_from([*(text.encode() for text in HOSTILE), b"\x9b", b"\xff", b"\0", b"\xe2\x80"])),
+    st.lists(st.integers(1, 5), min_size=1),
+    st.booleans(),
+    st.booleans(),
+)
+def test_nothing_of_a_log_drives_a_terminal_however_it_is_cut(parts, sizes, bare, terminal):
+    view, out, _ = make_view(terminal=terminal, bare=bare)
+    text, position = b"".join(parts), 0
+    for size in itertools.cycle(sizes):
+        if position >= len(text):
+            break
+        view.feed("rank_0.log", position, text[position : position + size])
+        position += size
+    view.finish()
+    left = re.sub(r"\x1b\[[\d;]*m|\x1b\[0?K", "", out.getvalue().decode())
+    assert all(char.isprintable() or char in "\n\r\t" for char in left), ascii(left)

@@ -142,7 +142,7 @@ def test_host_that_ends_before_its_answer_says_so(tmp_path):
     with Link.open(NoPython(), root=str(tmp_path), request={"op": "ps"}) as link:
         with pytest.raises(HostError, match="exit status 1") as raised:
             link.first.result()
-    assert raised.value.where == "host: go away"
+    assert raised.value.where == ("host: go away",)
 
 
 def test_answer_of_a_host_that_has_gone_since_is_read_to_its_end(tmp_path):

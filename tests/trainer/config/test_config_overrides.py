@@ -121,7 +121,7 @@ OVERRIDE_ERRORS = [
     ("target.env=5", "Error: target.env is 5, expected a mapping of names to text\n  on the command line"),
     (
         "target.env.A=a\0b",
-        "Error: target.env.A is a\0b, expected text without NUL and of valid UTF-8\n  on the command",
+        "Error: target.env.A is a\\x00b, expected text without NUL and of valid UTF-8\n  on the command",
     ),
     ("target.gpu_ranks=0,0", "Error: target.gpu_ranks is [0, 0], it names 0 twice\n  on the command line\nhint: one"),
     (

@@ -193,7 +193,7 @@ def test_terminal_gets_colours_in_place_of_marks(tmp_path, monkeypatch):
 
 def test_text_of_the_data_does_not_drive_the_terminal():
     sample = Sample([Piece(Label.TARGET, 0, 4, "a\x1b[2Jb\r\x9bc\n")])
-    assert render_sample(sample, coloured=True).plain == "a\\x1b[2Jb\\x0d\\x9bc\n"
+    assert render_sample(sample, coloured=True).plain == "a\\x1b[2Jb\\r\\x9bc\n"
 
 
 def test_long_sample_is_cut_and_says_what_is_left():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as torch_dist
 
+from trainer.console import write_line
 from trainer.data.dataset.documents import list_sources, read_rows
 from trainer.data.dataset.store import ListStore, RowTable, Store, collect
 from trainer.data.rows.sources import identify
@@ -134,7 +135,7 @@ def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Ite
         if now - told >= every_s:
             told = now
             rate = number / max(now - began, 1e-9)
-            print(f"tokenizing: {number:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s", file=sys.stderr, flush=True)
+            write_line(sys.stderr, f"tokenizing: {number:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s")
 
 
 # --- the ranks -------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Chat:
         """What to raise when a turn is not where it should be in the rendered `text`."""
         shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}… ({len(text)} characters)"
         return DataError(
-            f"the assistant's words cannot be found in what the chat template rendered: {detail}\n{shown}",
+            f"the assistant's words cannot be found in what the chat template rendered: {detail}: {shown}",
             where=self.row.id,
             hint="set data.chat_template to a template with {% generation %} tags, or data.loss_on=all",
         )
