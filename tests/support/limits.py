@@ -21,3 +21,8 @@ SUITE_S = 5400.0 * PATIENCE
 
 FOREVER_S = int(3600 * PATIENCE)
 """What a test's process sleeps, and what it is given to save, where a test shows that nobody waits for so long."""
+
+
+def patient(seconds: int) -> int:
+    """A condition of a test, in seconds, that a busy machine must be given more time for."""
+    return max(1, round(seconds * PATIENCE))
