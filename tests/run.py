@@ -24,7 +24,7 @@ from typing import Any
 from tests.support.limits import PATIENCE, PATIENCE_NAME, SUITE_S
 from tests.support.notes import FOLDER_NAME, read_note
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 1.0
 STOPPED_S = 20.0 * PATIENCE
 """A worker that was stopped for so long does not go on."""
 LATE_S = 120.0 * PATIENCE
@@ -47,18 +47,21 @@ class Process:
     command: str
 
 
+def process_of(pid: int) -> Process | None:
+    """None where it has ended."""
+    try:
+        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return None
+    state, parent = after.split()[:2]
+    return Process(pid, int(parent), state, words or before.partition("(")[2])
+
+
 def processes() -> dict[int, Process]:
     """All of this machine."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            before, _, after = (path / "stat").read_text().rpartition(")")
-            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it has ended
-            continue
-        state, parent = after.split()[:2]
-        found[int(path.name)] = Process(int(path.name), int(parent), state, words or before.partition("(")[2])
-    return found
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return {pid: process for pid in pids if (process := process_of(pid))}
 
 
 def below(pid: int, known: dict[int, Process]) -> Iterator[Process]:
@@ -85,11 +88,12 @@ class Watch:
 
     def look(self) -> str | None:
         """Ends workers that hang; the reason to end the whole run, if there is one that pytest has not seen."""
-        now, known = time.monotonic(), processes()
+        now = time.monotonic()
         for told in self.read():
             pid, worker, words = told["pid"], told["worker"], f"{told['worker']} (pid {told['pid']})"
-            state = known[pid].state if pid in known else "X"
-            if state in "XZ":
+            process = process_of(pid)
+            state = process.state if process else "Z"
+            if state == "Z":
                 if now - self.died_at.setdefault(worker, now) > GOODBYE_S:
                     return f"{words} died while it ran {told['test']}, and pytest goes on waiting"
             elif state == "T":
@@ -159,13 +163,17 @@ class Run:
 
     def _wait(self, reason: Callable[[], str | None]) -> str | None:
         """Until pytest ends (None) or there is a reason to wait no longer."""
-        while self.code is None:
+        looks_at = 0.0
+        while True:
             self._reap()
-            why = reason() if self.code is None else None
-            if why is not None:
-                return why
-            time.sleep(LOOK_EVERY_S)
-        return None
+            if self.code is not None:
+                return None
+            if time.monotonic() >= looks_at:
+                why = reason()
+                if why is not None:
+                    return why
+                looks_at = time.monotonic() + LOOK_EVERY_S
+            signal.sigtimedwait([signal.SIGCHLD], LOOK_EVERY_S)  # as soon as init would, we reap
 
     def _reap(self) -> bool:
         """Takes leave of children that have ended, orphans of the run among them; whether there are any others."""
@@ -207,6 +215,7 @@ def main(words: list[str]) -> int:
         run = Run(rest, within_s=options.within, beside=options.beside, notes=Path(notes))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, run.ask)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         return run.to_the_end()
 
 

@@ -205,7 +205,7 @@ def test_address_that_drops_packets_ends_by_the_connect_timeout(tmp_path: Path, 
 
 @both_ways
 def test_server_that_stalls_in_the_login_ends_by_the_connect_timeout(tmp_path: Path, way: str) -> None:
-    stall = "AuthorizedKeysFile none\nAuthorizedKeysCommand /bin/sleep 600\nAuthorizedKeysCommandUser root"
+    stall = "AuthorizedKeysFile none\nAuthorizedKeysCommand /bin/sleep 60\nAuthorizedKeysCommandUser root"
     with start_sshd(tmp_path, first_config=stall) as server:
         begun = time.monotonic()
         error = refusal(str(server.client_config_path), way=way, connect_timeout_s=1.5 * PATIENCE)
