@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# tests.run ends what does not end by itself: a test, a worker, all of it
+SPREAD := -n 2 --dist loadfile -m "not soak and not real" tests
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.run
 
 .PHONY: help install demo test test-oldest soak real lint format docs bench bench-train clean
 
@@ -38,15 +40,16 @@ system:
 	    || echo "could not install$$missing: tests that need them will say so"; fi
 
 test: install system  ## every test but the long soaks, some 20 minutes on 2 cores
-	$(PYTEST) -m "not soak and not real" tests
+	$(TESTS) $(SPREAD)
 
 test-oldest: system  ## the CPU tests on the oldest supported torch
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[train,test]'
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist loadfile -m "not soak and not real" tests
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m tests.run $(SPREAD)
 
-soak: install system  ## the long tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 7200 tests
+soak: install system  ## the long tests, then every other one on a busy machine, five times as patient: hours
+	$(TESTS) --within 36000 -m soak tests
+	TORCHFERRY_TEST_PATIENCE=5 $(TESTS) --beside 8 $(SPREAD)
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -13,6 +13,14 @@ import hypothesis
 import pytest
 
 from tests.support.ferry import Ferry
+from tests.support.notes import (  # noqa: F401 - hooks of pytest
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_runtest_protocol,
+    pytest_sessionstart,
+    pytest_testnodedown,
+    pytest_unconfigure,
+)
 from tests.support.sshd import ALIAS, SshServer, make_key, start_sshd
 from trainer.config.load import (
     ConfigError,

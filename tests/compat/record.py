@@ -73,7 +73,7 @@ def run_all(versions: Versions) -> None:
     kill_supervisor(lost)
     assert listed(old, lost)["state"] == "lost"
     done(old.run("stop", holder.name))
-    done(old.run("tiny.py", *old.where(), "--python", sys.executable, "--no-pull", timeout_s=600))
+    done(old.run("tiny.py", *old.where(), "--python", sys.executable, "--no-pull"))
     print([ended(job)["state"] for job in jobs])
 
 

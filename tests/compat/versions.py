@@ -20,11 +20,10 @@ from typing import Any
 
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import wait_for
+from tests.support.limits import HANG_S
 
 HERE = Path(__file__).parent
 VERSION = "torchferry-836d9e4"
-HANG_S = 300.0
-"""Limits are for hangs: what they bound takes a few seconds, and a trainer's start about fifteen."""
 FINAL = ("succeeded", "failed", "stopped", "lost")
 BLOCKED = "while [ ! -e go ]; do sleep 0.02; done"
 """A job that waits for the file `go` in its code folder."""

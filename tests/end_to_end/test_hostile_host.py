@@ -21,7 +21,7 @@ from deployer.jobs.requests import read_status
 from deployer.jobs.roster import ask_all, rows_of
 from deployer.pull.rounds import pull
 from tests.support.ferry import Ferry
-from tests.support.limits import HANG_S
+from tests.support.limits import HANG_S, PATIENCE
 from tests.support.lying import PRELUDE, Lying, lying_host
 from tests.support.sshd import ALIAS, SshServer, start_sshd
 from tests.support.terminals import EVIL, assert_tame, on_terminal
@@ -299,7 +299,7 @@ def assert_bounded(victim: Ferry, *words: str, expected: int | None) -> None:
     """Runs a command to its end, or for some seconds where the host goes on forever; its memory stays below 100 MB."""
     client = victim.start(*words, *victim.where())
     status, peak_kib = Path(f"/proc/{client.pid}/status"), 0
-    deadline = time.monotonic() + (3 if expected is None else HANG_S)
+    deadline = time.monotonic() + (3 * PATIENCE if expected is None else HANG_S)
     while client.poll() is None:
         found = re.search(r"VmHWM:\s+(\d+)", status.read_text())
         peak_kib = int(found[1]) if found else peak_kib

@@ -22,7 +22,7 @@ from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import Prepared, prepare
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import wait_for
-from tests.support.limits import HANG_S
+from tests.support.limits import HANG_S, PATIENCE
 from tests.support.smi import fake_smi
 
 
@@ -298,7 +298,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
         launch_prepared(ferry, prepared)
-    assert time.monotonic() - begun < 25  # a client that is told nothing gives up after 35 s
+    assert time.monotonic() - begun < 25 * PATIENCE  # a client that is told nothing gives up after 35 s
     assert ferry.job_ids() == []
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
@@ -84,7 +85,7 @@ def _torchferry(project: Path, tmp_path: Path, *words: str) -> str:
     words = tuple(str(tmp_path / "root") if word == "root" else word for word in words)
     env = {**_clean(), "TORCHFERRY_STATE_DIR": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
     command = [str(project / ".venv/bin/torchferry"), *words]
-    return _check(subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=240))
+    return _check(subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=HANG_S))
 
 
 def _clean() -> dict[str, str]:

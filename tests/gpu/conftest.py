@@ -1,5 +1,14 @@
-"""These tests need CUDA; on a machine without a GPU they are not collected."""
+"""These tests need a GPU, or as many as their mark `gpus` says; with fewer they are skipped, and say so."""
 
-import shutil
+from __future__ import annotations
 
-collect_ignore_glob = [] if shutil.which("nvidia-smi") else ["test_*.py"]
+import pytest
+import torch
+
+from tests.support.cards import gpus_needed, why_too_few
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    why = why_too_few(gpus_needed(item), torch.cuda.device_count())
+    if why:
+        pytest.skip(why)

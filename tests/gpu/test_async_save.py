@@ -6,16 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (1, 2)])
 def test_save_of_a_1_5b_model_blocks_training_less_than_a_second_and_holds_the_old_values(gpus: int, tmp_path: Path):
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPU(s)")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     command = [*launch, "-m", "tests.gpu.async_save", str(tmp_path / "checkpoints")]
     done = subprocess.run(command, capture_output=True, timeout=HANG_S, cwd=REPO)

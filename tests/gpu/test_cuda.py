@@ -1,4 +1,4 @@
-"""The trainer on CUDA and NCCL against itself on the CPU: backends, precision, resume. Two GPUs."""
+"""The trainer on CUDA and NCCL against itself on the CPU: backends, precision, resume."""
 
 import json
 import os
@@ -50,6 +50,7 @@ def worst(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("backend", [FSDP, DDP], ids=["fsdp", "ddp"])
 def test_two_gpus_reproduce_the_losses_of_one_in_fp32(train, backend):
     assert worst(train(*ONE, FP32), train(*backend, FP32)) < 1e-4
@@ -59,12 +60,14 @@ def test_one_gpu_reproduces_the_losses_of_the_cpu_in_fp32(train):
     assert worst(train(*ONE, FP32), train(*ONE, FP32, "target.device=cpu")) < 1e-3
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("backend", [FSDP, DDP], ids=["fsdp", "ddp"])
 def test_bf16_backends_agree_within_twice_the_error_of_bf16_itself(train, backend):
     error = worst(train(*ONE, FP32), train(*ONE))
     assert worst(train(*ONE), train(*backend)) <= 2 * error
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,12 +87,14 @@ def test_options_of_fsdp_change_no_loss_over_nccl(train, options):
     assert worst(train(*ONE, FP32), train(*FSDP, FP32, *options)) < 1e-4
 
 
+@pytest.mark.gpus(2)
 def test_adapters_over_a_bf16_base_agree_on_one_gpu_and_two_within_the_error_of_bf16(train):
     lora = ("lora.rank=8", "optim.learning_rate=1e-2")
     error = worst(train(*ONE, *lora, FP32), train(*ONE, *lora))
     assert worst(train(*ONE, *lora), train(*FSDP, *lora)) <= 2 * error
 
 
+@pytest.mark.gpus(2)
 def test_hang_inside_nccl_is_told_with_the_late_rank(tmp_path):
     words = (*SHORT, *BATCH, *FSDP, "train.steps=100000", "train.hang_timeout_s=8", "--run-dir", str(tmp_path))
     command = [sys.executable, str(REPO / "train.py"), CONFIG, *words]
@@ -119,10 +124,12 @@ def environment(pid: int) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
+@pytest.mark.gpus(2)
 def test_activation_checkpointing_changes_no_loss(train):
     assert worst(train(*FSDP, FP32), train(*FSDP, FP32, "parallel.activation_checkpointing=full")) < 1e-5
 
 
+@pytest.mark.gpus(2)
 def test_resume_on_two_gpus_goes_on_with_the_unbroken_runs_losses(train, tmp_path):
     whole = train(*FSDP, FP32, "train.deterministic=true")
     train(*FSDP, FP32, "train.deterministic=true", "train.stop_after_steps=4", run_dir=tmp_path)

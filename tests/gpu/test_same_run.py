@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 
+pytestmark = pytest.mark.gpus(2)
 CONFIG = str(REPO / "configs" / "02_debug_sft_fsdp.py")
 SIZE = ("model.hidden_size=512", "model.intermediate_size=1536", "model.num_layers=8", "model.num_heads=8")
 RUN = ("train.steps=50", "train.global_batch_size=16", "train.micro_batch_size=4", "optim.learning_rate=5e-4")
@@ -27,8 +28,6 @@ BACKENDS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     folders = {name: tmp_path_factory.mktemp(name.replace(" ", "_")) for name in BACKENDS}
     for name, folder in folders.items():
         words = (*SIZE, *RUN, *QUIET, *BACKENDS[name], "--run-dir", str(folder))

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
@@ -16,11 +15,14 @@ BATCH = ("train.global_batch_size=8", "train.micro_batch_size=2", "data.max_trai
 
 
 @pytest.mark.parametrize(
-    ("backend", "gpus"), [("pytorch", "[0]"), ("ddp", "[0,1]"), ("fsdp", "[0,1]")], ids=["pytorch", "ddp", "fsdp"]
+    ("backend", "gpus"),
+    [
+        pytest.param("pytorch", "[0]", id="pytorch"),
+        pytest.param("ddp", "[0,1]", id="ddp", marks=pytest.mark.gpus(2)),
+        pytest.param("fsdp", "[0,1]", id="fsdp", marks=pytest.mark.gpus(2)),
+    ],
 )
 def test_table_of_a_traced_step_finds_what_a_step_is_made_of(backend, gpus, tmp_path):
-    if torch.cuda.device_count() < len(json.loads(gpus)):
-        pytest.skip("needs 2 GPUs")
     words = (f"target.gpu_ranks={gpus}", f"target.train_backend={backend}", "train.profile_steps=[6]")
     command = [sys.executable, str(REPO / "train.py"), CONFIG, *WORDS, *BATCH, *words, "--run-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, timeout=HANG_S)

@@ -17,7 +17,7 @@ import pytest
 from deployer.connection.host import make_transport
 from deployer.errors import ConnectError
 from deployer.transport.protocol import Stream, Transport
-from tests.support.limits import HANG_S
+from tests.support.limits import HANG_S, patient
 from tests.support.sshd import ALIAS, SshServer
 
 both_ways = pytest.mark.parametrize("way", ["fabric", "openssh"])
@@ -68,7 +68,7 @@ def children(pid: int) -> list[int]:
 
 def address_config(folder: Path, host: str, port: int, **settings: str) -> str:
     path = folder / "client_config"
-    settings = {"Hostname": host, "Port": str(port), "ConnectTimeout": "1", **settings}
+    settings = {"Hostname": host, "Port": str(port), "ConnectTimeout": str(patient(1)), **settings}
     path.write_text(f"Host {ALIAS}\n" + "".join(f" {name} {value}\n" for name, value in settings.items()))
     return str(path)
 

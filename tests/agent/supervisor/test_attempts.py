@@ -23,6 +23,7 @@ from deployer.agent.job.stop import request_stop
 from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.support.limits import PATIENCE, patient
 
 FAILS_ONCE = """
 import os, sys
@@ -110,7 +111,7 @@ def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     job = begin(tmp_path, plan)
     wait_for(lambda: judge(job).get("attempt") == 3 and judge(job)["state"] == "preparing")  # waits 5 s
     request_stop(job, 5)
-    status = end_of(job, timeout_s=4)  # not the whole wait
+    status = end_of(job, timeout_s=4 * PATIENCE)  # not the whole wait
     assert (status["state"], status["attempt"], Path(job.logs(3)).exists()) == ("stopped", 3, False)
     assert status["reason"] == "stopped on request, before the next attempt; rank 0 exited with code 1"
 
@@ -205,20 +206,20 @@ print('up')
 time.sleep(0.2)
 sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(1000)
 """
-    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=6)))
+    job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=patient(6))))
     status = end_of(job)
     assert (status["state"], status["code"], status["attempt"]) == ("stopped", 0, 2)
-    assert status["reason"] == "stopped after --max-runtime 6s"
+    assert status["reason"] == f"stopped after --max-runtime {patient(6)}s"
     assert rank_log(job, 2) == "up\nsaved\n"
 
 
 def test_runtime_limit_outlives_the_supervisor_that_was_killed(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(max_runtime_s=3))
+    plan = make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(max_runtime_s=patient(3)))
     job = begin(tmp_path, plan)
     said(job, "up")
     wait_for(lambda: judge(job)["state"] == "running")
     kill_supervisor_and_adopt(job)
-    assert end_of(job)["reason"] == "stopped after --max-runtime 3s"
+    assert end_of(job)["reason"] == f"stopped after --max-runtime {patient(3)}s"
 
 
 def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> None:
@@ -232,15 +233,19 @@ def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> No
 
 
 def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_last(tmp_path: Path) -> None:
-    plan = make_plan(python("import time; print('one'); print('two'); time.sleep(1000)"), **policy(stall_timeout_s=3))
+    plan = make_plan(
+        python("import time; print('one'); print('two'); time.sleep(1000)"), **policy(stall_timeout_s=patient(3))
+    )
     status = end_of(begin(tmp_path, plan))
-    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, "no output for 3s")
+    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, f"no output for {patient(3)}s")
     assert [(r["rank"], r["running"], r["last_line"]) for r in status["stalled"]] == [(0, True, "two")]
 
 
 def test_program_that_goes_on_speaking_does_not_stall(tmp_path: Path) -> None:
     code = "import time\nfor n in range(9):\n    print(n)\n    time.sleep(0.5)"
-    assert end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=3))))["state"] == "succeeded"
+    assert (
+        end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=patient(3)))))["state"] == "succeeded"
+    )
 
 
 STALLS_AT_FIRST = """
@@ -259,17 +264,17 @@ while attempt == '1':
 
 
 def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
-    plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=2, max_restarts=1))
+    plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=patient(2), max_restarts=1))
     job = begin(tmp_path, plan)
     status = end_of(job)
     assert (status["state"], status["attempt"]) == ("succeeded", 2)
     first = status["attempts"][0]
-    assert (first["code"], first["reason"], first["step"]) == (124, "no step for 2s (last step 3)", 3)
+    assert (first["code"], first["reason"], first["step"]) == (124, f"no step for {patient(2)}s (last step 3)", 3)
 
 
 def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Path) -> None:
     code = "import os, time\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': time.sleep(1000)"
-    status = end_of(begin(tmp_path, make_plan(**torchrun(code), **policy(stall_timeout_s=2))))
+    status = end_of(begin(tmp_path, make_plan(**torchrun(code), **policy(stall_timeout_s=patient(2)))))
     assert (status["state"], status["code"]) == ("failed", 124)
     assert [(r["running"], r["last_line"]) for r in status["stalled"]] == [(False, "rank 0"), (True, "rank 1")]
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployer.plan.options import is_plain
+from tests.support.limits import HANG_S
 from trainer.config.load import check_config
 from trainer.schema import Config, RunConfig, TargetConfig
 
@@ -103,9 +104,9 @@ def test_first_packet_does_not_wait_for_the_ssh_library(tmp_path):
     library.write_text("import time\ntime.sleep(3600)\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = start_client(tmp_path, server.getsockname()[1], PYTHONPATH=str(library.parent.parent))
-        server.settimeout(60)
+        server.settimeout(HANG_S)
         connection, _ = server.accept()
-        connection.settimeout(60)
+        connection.settimeout(HANG_S)
         with connection, connection.makefile("rb") as words:
             assert words.readline() == b"SSH-2.0-Torchferry\r\n"
             assert client.poll() is None
@@ -116,9 +117,9 @@ def test_first_packet_does_not_wait_for_the_ssh_library(tmp_path):
 def test_version_is_sent_once_and_the_key_exchange_follows_it(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = start_client(tmp_path, server.getsockname()[1])
-        server.settimeout(60)
+        server.settimeout(HANG_S)
         connection, _ = server.accept()
-        connection.settimeout(60)
+        connection.settimeout(HANG_S)
         with connection, connection.makefile("rb") as words:
             assert words.readline() == b"SSH-2.0-Torchferry\r\n"
             connection.sendall(b"SSH-2.0-Server\r\n")

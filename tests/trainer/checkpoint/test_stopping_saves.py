@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.limits import PATIENCE
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, losses, training_on
@@ -107,7 +108,7 @@ def test_run_folder_in_use_names_the_process_that_has_it(tmp_path, holder):
 def test_run_folder_of_a_dying_run_is_waited_for(tmp_path, holder):
     assert taken_by(tmp_path, patience_s=0) is not None
     holder.kill()
-    assert taken_by(tmp_path, patience_s=20) is None
+    assert taken_by(tmp_path, patience_s=20 * PATIENCE) is None
 
 
 def test_second_start_changes_nothing_in_a_folder_in_use(tmp_path, holder):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from tests.support.limits import PATIENCE
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, tiny_shape
 from tests.support.trainings import training_on
@@ -229,7 +230,7 @@ def test_exit_with_0_in_mid_run_is_a_failure():
 def fail_in_loading(dist: Dist, template: str, run_dir: str) -> None:
     """Both ranks run the recipe; the chat template of rank 1 is not there."""
     path = template if dist.rank == 0 else "/nowhere/template.jinja"
-    config = training_on("builtin:stdlib-docs", backend="fsdp", hang_timeout_s=30)
+    config = training_on("builtin:stdlib-docs", backend="fsdp", hang_timeout_s=30 * PATIENCE)
     sys.exit(run_recipe(with_template(config, path), Path(run_dir), dist, debug=False))
 
 

@@ -65,8 +65,8 @@ def test_precision_that_the_config_names_is_taken_and_told_only_where_it_is_slow
     config = training_on("rows.jsonl", precision=named)
     settled = precision.settle_precision(config, ALONE, tmp_path)
     assert settled.config == config
-    assert [line[:42] for line in settled.lines] == (
-        ["warning: train.precision is bf16, and this"] if named == "bf16" and not HAS_BF16 else []
+    assert [line[:38] for line in settled.lines] == (
+        ["warning: train.precision is bf16, and "] if named == "bf16" and not HAS_BF16 else []
     )
 
 

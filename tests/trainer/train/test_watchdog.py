@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.limits import FOREVER_S, HANG_S
+from tests.support.limits import FOREVER_S, HANG_S, PATIENCE
 from tests.support.ranks import barrier, run_ranks
 from trainer.dist import Dist
 from trainer.failures.heartbeat import Beat, Observer, Seen, judge, late_ranks
 from trainer.failures.watchdog import machine_id, process_ended, watching
 from trainer.start.rank import comm_timeout_s
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0 * PATIENCE
 
 
 def beat(rank: int, **changes) -> Beat:
