@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cards import gpus_needed, why_too_few
+from tests.gpu.cards import gpus_needed, why_too_few
 
 
 @pytest.mark.parametrize(

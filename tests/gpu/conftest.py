@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.cards import gpus_needed, why_too_few
+from tests.gpu.cards import gpus_needed, why_too_few
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
