@@ -11,19 +11,16 @@ from ..host.errors import AgentError
 from ..host.files import read_json, remove, write_json, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
-from ..host.machine import is_alive
+from ..host.marks import Look
 from ..job import progress
 from ..job.judge import judge
-from ..job.status import FINAL, read_plan, read_status, supervisor_of
+from ..job.status import FINAL, read_plan, read_status, read_word
 from ..job.stop import request_stop
 from ..logs.read import LogReader
 from ..wire.conversation import Call
 from .follow import follow_job
-from .jobs import find_job
+from .jobs import GONE_S, find_job
 from .launch import check_root, plan_hash, start_next
-
-GONE_S = 10.0
-"""A supervisor that has written its last word may take so long to be gone."""
 
 
 def show_plan(root: Root, call: Call) -> Dict[str, Any]:
@@ -61,7 +58,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
 
 def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
-    if _attempt_of(read_status(job) or {}) < number:
+    if _attempt_of(read_word(job).status or {}) < number:
         return False
     noted = _noted(read_json(job.record) or {}, number)
     if noted is not None and noted["plan_hash"] == plan_hash(plan):
@@ -81,17 +78,21 @@ def _check_resumable(job: Job, number: int) -> None:
         raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
     if not os.path.isdir(job.code):
         raise AgentError("usage", "the code of %s is not there any more: %s" % (job.id, job.code), "launch it anew")
-    _await_gone(job, now)
+    _await_gone(job)
 
 
-def _await_gone(job: Job, status: Dict[str, Any]) -> None:
-    """The supervisor writes the final status just before it ends, and only one may hold a job."""
-    former = supervisor_of(status)
+def _await_gone(job: Job) -> None:
+    """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
+    something of the job is still there."""
     deadline = time.monotonic() + GONE_S
-    while former is not None and is_alive(former):
-        if time.monotonic() >= deadline:
-            raise AgentError("host", "the former supervisor of %s is still there: pid %d" % (job.id, former.pid))
+    found = Look().of(job)
+    while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
+        found = Look().of(job)
+    if found.all:
+        pids = ", ".join(str(process.pid) for process in found.all[:6])
+        message = "%s has ended, and %d of its processes still run: pid %s" % (job.id, len(found.all), pids)
+        raise AgentError("usage", message, "end them: deploy.py stop %s" % job.id)
 
 
 def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) -> None:

@@ -8,7 +8,8 @@ import signal
 import time
 from typing import Callable, List, Optional, Sequence, Set
 
-from ..host.processes import Process, Subreaper, kill_all, send
+from ..host.killing import Subreaper, kill_all
+from ..host.processes import Process, read_stat, send
 from ..job.ending import RankRecord
 from ..job.stop import StopRequest
 
@@ -25,12 +26,14 @@ class Stopping:
         ranks: Callable[[], Sequence[RankRecord]],
         leftovers: Callable[[], List[Process]],
         *,
+        nproc: int,
         subreaper: Subreaper,
         flagged: bool,
         early: bool,
     ) -> None:
         """`flagged`: the ranks poll the stop flag themselves; others get TERM. `early`: not all ranks had started, so
         there is nothing to save and torchrun is told at once."""
+        self._nproc = nproc
         self.phase = "stopping"
         self._launcher = launcher
         self._ranks = ranks
@@ -64,7 +67,7 @@ class Stopping:
             if self._launcher is not None:
                 _term(self._launcher)
         if self.phase != "stopping" and not self._flagged and self.left_s() == 0:
-            kill_ranks(self._ranks())  # they have had their TERM and the whole grace
+            kill_ranks(self._ranks(), self._leftovers)  # they have had their TERM and the whole grace
         if self.phase in ("ending", "killing") and time.monotonic() >= max(self._phase_ends, self._deadline):
             self._enter("killing" if self.phase == "ending" else "given up")
         if self.phase == "killing":
@@ -80,14 +83,34 @@ class Stopping:
         """TERM for ranks that poll no flag; one that was halted goes on, or it could neither poll nor save."""
         if self._request is None or self._request.force:
             return
-        for rank in self._ranks():
-            child = child_of(rank)
-            if rank.code is None and child not in self._told:
-                self._told.add(child)
-                if not self._flagged:
-                    send(child, signal.SIGTERM)
-                send(child, signal.SIGCONT, group=True)
-                send(wrapper_of(rank), signal.SIGCONT)
+        ranks = self._ranks()
+        new = [r for r in ranks if r.code is None and not {child_of(r), wrapper_of(r)} & self._told]
+        unknown = len(ranks) < self._nproc and not self._early and self._launcher not in self._told
+        if not new and not unknown:
+            return
+        ours = set(self._leftovers())  # a record may be another job's, or older than a pid that was given away
+        for rank in new:
+            self._tell(child_of(rank), ours, group=True)
+            _go_on(wrapper_of(rank), ours)
+        if unknown and self._launcher is not None:  # the records are gone: its children are wrappers, which hand it on
+            self._told.add(self._launcher)
+            recorded = {process for rank in ranks for process in (child_of(rank), wrapper_of(rank))}
+            for process in ours - recorded:
+                stat = read_stat(process.pid)
+                if stat is not None and stat.parent == self._launcher.pid:
+                    self._tell(process, ours)
+
+    def _tell(self, process: Process, ours: Set[Process], *, group: bool = False) -> None:
+        self._told.add(process)
+        if process in ours:
+            if not self._flagged:
+                send(process, signal.SIGTERM)
+            send(process, signal.SIGCONT, group=group)
+
+
+def _go_on(process: Process, ours: Set[Process]) -> None:
+    if process in ours:
+        send(process, signal.SIGCONT)
 
 
 def _term(process: Process) -> None:
@@ -95,11 +118,11 @@ def _term(process: Process) -> None:
     send(process, signal.SIGCONT)
 
 
-def kill_ranks(ranks: Sequence[RankRecord]) -> None:
+def kill_ranks(ranks: Sequence[RankRecord], leftovers: Callable[[], List[Process]]) -> None:
     """The programs, each with its process group; their wrappers stay and record it."""
-    for rank in ranks:
-        if rank.code is None:
-            send(child_of(rank), signal.SIGKILL, group=True)
+    running = {child_of(rank) for rank in ranks if rank.code is None}
+    for process in running & set(leftovers()) if running else ():
+        send(process, signal.SIGKILL, group=True)
 
 
 def child_of(rank: RankRecord) -> Process:
