@@ -10,12 +10,13 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import re
-from typing import Dict, Iterable, List, NamedTuple, Optional, Set
+from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 
 from .layout import ATTEMPT_ENV, JOB_ID, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
 from .processes import Process, Stat, all_stats
 
-_WRITES = re.compile(r"(/.+/jobs/[^/]+)/(?:logs/attempt_\d+|control)/[^/]+\Z")
+_LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/[^/]+\Z")
+_OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
 _LEASE = re.compile(r".*/job-([a-z0-9][a-z0-9._-]*)-[0-9a-f]{16}\.lock\Z")  # as gpus/leases.py names them
 _SUPERVISOR_MODULE = b"supervisor.start"
 
@@ -23,7 +24,8 @@ _SUPERVISOR_MODULE = b"supervisor.start"
 class Mark(NamedTuple):
     """What a process says of itself."""
 
-    folder: str  # the job's, links resolved
+    folder: str  # the job's, where it lies by now
+    marked: str  # and where it lay when the process was started
     supervises: bool = False
     attempt: int = 1
 
@@ -51,13 +53,16 @@ class Look:
         for pid in self._stats:
             if _may_be_ours(pid):
                 self._note(pid)
+        moved = {mark.marked: mark.folder for mark in self._marks.values() if mark.marked != mark.folder}
+        for pid, mark in self._marks.items():  # also those that do not write into its logs
+            self._marks[pid] = mark._replace(folder=moved.get(mark.marked, mark.folder))
 
     def _note(self, pid: int) -> None:
         mark = read_mark(pid)
         if mark is not None:
             self._marks[pid] = mark
         else:
-            folder = _writes_into(pid)
+            folder = _writes_into(pid, _LOGS)
             if folder is not None:
                 self._writers[pid] = folder
         lease = _held_lease(pid)
@@ -128,27 +133,21 @@ def read_mark(pid: int) -> Optional[Mark]:
     if not env.keys() - {b""}:  # a kernel that shows no environment: the command line says it too
         words = _read("cmdline", pid).split(b"\0")[:-1]
         supervised = words[-1] if len(words) > 2 and words[-2].endswith(_SUPERVISOR_MODULE) else None
-    if supervised and supervised != folder:
-        return Mark(_place(supervised, pid), supervises=True)
-    if folder:
-        attempt = env.get(os.fsencode(ATTEMPT_ENV), b"")
-        return Mark(_place(folder, pid), attempt=int(attempt) if attempt.isdigit() and len(attempt) < 10 else 1)
-    return None
+    marked = supervised if supervised and supervised != folder else folder
+    if not marked:
+        return None
+    attempt = env.get(os.fsencode(ATTEMPT_ENV), b"")
+    number = int(attempt) if attempt.isdigit() and len(attempt) < 10 else 1
+    path = os.path.realpath(os.fsdecode(marked))
+    by_logs = _writes_into(pid, _LOGS, _OWN_LOG) or path
+    is_moved = os.path.basename(by_logs) == os.path.basename(path)
+    return Mark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number)
 
 
-def _place(marked: bytes, pid: int) -> str:
-    """The job folder that a mark means: where its logs are by now, when it was moved away."""
-    folder = os.path.realpath(os.fsdecode(marked))
-    return folder if os.path.isdir(folder) else _writes_into(pid) or folder
-
-
-def _writes_into(pid: int) -> Optional[str]:
+def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:
     """The job folder below which stdout or stderr is a log."""
-    for fd in (1, 2):
-        match = _WRITES.match(_target(pid, fd))
-        if match:
-            return match.group(1)
-    return None
+    matches = [pattern.match(_target(pid, fd)) for fd in (1, 2) for pattern in logs]
+    return next((match.group(1) for match in matches if match), None)
 
 
 def _held_lease(pid: int) -> Optional[str]:

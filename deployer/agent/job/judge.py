@@ -110,12 +110,12 @@ def _orphaned(job: Job, status: Dict[str, Any], found: Found) -> Dict[str, Any]:
 
 
 def _any_running(status: Dict[str, Any], ranks: List[RankRecord], ours: Set[Process]) -> bool:
-    """Whether the attempt goes on, and is not only survived by what it left running."""
-    main = main_process(status)
+    """Whether the attempt goes on, and is not only survived by what it left running: that takes records of its end."""
+    main, codes = main_process(status), [rank.code for rank in ranks if rank.code is not None]
     known = {Process(r.pid, r.start_time) for r in ranks if r.code is None}
     known |= {Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks} | ({main} if main else set())
-    # a supervisor that was killed early may not have noted what it had started, and records may be gone
-    return bool(known & ours if main and ranks else ours)
+    has_ended = any(codes) or len(codes) >= int(status.get("nproc") or 1)
+    return bool(ours) and (bool(known & ours) or not has_ended)
 
 
 def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:

@@ -196,7 +196,7 @@ class StatusFile:
         remove(self._job.reserve)
         self.save(**final)
         for _ in range(LAST_TRIES):
-            if not self.unsaved:
+            if not self.unsaved or not os.path.isdir(self._job.path):
                 return
             time.sleep(1)
             self.save()

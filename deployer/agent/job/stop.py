@@ -89,6 +89,7 @@ class Asked:
             return None
         self._request = new_stop(DEFAULT_GRACE_S, reason=reason)
         try:
+            os.stat(self._job.path)  # a folder that was moved away must not appear again
             self._request = request_stop(self._job, reason=reason)
         except OSError as error:
             return error

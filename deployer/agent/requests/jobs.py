@@ -36,8 +36,11 @@ def find_job(root: Root, job_id: str) -> Job:
         raise AgentError("unknown_job", "%r is not a job id" % job_id)
     if os.path.isdir(job.path):
         return job
+    look = Look()
+    if look.of(job).all:
+        return job
     ids = [j.id for j in sorted(root.all_jobs(), key=_written_at, reverse=True)]
-    found = matching_ids(job_id, dict.fromkeys([*ids, *Look().job_ids(root)]))
+    found = matching_ids(job_id, dict.fromkeys([*ids, *look.job_ids(root)]))
     if len(found) > 1:
         raise AgentError(
             "unknown_job", "%s matches %s" % (job_id, name_ids(found)), "give more of the id, or how it ends"

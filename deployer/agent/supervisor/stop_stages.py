@@ -44,6 +44,7 @@ class Stopping:
         self.seen: Set[Process] = set()
         """The job's processes, as they were found at each phase's beginning."""
         self._told: Set[Process] = set()
+        self._believed = 0  # records that name processes of the job
         self._request: Optional[StopRequest] = None
         self._deadline = 0.0
         self._phase_ends = 0.0
@@ -85,17 +86,19 @@ class Stopping:
             return
         ranks = self._ranks()
         new = [r for r in ranks if r.code is None and not {child_of(r), wrapper_of(r)} & self._told]
-        unknown = len(ranks) < self._nproc and not self._early and self._launcher not in self._told
-        if not new and not unknown:
+        if not new and (self._early or self._believed >= self._nproc or self._launcher in self._told):
             return
         ours = set(self._leftovers())  # a record may be another job's, or older than a pid that was given away
         for rank in new:
             self._tell(child_of(rank), ours, group=True)
-            _go_on(wrapper_of(rank), ours)
-        if unknown and self._launcher is not None:  # the records are gone: its children are wrappers, which hand it on
+            if wrapper_of(rank) in ours:
+                send(wrapper_of(rank), signal.SIGCONT)
+        believed = [rank for rank in ranks if rank.code is not None or child_of(rank) in ours]
+        self._believed = len(believed)
+        if self._believed < self._nproc and not self._early and self._launcher is not None:
             self._told.add(self._launcher)
-            recorded = {process for rank in ranks for process in (child_of(rank), wrapper_of(rank))}
-            for process in ours - recorded:
+            recorded = {process for rank in believed for process in (child_of(rank), wrapper_of(rank))}
+            for process in ours - recorded:  # the launcher's children are wrappers, which hand it on
                 stat = read_stat(process.pid)
                 if stat is not None and stat.parent == self._launcher.pid:
                     self._tell(process, ours)
@@ -106,11 +109,6 @@ class Stopping:
             if not self._flagged:
                 send(process, signal.SIGTERM)
             send(process, signal.SIGCONT, group=group)
-
-
-def _go_on(process: Process, ours: Set[Process]) -> None:
-    if process in ours:
-        send(process, signal.SIGCONT)
 
 
 def _term(process: Process) -> None:

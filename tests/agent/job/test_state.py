@@ -24,7 +24,6 @@ from deployer.agent.job.stop import read_stop, request_stop
 from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
 
-
 Marked = Callable[..., Process]
 
 
