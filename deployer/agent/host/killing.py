@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 import signal
 import time
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from .layout import Job
 from .marks import is_of_another_job
@@ -34,14 +34,19 @@ def end_all(
     term_s: float,
     settle_s: float = SETTLE_S,
     subreaper: Optional[Subreaper] = None,
+    seen: Collection[Process] = (),
 ) -> Tuple[Set[Process], List[Process]]:
     """Ends whatever `find` still finds: `settle_s` to go by itself, TERM, `term_s`, KILL. `subreaper`: see `kill_all`.
-    Returns who had to be told, and who remains all the same."""
+    Returns who had to be told, and who remains all the same.
+
+    Who was found once, now or before (`seen`), is the job's until it is gone: with its parents goes what told so.
+    """
+    told: Set[Process] = set()
 
     def find_all() -> List[Process]:
-        return find() or own_children(subreaper)
+        found = find() or own_children(subreaper)
+        return [*found, *(p for p in {*told, *seen}.difference(found) if is_running(p))]
 
-    told: Set[Process] = set()
     left = _wait_for_none(find_all, settle_s)
     deadline = time.monotonic() + term_s
     while left and time.monotonic() < deadline:

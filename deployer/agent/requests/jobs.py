@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Collection, Dict, List, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.files import read_json
@@ -15,7 +15,7 @@ from ..host.layout import Job, Root, matching_ids, name_ids
 from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
 from ..host.marks import Look, job_processes
-from ..host.processes import describe
+from ..host.processes import Process, describe, still_there
 from ..job import progress
 from ..job.judge import judge
 from ..job.status import FINAL, LOST, TOOL_FAILED, gpus_of, supervisor_of, write_status
@@ -161,12 +161,19 @@ def sweep_ended(job: Job) -> Dict[str, Any]:
         status = judge(job)
         if status["state"] not in FINAL:
             return status
-        told, remaining = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
-        swept = {"swept": int(status.get("swept") or 0) + len(told), "remaining": [describe(p) for p in remaining]}
-        final = {**status, **swept}
-        if final != status and not status.get("damaged") and supervisor_of(status) is not None:
-            write_status(job, final)
-        return {**final, "ended": len(told) - len(remaining)}
+        told, left = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
+        final = {**with_remaining(status, told, left), "swept": int(status.get("swept") or 0) + len(told)}
+        kept = {**status, "swept": final["swept"], "remaining": final["remaining"]}
+        if kept != status and not status.get("damaged") and supervisor_of(status) is not None:
+            write_status(job, kept)
+        return final
+
+
+def with_remaining(status: Dict[str, Any], told: Collection[Process], left: Sequence[Process]) -> Dict[str, Any]:
+    """An ended job's status with what is `remaining` of it now, and how many of `told` have `ended`."""
+    remaining = [*left, *(process for process in still_there(status.get("remaining")) if process not in left)]
+    ended = len(set(told) - set(left))
+    return {**status, "ended": ended, "remaining": [describe(process) for process in remaining]}
 
 
 def _is_unswept(status: Dict[str, Any]) -> bool:

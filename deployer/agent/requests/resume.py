@@ -12,6 +12,7 @@ from ..host.files import read_json, remove, write_json, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
 from ..host.marks import Look
+from ..host.processes import still_there
 from ..job import progress
 from ..job.judge import judge
 from ..job.status import FINAL, read_plan, read_status, read_word
@@ -78,10 +79,10 @@ def _check_resumable(job: Job, number: int) -> None:
         raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
     if not os.path.isdir(job.code):
         raise AgentError("usage", "the code of %s is not there any more: %s" % (job.id, job.code), "launch it anew")
-    _await_gone(job)
+    _await_gone(job, now)
 
 
-def _await_gone(job: Job) -> None:
+def _await_gone(job: Job, status: Dict[str, Any]) -> None:
     """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
     something of the job is still there."""
     deadline = time.monotonic() + GONE_S
@@ -89,9 +90,10 @@ def _await_gone(job: Job) -> None:
     while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
         found = Look().of(job)
-    if found.all:
-        pids = ", ".join(str(process.pid) for process in found.all[:6])
-        message = "%s has ended, and %d of its processes still run: pid %s" % (job.id, len(found.all), pids)
+    left = {*found.all, *still_there(status.get("remaining"))}
+    if left:
+        pids = ", ".join(str(process.pid) for process in sorted(left)[:6])
+        message = "%s has ended, and %d of its processes still run: pid %s" % (job.id, len(left), pids)
         raise AgentError("usage", message, "end them: deploy.py stop %s" % job.id)
 
 

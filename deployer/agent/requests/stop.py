@@ -6,6 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any, Dict, Optional, Set
 
 from ..host.errors import AgentError
@@ -13,12 +14,12 @@ from ..host.files import remove_folder
 from ..host.killing import end_all
 from ..host.layout import Job, Root
 from ..host.marks import Look
-from ..host.processes import Process, describe, send
+from ..host.processes import Process, send
 from ..job.judge import judge
 from ..job.status import FINAL, RUNNING, STOPPED, read_word, utc, write_status
 from ..job.stop import DEFAULT_GRACE_S, request_stop
 from ..wire.conversation import Call
-from .jobs import GONE_S, adopt, find_job, sweep_ended
+from .jobs import GONE_S, adopt, find_job, sweep_ended, with_remaining
 
 HEARD_S = 5.0
 """A supervisor that shows nothing of a stop for so long gets a TERM: it may look for the request where the job's folder
@@ -72,6 +73,7 @@ class _Ending:
         self._began = time.monotonic()
         self._grace_s = grace_s
         self._shown = ""
+        self._seen: Set[Process] = set()
         self._told: Set[Process] = set()
 
     def wait(self) -> Optional[Dict[str, Any]]:
@@ -101,7 +103,9 @@ class _Ending:
 
     def _ask(self) -> bool:
         """Whether the request could be left where the supervisor and the ranks look for it."""
-        for supervisor in Look().of(self._job).supervisors:
+        found = Look().of(self._job)
+        self._seen = set(found.all)
+        for supervisor in found.supervisors:
             send(supervisor, signal.SIGCONT)  # a halted one would stop nothing
         try:
             request_stop(self._job, self._grace_s, force=self._force)
@@ -128,8 +132,7 @@ class _Ending:
         for supervisor in look.supervisors:
             send(supervisor, signal.SIGKILL)
         left_s = max(0.0, self._began + self._grace_s - time.monotonic())
-        told, _ = end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0)
-        told |= set(look.supervisors)
+        told, _ = end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
         reason = "stopped on request, without its supervisor"
         end = {
             "state": STOPPED,
@@ -141,13 +144,12 @@ class _Ending:
         }
         final = {**now, **end, "unsupervised": False, "ended": len(told)}
         if read_word(self._job).status is not None:
-            write_status(self._job, final)
+            with suppress(OSError):  # a full disk: `judge` tells from the processes that it has ended
+                write_status(self._job, final)
         return final
 
     def _leave_nothing(self, final: Dict[str, Any]) -> Dict[str, Any]:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
-        left, ended = Look().of(self._job).all, int(final.get("ended") or 0)
-        if left:
-            told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0)
-            ended += len(told - set(left))
-        return {**final, "ended": ended, "remaining": [describe(process) for process in left]}
+        told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
+        end = with_remaining(final, told, left)
+        return {**end, "ended": end["ended"] + int(final.get("ended") or 0)}

@@ -231,6 +231,7 @@ class JobRun:
             term_s=self.attempt.term_s(),
             settle_s=self.attempt.settle_s(),
             subreaper=self.attempt.subreaper,
+            seen=self._seen | self.attempt.seen(),
         )
         self._swept += len(told)
         self._seen |= told | self.attempt.seen()
