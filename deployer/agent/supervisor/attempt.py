@@ -124,10 +124,10 @@ class Attempt:
         return self._ending()
 
     def _find_main(self) -> Optional[Process]:
-        """The launcher of an attempt that runs: as the status has it, if that is one of the job's processes; else the
-        one that leads a session and that none of the others started, the oldest."""
+        """The launcher: as the status has it, if that is one of the job's processes or has ended; else the one that
+        leads a session and that none of the others started, the oldest."""
         noted, ours = main_process(self.status.values), self.leftovers()
-        if noted in ours or not ours or (noted is not None and self._ranks()):
+        if not ours or (noted is not None and (noted in ours or not is_running(noted))):
             return noted
         pids = {process.pid for process in ours}
 

@@ -293,7 +293,10 @@ def test_what_remains_is_named_with_pid_command_and_the_reason(
         "was": "running",
         "state": "stopped",
         "ended": 3,
-        "remaining": [{"pid": 7, "cmdline": "python train.py\x1b[2J", "state": "D"}],
+        "remaining": [
+            {"pid": 7, "cmdline": "python train.py\x1b[2J", "state": "D"},
+            {"pid": 8, "cmdline": "sudo nvtop", "state": "S", "uid": 0},
+        ],
         "gpus_free": False,
         "gpu_holders": [{"gpu": 0, "pid": 7, "command": "python", "memory_mib": 500}],
     }
@@ -301,7 +304,9 @@ def test_what_remains_is_named_with_pid_command_and_the_reason(
     assert command.stop([(lying_host(code, tmp_path), "j")], grace_s=1, force=False, as_json=False) == 1
     said = capsys.readouterr().err
     assert "still there: pid 7 python train.py\\x1b[2J (the kernel holds it in a call" in said
-    assert "GPU 0 is not free: pid 7 python, 500 MiB" in said and "j stopped; 3 processes ended" in said
+    assert "still there: pid 8 sudo nvtop (it became another user's, uid 0: that one or root can end it)" in said
+    assert "GPU 0 is not free: pid 7 python, 500 MiB" in said
+    assert "j stopped; 3 processes ended; 2 processes of it could not be ended" in said
 
 
 def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> None:
