@@ -44,8 +44,14 @@ def states(ferry: Ferry, *words: str) -> dict[str, str]:
     return {row["id"]: row["state"] for row in json.loads(done.stdout)}
 
 
+def remove(path: Path) -> None:
+    """The supervisor may be writing into it meanwhile."""
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def the_job(ferry: Ferry, job: Job) -> None:
-    shutil.rmtree(job.path)
+    remove(Path(job.path))
 
 
 def the_job_and_its_supervisor(ferry: Ferry, job: Job) -> None:
@@ -56,7 +62,7 @@ def the_job_and_its_supervisor(ferry: Ferry, job: Job) -> None:
 
 
 def the_root(ferry: Ferry, job: Job) -> None:
-    shutil.rmtree(ferry.root)
+    remove(ferry.root)
 
 
 @pytest.mark.parametrize("lose", [the_job, the_job_and_its_supervisor, the_root])
@@ -72,7 +78,7 @@ def test_job_that_has_lost_its_files_is_listed_stopped_and_forgotten(
     assert re.search(rf"{job.id} +running \((unsupervised, )?its folder is gone\)", shown)
     assert b"its folder is gone; " in ferry.run("status", job.id).stdout
     resumed = ferry.run("resume", job.id, "--detach")
-    assert resumed.returncode not in (0, 1) and b"Traceback" not in resumed.stderr
+    assert resumed.returncode == 2 and b" is still running (attempt 1)" in resumed.stderr, resumed.stderr.decode()
     done = ferry.run("stop", job.id, *how)
     stopped = done.stderr.decode()
     assert (running(word), done.returncode) == ([], 0), stopped

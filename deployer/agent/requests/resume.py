@@ -28,7 +28,13 @@ def show_plan(root: Root, call: Call) -> Dict[str, Any]:
     """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
     job = find_job(root, call.head["job"])
     now = judge(job)
-    found = {"job_id": job.id, "path": job.path, "plan": read_plan(job), "state": now["state"]}
+    _check_ended(job, now)
+    plan = read_plan(job)
+    if not plan:
+        raise AgentError(
+            "usage", "the plan of %s is gone: its job.json is missing or damaged" % job.id, "launch it anew"
+        )
+    found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now["state"]}
     call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
     return {}
 
@@ -68,13 +74,17 @@ def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     raise AgentError("usage", message, "look: deploy.py status %s" % job.id)
 
 
-def _check_resumable(job: Job, number: int) -> None:
-    now = judge(job)
+def _check_ended(job: Job, now: Dict[str, Any]) -> None:
     if now.get("on_host"):
         raise AgentError("usage", "%s is a job of host %s" % (job.id, now["on_host"]), "resume it there")
     if now["state"] not in FINAL:
         hint = "follow it: deploy.py logs %s; or first: deploy.py stop %s" % (job.id, job.id)
         raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now["state"], _attempt_of(now)), hint)
+
+
+def _check_resumable(job: Job, number: int) -> None:
+    now = judge(job)
+    _check_ended(job, now)
     if _attempt_of(now) != number - 1:
         raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
     if not os.path.isdir(job.code):

@@ -18,6 +18,7 @@ from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.machine import own_identity
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, is_running, process_of, send
+from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
@@ -226,6 +227,38 @@ def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
     assert listed["state"] == judge(job)["state"]
     (kept,) = read_inventory(Root(str(tmp_path))).jobs
     assert kept.ended_s is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"queue": "x"}, "queue is 'x'"),
+        ({"attempt": "x"}, "attempt is 'x'"),
+        ({"nproc": [2]}, "nproc is [2]"),
+        ({"state": {}}, "state is {}"),
+        ({"supervisor": None}, "it names no supervisor"),
+        ({"main": {"pid": "7", "start_time": 1}}, "pid is '7'"),
+        ({"attempts": [{"attempt": "1"}]}, "attempt is '1'"),
+        ({"job": "k"}, "its status.json is of another job, k"),
+    ],
+)
+def test_status_that_cannot_be_is_not_believed_and_says_why(
+    tmp_path: Path, marked: Marked, change: dict[str, Any], says: str
+) -> None:
+    process = marked(TORCHFERRY_RUN_DIR=folder_of(tmp_path), TORCHFERRY_ATTEMPT="3")
+    job = job_with(tmp_path, **{"supervisor": identity_of(ended_process()), **change})
+    now = judge(job)
+    assert (now["state"], now["attempt"], now["unsupervised"]) == ("running", 3, True) and says in now["damaged"]
+    os.kill(process.pid, 9)
+    wait_for(lambda: not is_running(process))
+    assert judge(job)["state"] == "lost" and says in judge(job)["reason"]
+
+
+def test_record_of_another_jobs_rank_is_none(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(ended_process()))
+    write_rank(job, 0, ended_process(), job="k", code=1)
+    write_rank(job, 1, ended_process(), job="j", code=2)
+    assert [rank.code for rank in read_ranks(job, 1)] == [2]
 
 
 def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path, marked: Marked) -> None:
