@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,7 @@ def test_all_that_is_left_of_a_job_holds_its_gpu_without_a_mark_and_goes(ferry: 
     )
     code += "print('up')\nwhile True: time.sleep(9)"
     job = begin(ferry, "holds", word, code, "--gpus", "0")
-    wait_for(lambda: any(b"hidden" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in running(word)))
-    (left,) = [p for p in running(word) if b"hidden" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    left: int = wait_for(lambda: next((pid for pid in running(word) if _is_hidden(pid)), 0))
     supervisor = process_of(json.loads(Path(job.status).read_text())["supervisor"]["pid"])
     os.kill(supervisor.pid, signal.SIGKILL)
     for pid in running(word):
@@ -154,3 +154,9 @@ def test_all_that_is_left_of_a_job_holds_its_gpu_without_a_mark_and_goes(ferry: 
     done = ferry.run("stop", job.id)
     assert (running(word), done.returncode) == ([], 0), done.stderr.decode()
     assert read_claims() == []
+
+
+def _is_hidden(pid: int) -> bool:
+    with suppress(OSError):
+        return b"hidden" in Path(f"/proc/{pid}/cmdline").read_bytes() and os.getsid(pid) == pid
+    return False

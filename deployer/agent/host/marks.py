@@ -115,6 +115,14 @@ def job_processes(job: Job, *, supervisor: int = 0) -> List[Process]:
     return Look().of(job, supervisor=supervisor).others
 
 
+def is_here(process: Process) -> bool:
+    """Whether it runs under this host's name: containers that share their processes are hosts of their own."""
+    try:
+        return os.readlink("/proc/%d/ns/uts" % process.pid) == os.readlink("/proc/self/ns/uts")
+    except OSError:
+        return True
+
+
 def is_of_another_job(pid: int, job: Job) -> bool:
     mark = read_mark(pid) if _may_be_ours(pid) else None
     return mark is not None and mark.folder != os.path.realpath(job.path)

@@ -12,7 +12,7 @@ from ..host.files import read_json
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
-from ..host.marks import Found, Look, supervises
+from ..host.marks import Found, Look, is_here, supervises
 from ..host.processes import Process
 from .ending import RankRecord, decide_ending, read_ranks, with_outcome
 from .status import (
@@ -64,12 +64,16 @@ def _judge(job: Job, word: Word, found: Found) -> Dict[str, Any]:
     if status is None:
         return _without_status(job, word.damage, found)
     identity = supervisor_of(status)
-    if status["state"] in FINAL or found.supervisors or identity is None:
-        return status  # a supervisor that has only begun is about to write its own
+    if status["state"] in FINAL or identity is None:
+        return status
     if identity.machine_id != this_machine():
-        if not found.others or found.attempt != status.get("attempt"):  # what another attempt left here
+        is_ours = found.supervisors or (found.others and found.attempt == status.get("attempt"))
+        if not is_ours or not any(map(is_here, found.all)):  # else another attempt has left something here
             return {**status, "on_host": identity.hostname}
-        return _damaged("its status.json names another host, %s" % identity.hostname[:80], found)
+        if not found.supervisors:
+            return _damaged("its status.json names another host, %s" % identity.hostname[:80], found)
+    if found.supervisors:
+        return status  # one that has only begun is about to write its own
     return _orphaned(job, status, found)
 
 

@@ -129,6 +129,8 @@ class Attempt:
         noted, ours = main_process(self.status.values), self.leftovers()
         if not ours or (noted is not None and (noted in ours or not is_running(noted))):
             return noted
+        if noted is None and self.status.values["state"] != RUNNING:
+            return None  # it was being prepared
         pids = {process.pid for process in ours}
 
         def rank(process: Process) -> Tuple[bool, bool, int]:

@@ -69,7 +69,7 @@ def job_with(root: Path, supervisor: dict[str, Any], **status: Any) -> Job:
     return job
 
 
-def write_rank(job: Job, number: int, process: Process, **ended: Any) -> None:
+def write_rank(job: Job, number: int, process: Process, /, **ended: Any) -> None:
     wrapper = ended_process()._asdict()
     record = {"rank": number, "local_rank": number, "wrapper": wrapper, **process._asdict(), **ended}
     (Path(job.ranks(1)) / f"rank_{number}.json").write_text(json.dumps(record))
