@@ -54,7 +54,7 @@ _STATES = (QUEUED, PREPARING, RUNNING, *FINAL)
 _IDENTITY = {"machine_id": str, "boot_id": str, "pid": int, "start_time": int, "hostname": str}
 _TYPES: Dict[str, Any] = {
     **dict.fromkeys(("job", "reason", "phase", "started_at", "ended_at", "hint"), str),
-    **dict.fromkeys(("attempt", "first_attempt", "max_attempts", "nproc", "code", "swept"), int),
+    **dict.fromkeys(("attempt", "first_attempt", "max_attempts", "nproc", "code", "swept", "ended"), int),
     **dict.fromkeys(("supervisor", "main", "slots", "queue"), dict),
     **dict.fromkeys(("attempts", "warnings", "devices", "remaining", "gpu_holders"), list),
     "began_mono_s": (int, float),

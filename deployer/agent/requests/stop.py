@@ -74,6 +74,7 @@ class _Ending:
         self._grace_s = grace_s
         self._shown = ""
         self._seen: Set[Process] = set()
+        self._others: Set[Process] = set()
         self._told: Set[Process] = set()
 
     def wait(self) -> Optional[Dict[str, Any]]:
@@ -104,7 +105,7 @@ class _Ending:
     def _ask(self) -> bool:
         """Whether the request could be left where the supervisor and the ranks look for it."""
         found = Look().of(self._job)
-        self._seen = set(found.all)
+        self._seen, self._others = set(found.all), set(found.others)
         for supervisor in found.supervisors:
             send(supervisor, signal.SIGCONT)  # a halted one would stop nothing
         try:
@@ -132,7 +133,7 @@ class _Ending:
         for supervisor in look.supervisors:
             send(supervisor, signal.SIGKILL)
         left_s = max(0.0, self._began + self._grace_s - time.monotonic())
-        told, _ = end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
+        end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
         reason = "stopped on request, without its supervisor"
         end = {
             "state": STOPPED,
@@ -142,7 +143,7 @@ class _Ending:
             "queue": None,
             "ended_at": utc(time.time()),
         }
-        final = {**now, **end, "unsupervised": False, "ended": len(told)}
+        final = {**now, **end, "unsupervised": False}
         if read_word(self._job).status is not None:
             with suppress(OSError):  # a full disk: `judge` tells from the processes that it has ended
                 write_status(self._job, final)
@@ -151,5 +152,6 @@ class _Ending:
     def _leave_nothing(self, final: Dict[str, Any]) -> Dict[str, Any]:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
         told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
-        end = with_remaining(final, told, left)
-        return {**end, "ended": end["ended"] + int(final.get("ended") or 0)}
+        counted = final.get("ended")  # by its supervisor
+        ended = len((self._others | told) - set(left)) if counted is None else counted + len(told - set(left))
+        return {**with_remaining(final, told, left), "ended": ended}
