@@ -49,6 +49,7 @@ def main(args: List[str]) -> int:
 def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # from here on they wait in the queue for _wait
     started = {
+        "job": os.path.basename(os.environ.get(RUN_DIR_ENV, "")),
         "rank": rank,
         "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
         "wrapper": {"pid": os.getpid(), "start_time": _start_time(os.getpid())},

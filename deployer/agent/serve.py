@@ -28,7 +28,7 @@ HANDLERS = {
     "follow": "requests.follow:follow",
     "ps": "requests.jobs:ps",
     "status": "requests.jobs:status",
-    "stop": "requests.jobs:stop",
+    "stop": "requests.stop:stop",
     "files": "requests.fetch:files",
     "fetch": "requests.fetch:fetch",
     "last_lines": "requests.follow:last_lines",

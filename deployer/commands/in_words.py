@@ -40,6 +40,8 @@ def state_of(row: Row) -> str:
     notes = []
     if row.get("unsupervised"):
         notes.append("unsupervised")
+    if state not in FINAL and row.get("damaged"):
+        notes.append(str(row["damaged"])[:80])
     if state not in FINAL and row.get("on_host"):
         notes.append(f"on {row['on_host']}")
     position = (row.get("queue") or {}).get("position") if isinstance(row.get("queue"), dict) else None

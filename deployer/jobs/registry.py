@@ -39,6 +39,17 @@ def write_record(record: JobRecord) -> None:
     write_whole(_file_of(record), json.dumps(asdict(record), indent=1).encode("ascii"))
 
 
+def forget(job_id: str, ssh: str | None, root: str) -> bool:
+    """Drops what this client knows of a job that its host has no more; whether there was a record of it."""
+    rows = recall_rows(ssh, root)
+    if any(row["id"] == job_id for row in rows):
+        remember_rows(ssh, root, [row for row in rows if row["id"] != job_id], asked_at=last_asked(ssh, root))
+    mine = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job_id, ssh, root)]
+    for record in mine:
+        _file_of(record).unlink(missing_ok=True)
+    return bool(mine)
+
+
 def read_records() -> list[JobRecord]:
     """Every readable record, oldest first."""
     records = [_read(path) for path in (state_dir() / "jobs").glob("*.json")]

@@ -47,9 +47,13 @@ class Ending(NamedTuple):
     hint: str = ""
 
 
-def parse_rank_record(data: Dict[str, Any]) -> RankRecord:
-    """KeyError or TypeError when `data` is no record."""
+def parse_rank_record(data: Dict[str, Any], job_id: str) -> RankRecord:
+    """KeyError, TypeError or ValueError when `data` is no record, or another job's. Older ones name no job."""
+    if data.get("job", job_id) != job_id:
+        raise ValueError("a record of another job")
     wrapper = data["wrapper"]
+    if not all(isinstance(data.get(key), (int, type(None))) for key in ("code", "signal")):
+        raise TypeError("an ending that cannot be")
     return RankRecord(
         int(data["rank"]),
         int(data["pid"]),
@@ -73,10 +77,10 @@ def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
     ranks = []
     for name in names:
         try:
-            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}))
-        except (KeyError, TypeError, ValueError):
+            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}, job.id))
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
-    return sorted(ranks)
+    return sorted(ranks, key=lambda record: record.rank)
 
 
 def exit_code(wait_status: int) -> int:
@@ -136,7 +140,7 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) ->
     if ending is not None and ending.state == SUCCEEDED and state == STOPPED:
         return ending._replace(state=STOPPED, reason="the trainer stopped before its last step")
     if ending is not None and ending.state == FAILED and outcome.get("error"):
-        words = str(outcome["error"]).strip().splitlines()[0]
+        words = (str(outcome["error"]).strip().splitlines() or [""])[0]
         return ending._replace(reason="%s; rank %s: %s" % (ending.reason, outcome.get("rank"), words))
     return ending
 

@@ -6,13 +6,14 @@ A host judges only jobs of its own machine id: homes may be shared. Stdlib only,
 import fcntl
 import os
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Set
 
 from ..host.files import read_json
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
-from ..host.processes import Process, is_running, job_processes
+from ..host.marks import Found, Look, is_here, supervises
+from ..host.processes import Process
 from .ending import RankRecord, decide_ending, read_ranks, with_outcome
 from .status import (
     FINAL,
@@ -21,9 +22,10 @@ from .status import (
     QUEUED,
     RUNNING,
     TOOL_FAILED,
+    Word,
     former_attempt,
     main_process,
-    read_status,
+    read_word,
     supervisor_of,
     utc,
     write_status,
@@ -34,56 +36,74 @@ LAUNCH_S = 60.0
 """A job folder without a status may be this old before its launch counts as broken off."""
 
 
-def judge(job: Job) -> Dict[str, Any]:
+def judge(job: Job, look: Optional[Look] = None) -> Dict[str, Any]:
     """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
 
     `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
-    gone gets its final status written here, once. One whose status says what cannot be is lost.
+    gone gets its final status written here, once. `damaged` says why the written one is not believed: then the
+    processes tell whether it runs. `look`: of a moment ago, for many jobs at once.
     """
-    try:
-        return _judge(job)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        reason = "its status is damaged: %s" % str(error)[:200]
-        return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "damaged": True}
+    word = read_word(job)
+    if word.status is not None and _is_beyond_doubt(job, word.status):
+        return word.status
+    found = (look or Look()).of(job)
+    latest = read_word(job)  # a supervisor may have written its last word just before it ended
+    return _judge(job, latest if latest.status or not word.status else word, found)
 
 
-def _judge(job: Job) -> Dict[str, Any]:
-    status = read_status(job)
-    if status is None:
-        return _without_status(job)
-    if status.get("state") in FINAL:
-        return status
+def _is_beyond_doubt(job: Job, status: Dict[str, Any]) -> bool:
+    """Whether a status of this job needs no look at all processes: it has ended, or its supervisor is there."""
     identity = supervisor_of(status)
-    if identity is None:
-        return {**status, "state": LOST, "code": TOOL_FAILED, "reason": "status.json names no supervisor"}
-    if identity.machine_id != this_machine():
-        return {**status, "on_host": identity.hostname}
-    if is_alive(identity):
+    if status["state"] in FINAL or identity is None:
+        return status["state"] in FINAL
+    return is_alive(identity) and supervises(identity.pid, job)
+
+
+def _judge(job: Job, word: Word, found: Found) -> Dict[str, Any]:
+    status = word.status
+    if status is None:
+        return _without_status(job, word.damage, found)
+    identity = supervisor_of(status)
+    if status["state"] in FINAL or identity is None:
         return status
-    latest = read_status(job) or status  # it may have written its last word just before it ended
-    return (
-        latest
-        if latest.get("state") in FINAL or latest.get("supervisor") != status["supervisor"]
-        else _orphaned(job, latest)
-    )
+    if identity.machine_id != this_machine():
+        is_ours = found.supervisors or (found.others and found.attempt == status.get("attempt"))
+        if not is_ours or not any(map(is_here, found.all)):  # else another attempt has left something here
+            return {**status, "on_host": identity.hostname}
+        if not found.supervisors:
+            return _damaged("its status.json names another host, %s" % identity.hostname[:80], found)
+    if found.supervisors:
+        return status  # one that has only begun is about to write its own
+    return _orphaned(job, status, found)
 
 
-def _without_status(job: Job) -> Dict[str, Any]:
-    try:
-        age_s = time.time() - os.stat(job.path).st_mtime
-    except OSError:
-        return {"state": LOST, "code": TOOL_FAILED, "reason": "the job has no folder"}
-    if abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
+def _without_status(job: Job, damage: str, found: Found) -> Dict[str, Any]:
+    """A job whose written status is none."""
+    begun = not os.path.isdir(job.path) or os.path.lexists(job.status) or os.path.isdir(os.path.join(job.path, "logs"))
+    if found.all and (begun or found.others):
+        return _damaged(damage, found)
+    if begun:
+        return {"state": LOST, "code": TOOL_FAILED, "reason": damage + ", and nothing of it runs", "damaged": damage}
+    age_s = time.time() - os.stat(job.path).st_mtime
+    if found.supervisors or abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
         return {"state": PREPARING}
     return {"state": LOST, "code": TOOL_FAILED, "reason": "the launch did not complete"}
 
 
-def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
+def _damaged(damage: str, found: Found) -> Dict[str, Any]:
+    """A job that runs, whatever its status says."""
+    count = len(found.all)
+    warning = "%s; %d process%s of it run%s" % (damage, count, *(("", "s") if count == 1 else ("es", "")))
+    told = {"state": RUNNING, "attempt": found.attempt, "damaged": damage, "warnings": [warning]}
+    return told if found.supervisors else {**told, "unsupervised": True}
+
+
+def _orphaned(job: Job, status: Dict[str, Any], found: Found) -> Dict[str, Any]:
     """The supervisor was killed: do its processes go on, and if not, how did they end?"""
-    attempt = int(status.get("attempt", 1))
+    attempt = int(status.get("attempt") or 1)
     rebooted = status["supervisor"]["boot_id"] != boot_id()
     ranks = read_ranks(job, attempt)
-    if not rebooted and _any_running(job, status, ranks):
+    if _any_running(status, ranks, set(found.others)):
         return {**status, "state": RUNNING, "unsupervised": True}
     final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted), "phase": None, "queue": None}
     try:
@@ -93,21 +113,20 @@ def _orphaned(job: Job, status: Dict[str, Any]) -> Dict[str, Any]:
     return final
 
 
-def _any_running(job: Job, status: Dict[str, Any], ranks: List[RankRecord]) -> bool:
-    main = main_process(status)
-    processes = [Process(r.pid, r.start_time) for r in ranks if r.code is None]
-    processes += [Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks]
-    if any(is_running(p) for p in processes + ([main] if main else [])):
-        return True
-    # a supervisor that was killed early may not have noted what it had started
-    return main is None and bool(job_processes(job))
+def _any_running(status: Dict[str, Any], ranks: List[RankRecord], ours: Set[Process]) -> bool:
+    """Whether the attempt goes on, and is not only survived by what it left running: that takes records of its end."""
+    main, codes = main_process(status), [rank.code for rank in ranks if rank.code is not None]
+    known = {Process(r.pid, r.start_time) for r in ranks if r.code is None}
+    known |= {Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks} | ({main} if main else set())
+    has_ended = any(codes) or len(codes) >= int(status.get("nproc") or 1)
+    return bool(ours) and (bool(known & ours) or not has_ended)
 
 
 def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:
     stop = read_stop(job)
     ending = decide_ending(
         ranks,
-        nproc=int(status.get("nproc", 1)),
+        nproc=int(status.get("nproc") or 1),
         launcher_code=None,
         stop_requested_mono=stop.requested_mono if stop else None,
         stop_reason=stop.reason if stop else "",

@@ -7,7 +7,7 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from ..host.files import read_json, remove, write_json
 from ..host.layout import Job
@@ -26,6 +26,61 @@ def read_status(job: Job) -> Optional[Dict[str, Any]]:
     return read_json(job.status)
 
 
+class Word(NamedTuple):
+    """A job's status as it can be used: None with the reason why not."""
+
+    status: Optional[Dict[str, Any]]
+    damage: str = ""
+
+
+def read_word(job: Job) -> Word:
+    """The status, if it is one and this job's; nobody else needs to look at its types."""
+    if not os.path.isdir(job.path):
+        return Word(None, FOLDER_GONE)
+    status = read_json(job.status)
+    if status is None:
+        exists = os.path.lexists(job.status)
+        return Word(None, "its status.json is %s" % ("damaged" if exists else "missing"))
+    wrong = _wrong(status)
+    if wrong:
+        return Word(None, "its status.json is damaged: %s" % wrong)
+    slots = status.get("slots") or {}
+    whose = status.get("job") or os.path.basename(str(slots.get("job") or job.id))
+    return Word(status) if whose == job.id else Word(None, "its status.json is of another job, %s" % whose[:80])
+
+
+FOLDER_GONE = "its folder is gone"
+_STATES = (QUEUED, PREPARING, RUNNING, *FINAL)
+_IDENTITY = {"machine_id": str, "boot_id": str, "pid": int, "start_time": int, "hostname": str}
+_TYPES: Dict[str, Any] = {
+    **dict.fromkeys(("job", "reason", "phase", "started_at", "ended_at", "hint"), str),
+    **dict.fromkeys(("attempt", "first_attempt", "max_attempts", "nproc", "code", "swept", "ended"), int),
+    **dict.fromkeys(("supervisor", "main", "slots", "queue"), dict),
+    **dict.fromkeys(("attempts", "warnings", "devices", "remaining", "gpu_holders"), list),
+    "began_mono_s": (int, float),
+}
+
+
+def _wrong(status: Dict[str, Any]) -> str:
+    """Which of its values cannot be; empty when none is."""
+    typed = [(status, key, kind) for key, kind in _TYPES.items()]
+    if not any(_is_wrong(*place) for place in typed):
+        typed += [(status.get("supervisor") or {}, key, kind) for key, kind in _IDENTITY.items()]
+        typed += [(status.get("main") or {}, key, int) for key in ("pid", "start_time")]
+        attempts = [a if isinstance(a, dict) else {"attempt": a} for a in status.get("attempts") or []]
+        typed += [(attempt, key, int) for attempt in attempts for key in ("attempt", "code")]
+    if status.get("state") not in _STATES:
+        return "state is %.60r" % (status.get("state"),)
+    if not status.get("supervisor"):
+        return "it names no supervisor"
+    return next(("%s is %.60r" % (key, values[key]) for values, key, kind in typed if _is_wrong(values, key, kind)), "")
+
+
+def _is_wrong(values: Dict[str, Any], key: str, kind: Any) -> bool:
+    value = values.get(key)
+    return value is not None and (not isinstance(value, kind) or (kind is int and not 0 <= value < 1 << 53))
+
+
 def write_status(job: Job, status: Dict[str, Any]) -> None:
     write_json(job.status, status)
 
@@ -34,6 +89,21 @@ def read_plan(job: Job) -> Dict[str, Any]:
     """The plan from job.json, empty when there is none."""
     plan = (read_json(job.record) or {}).get("plan")
     return plan if isinstance(plan, dict) else {}
+
+
+def read_own_plan(job: Job) -> Dict[str, Any]:
+    """The plan, for a supervisor that goes by it: empty when it is another job's, or what it goes by cannot be."""
+    plan = read_plan(job)
+    kinds = {
+        **dict.fromkeys(("kind", "device"), str),
+        "nproc": int,
+        "policy": dict,
+        "gpus": list,
+        "secret_names": list,
+    }
+    wrong = [key for key, kind in kinds.items() if _is_wrong(plan, key, kind)]
+    limits = [value for value in (plan.get("policy") or {}).values() if not isinstance(value, (int, float, type(None)))]
+    return {} if wrong or limits or plan.get("job_id", job.id) != job.id else plan
 
 
 def gpus_of(plan: Dict[str, Any], status: Dict[str, Any]) -> List[str]:
@@ -79,13 +149,14 @@ LAST_TRIES = 60
 
 
 class StatusFile:
-    """The job's status as its supervisor keeps it: written again when a full disk refused it, with room held for the
-    last word. `values` is what it says, `unsaved` whether the file lags behind."""
+    """The job's status as its supervisor keeps it: written again when a full disk refused it or somebody else has
+    changed it, with room held for the last word. `values` is what it says, `unsaved` whether the file lags behind."""
 
     def __init__(self, job: Job, values: Dict[str, Any]) -> None:
-        self.values = values
+        self.values = {**values, "job": job.id}
         self.unsaved = False
         self._job = job
+        self._written = self._look()
 
     def save(self, **changes: Any) -> None:
         """A full disk must not end the job: `retry` and `save_last` try again."""
@@ -98,11 +169,19 @@ class StatusFile:
             self.unsaved = True
         else:
             self.unsaved = False
+        self._written = self._look()
 
-    def retry(self) -> None:
-        """Writes what could not be written before."""
-        if self.unsaved:
+    def keep(self) -> None:
+        """Writes what could not be written before, and what is no longer there as it was written."""
+        if self.unsaved or self._look() != self._written:
             self.save()
+
+    def _look(self) -> Optional[Tuple[int, ...]]:
+        try:
+            found = os.stat(self._job.status)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def reserve(self) -> None:
         """Keeps room on the disk for the last word."""
@@ -117,7 +196,7 @@ class StatusFile:
         remove(self._job.reserve)
         self.save(**final)
         for _ in range(LAST_TRIES):
-            if not self.unsaved:
+            if not self.unsaved or not os.path.isdir(self._job.path):
                 return
             time.sleep(1)
             self.save()

@@ -4,6 +4,7 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import errno
+import math
 import os
 import time
 from typing import NamedTuple, Optional
@@ -39,8 +40,8 @@ def request_stop(job: Job, grace_s: float = DEFAULT_GRACE_S, *, reason: str = ""
     if before is not None:
         if before.force or (wanted.deadline_mono >= before.deadline_mono and not force):
             return before
-        first = {key: getattr(before, key) for key in ("requested_at", "requested_mono", "reason")}
-        wanted = wanted._replace(**first)
+        first = {key: getattr(before, key) for key in ("requested_at", "reason")}
+        wanted = wanted._replace(**first, requested_mono=min(before.requested_mono, wanted.requested_mono))
     os.makedirs(job.control, mode=0o700, exist_ok=True)
     try:
         write_json(job.stop, wanted._asdict())
@@ -61,8 +62,39 @@ def read_stop(job: Job) -> Optional[StopRequest]:
     try:
         data = read_json(job.stop) or {}
         times = [float(data[key]) for key in ("grace_s", "requested_at", "requested_mono", "deadline_mono")]
+        if not all(map(math.isfinite, times)):
+            raise ValueError("times that never come")
         reason, force = str(data.get("reason", "")), data.get("force") is True
         return StopRequest(times[0], times[1], times[2], times[3], reason, force)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         mono = time.monotonic() - max(0.0, time.time() - touched_at)
         return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
+
+
+class Asked:
+    """What was asked of a supervisor: by a request in the job's folder, or by a signal while that cannot be written.
+    What was asked once stays asked, whatever becomes of the file."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._request: Optional[StopRequest] = None
+
+    def read(self) -> Optional[StopRequest]:
+        self._request = read_stop(self._job) or self._request
+        return self._request
+
+    def ask(self, reason: str = "") -> Optional[OSError]:
+        """A stop that the supervisor asks for itself, unless one is asked for; the error when only it knows of it."""
+        if self.read() is not None:
+            return None
+        self._request = new_stop(DEFAULT_GRACE_S, reason=reason)
+        try:
+            os.stat(self._job.path)  # a folder that was moved away must not appear again
+            self._request = request_stop(self._job, reason=reason)
+        except OSError as error:
+            return error
+        return None
+
+    def is_flagged(self) -> bool:
+        """Whether the ranks can see it."""
+        return os.path.exists(self._job.stop)

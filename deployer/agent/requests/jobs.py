@@ -1,30 +1,34 @@
-"""The jobs on this host: listed, looked at, stopped. One whose supervisor was killed gets a new one from whoever
+"""The jobs on this host: found, listed, looked at. One whose supervisor was killed gets a new one from whoever
 connects next, and what an ended one left over is ended.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-import signal
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Collection, Dict, List, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.files import read_json
+from ..host.killing import SWEEP_S, end_all
 from ..host.layout import Job, Root, matching_ids, name_ids
 from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
-from ..host.processes import SWEEP_S, Process, describe, end_all, job_processes, send
+from ..host.marks import Look, job_processes
+from ..host.processes import Process, describe, still_there
 from ..job import progress
 from ..job.judge import judge
 from ..job.status import FINAL, LOST, TOOL_FAILED, gpus_of, supervisor_of, write_status
-from ..job.stop import request_stop
 from ..supervisor import start
 from ..wire.conversation import Call
 
+GONE_S = 10.0
+"""A supervisor that has written its last word may take so long to be gone."""
+
 
 def find_job(root: Root, job_id: str) -> Job:
-    """The job of that id, or of the only id that begins with it, else ends with it."""
+    """The job of that id, or of the only id that begins with it, else ends with it; also one that has lost its folder,
+    as long as it runs."""
     job_id = job_id.lower()
     try:
         job = root.job(job_id)
@@ -32,7 +36,11 @@ def find_job(root: Root, job_id: str) -> Job:
         raise AgentError("unknown_job", "%r is not a job id" % job_id)
     if os.path.isdir(job.path):
         return job
-    found = matching_ids(job_id, [j.id for j in sorted(root.all_jobs(), key=_written_at, reverse=True)])
+    look = Look()
+    if look.of(job).all:
+        return job
+    ids = [j.id for j in sorted(root.all_jobs(), key=_written_at, reverse=True)]
+    found = matching_ids(job_id, dict.fromkeys([*ids, *look.job_ids(root)]))
     if len(found) > 1:
         raise AgentError(
             "unknown_job", "%s matches %s" % (job_id, name_ids(found)), "give more of the id, or how it ends"
@@ -73,19 +81,23 @@ _SHOWN = (
     "attempt",
     "max_attempts",
     "queue",
+    "damaged",
     "started_at",
     "ended_at",
 )
 
 
 def list_jobs(root: Root) -> List[Dict[str, Any]]:
-    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error."""
-    return sorted((_summary(job) for job in root.all_jobs()), key=lambda s: (s["created"], s["id"]), reverse=True)
+    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error; a job that
+    has lost its folder is listed as long as it runs."""
+    look = Look()
+    jobs = {job.id: job for job in [*map(root.job, look.job_ids(root)), *root.all_jobs()]}
+    return sorted((_summary(job, look) for job in jobs.values()), key=lambda s: (s["created"], s["id"]), reverse=True)
 
 
-def _summary(job: Job) -> Dict[str, Any]:
+def _summary(job: Job, look: Look) -> Dict[str, Any]:
     try:
-        status = judge(job)
+        status = judge(job, look)
     except OSError as e:
         status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
     record = read_json(job.record) or {}
@@ -113,50 +125,6 @@ def _age_s(record: Dict[str, Any]) -> Optional[float]:
     return max(0.0, time.time() - created) if isinstance(created, (int, float)) else None
 
 
-# --- stop ------------------------------------------------------------------------------------------------------------
-
-
-def stop(root: Root, call: Call) -> Dict[str, Any]:
-    """Asks the supervisor to stop the job and reports how it goes until the job has ended. Idempotent. Of a job that
-    has ended already, what it left running is ended."""
-    job = find_job(root, call.head["job"])
-    before = judge(job)
-    _check_here(job, before)
-    if before["state"] in FINAL:
-        final = before if before.get("on_host") else sweep_ended(job)
-    else:
-        request_stop(job, float(call.head.get("grace_s", 120.0)), force=bool(call.head.get("force")))
-        final = _await_end(job, call)
-    call.send_event("status", dict(final, job_id=job.id, was=before["state"]))
-    return {}
-
-
-def _check_here(job: Job, status: Dict[str, Any]) -> None:
-    if status.get("on_host") and status["state"] not in FINAL:
-        raise AgentError(
-            "host",
-            "job %s runs on host %s, and this is host %s" % (job.id, status["on_host"], os.uname().nodename),
-            "connect to that host: deploy.py stop %s --ssh %s" % (job.id, status["on_host"]),
-        )
-
-
-def _await_end(job: Job, call: Call) -> Dict[str, Any]:
-    supervisor = supervisor_of(judge(job))
-    if supervisor is not None:
-        send(Process(supervisor.pid, supervisor.start_time), signal.SIGCONT)  # a halted one would stop nothing
-    shown = ""
-    while True:
-        now = judge(job)
-        if now.get("unsupervised"):
-            adopt(job)
-        phase = str(now.get("phase") or now["state"])
-        if phase != shown:
-            shown = phase
-            call.send_event("state", now)
-        if now["state"] in FINAL or call.cancelled.wait(0.1):
-            return now
-
-
 # --- without a supervisor ---------------------------------------------------------------------------------------------
 
 
@@ -169,17 +137,17 @@ def adopt_all(root: Root, *, within_s: float) -> None:
         try:
             status = judge(job)
             if status.get("unsupervised"):
-                adopt(job)
+                adopt(job, status)
             elif _is_unswept(status):
                 sweep_ended(job)
         except (AgentError, OSError, KeyError, TypeError, ValueError):
             continue  # a job that is broken must not keep the others waiting
 
 
-def adopt(job: Job) -> None:
+def adopt(job: Job, status: Dict[str, Any]) -> None:
     """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
     try:
-        start.adopt(job)
+        start.adopt(job, attempt=int(status.get("attempt") or 1))
     except AgentError:
         if judge(job).get("unsupervised"):
             raise
@@ -187,16 +155,25 @@ def adopt(job: Job) -> None:
 
 def sweep_ended(job: Job) -> Dict[str, Any]:
     """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
+    if not os.path.isdir(job.path):
+        return judge(job)  # lost, and nothing of it runs
     with locked(job):
         status = judge(job)
         if status["state"] not in FINAL:
             return status
-        told, remaining = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
-        swept = {"swept": int(status.get("swept") or 0) + len(told), "remaining": [describe(p) for p in remaining]}
-        final = {**status, **swept}
-        if final != status and supervisor_of(status) is not None:
-            write_status(job, final)
-        return {**final, "ended": len(told) - len(remaining)}
+        told, left = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
+        final = {**with_remaining(status, told, left), "swept": int(status.get("swept") or 0) + len(told)}
+        kept = {**status, "swept": final["swept"], "remaining": final["remaining"]}
+        if kept != status and not status.get("damaged") and supervisor_of(status) is not None:
+            write_status(job, kept)
+        return final
+
+
+def with_remaining(status: Dict[str, Any], told: Collection[Process], left: Sequence[Process]) -> Dict[str, Any]:
+    """An ended job's status with what is `remaining` of it now, and how many of `told` have `ended`."""
+    remaining = [*left, *(process for process in still_there(status.get("remaining")) if process not in left)]
+    ended = len(set(told) - set(left))
+    return {**status, "ended": ended, "remaining": [describe(process) for process in remaining]}
 
 
 def _is_unswept(status: Dict[str, Any]) -> bool:

@@ -11,26 +11,30 @@ from ..host.errors import AgentError
 from ..host.files import read_json, remove, write_json, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
-from ..host.machine import is_alive
+from ..host.marks import Look
+from ..host.processes import still_there
 from ..job import progress
 from ..job.judge import judge
-from ..job.status import FINAL, read_plan, read_status, supervisor_of
+from ..job.status import FINAL, read_plan, read_status, read_word
 from ..job.stop import request_stop
 from ..logs.read import LogReader
 from ..wire.conversation import Call
 from .follow import follow_job
-from .jobs import find_job
+from .jobs import GONE_S, find_job
 from .launch import check_root, plan_hash, start_next
-
-GONE_S = 10.0
-"""A supervisor that has written its last word may take so long to be gone."""
 
 
 def show_plan(root: Root, call: Call) -> Dict[str, Any]:
     """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
     job = find_job(root, call.head["job"])
     now = judge(job)
-    found = {"job_id": job.id, "path": job.path, "plan": read_plan(job), "state": now["state"]}
+    _check_ended(job, now)
+    plan = read_plan(job)
+    if not plan:
+        raise AgentError(
+            "usage", "the plan of %s is gone: its job.json is missing or damaged" % job.id, "launch it anew"
+        )
+    found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now["state"]}
     call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
     return {}
 
@@ -61,7 +65,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
 
 def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
-    if _attempt_of(read_status(job) or {}) < number:
+    if _attempt_of(read_word(job).status or {}) < number:
         return False
     noted = _noted(read_json(job.record) or {}, number)
     if noted is not None and noted["plan_hash"] == plan_hash(plan):
@@ -70,13 +74,17 @@ def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
     raise AgentError("usage", message, "look: deploy.py status %s" % job.id)
 
 
-def _check_resumable(job: Job, number: int) -> None:
-    now = judge(job)
+def _check_ended(job: Job, now: Dict[str, Any]) -> None:
     if now.get("on_host"):
         raise AgentError("usage", "%s is a job of host %s" % (job.id, now["on_host"]), "resume it there")
     if now["state"] not in FINAL:
         hint = "follow it: deploy.py logs %s; or first: deploy.py stop %s" % (job.id, job.id)
         raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now["state"], _attempt_of(now)), hint)
+
+
+def _check_resumable(job: Job, number: int) -> None:
+    now = judge(job)
+    _check_ended(job, now)
     if _attempt_of(now) != number - 1:
         raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
     if not os.path.isdir(job.code):
@@ -85,13 +93,18 @@ def _check_resumable(job: Job, number: int) -> None:
 
 
 def _await_gone(job: Job, status: Dict[str, Any]) -> None:
-    """The supervisor writes the final status just before it ends, and only one may hold a job."""
-    former = supervisor_of(status)
+    """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
+    something of the job is still there."""
     deadline = time.monotonic() + GONE_S
-    while former is not None and is_alive(former):
-        if time.monotonic() >= deadline:
-            raise AgentError("host", "the former supervisor of %s is still there: pid %d" % (job.id, former.pid))
+    found = Look().of(job)
+    while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
+        found = Look().of(job)
+    left = {*found.all, *still_there(status.get("remaining"))}
+    if left:
+        pids = ", ".join(str(process.pid) for process in sorted(left)[:6])
+        message = "%s has ended, and %d of its processes still run: pid %s" % (job.id, len(left), pids)
+        raise AgentError("usage", message, "end them: deploy.py stop %s" % job.id)
 
 
 def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) -> None:

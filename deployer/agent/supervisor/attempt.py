@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence,
 from ..guard import secure_root
 from ..host.errors import AgentError
 from ..host.files import read_json, remove
+from ..host.killing import SETTLE_S, SWEEP_S, Subreaper
 from ..host.layout import AGENT_DIR, Job, Root
-from ..host.processes import SETTLE_S, SWEEP_S, Process, Subreaper, is_running, job_processes, process_of
+from ..host.marks import job_processes
+from ..host.processes import Process, is_running, process_of, read_stat
 from ..job import progress
 from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
 from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, StatusFile, main_process, say, utc
-from ..job.stop import StopRequest, new_stop, read_stop, request_stop
+from ..job.stop import Asked, StopRequest, new_stop
 from ..logs.keep import LogKeeper
 from . import stall
 from .children import Children
@@ -40,20 +42,26 @@ Hook = Callable[[], None]
 """What is looked after while an attempt runs: called every POLL_S or sooner, quick, and does no more than is due."""
 
 
-def wait(job: Job, children: Children) -> None:
-    """A supervisor's turn of waiting; a TERM to it asks its job to stop."""
-    if children.wait():
-        ask_to_stop(job)
+class Turn:
+    """A supervisor's turns of waiting, whatever it does: children are reaped, a TERM to it asks its job to stop, and
+    the status stays as it was written."""
 
+    def __init__(self, job: Job, status: StatusFile) -> None:
+        self.children = Children()
+        self.asked = Asked(job)
+        self._job = job
+        self._status = status
 
-def ask_to_stop(job: Job, reason: str = "") -> bool:
-    """A stop that the supervisor asks for itself; False when the disk takes no request."""
-    try:
-        request_stop(job, reason=reason)
-    except OSError as e:
-        say("cannot write %s: %s" % (job.stop, e.strerror))
-        return False
-    return True
+    def wait(self) -> None:
+        if self.children.wait():
+            self.ask_to_stop()
+        self._status.keep()
+
+    def ask_to_stop(self, reason: str = "") -> None:
+        """A stop that the supervisor asks for itself."""
+        error = self.asked.ask(reason)
+        if error is not None:
+            say("cannot write %s: %s" % (self._job.stop, error.strerror))
 
 
 class Attempt:
@@ -66,7 +74,7 @@ class Attempt:
         number: int,
         *,
         status: StatusFile,
-        children: Children,
+        turn: Turn,
         gpus: "Optional[JobGpus]",
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -75,11 +83,12 @@ class Attempt:
         self.input = {**launch_input, "attempt": number}
         self.plan: Dict[str, Any] = launch_input["plan"]
         self.status = status
-        self.children = children
-        self.subreaper = Subreaper(job, children.reap)
+        self.children = turn.children
+        self.subreaper = Subreaper(job, turn.children.reap)
         self.gpus = gpus
         self.nproc = int(self.plan.get("nproc") or 1)
         self.main: Optional[Process] = None
+        self._turn = turn
         self._adopted = False
         self._is_trainer = self.plan.get("kind") == "trainer"
         self._stop: Optional[Stopping] = None
@@ -97,7 +106,7 @@ class Attempt:
         try:
             self._start(self._prepare())
         except Stopped:
-            stop = read_stop(self.job)
+            stop = self._turn.asked.read()
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
         except AgentError as e:
@@ -111,9 +120,25 @@ class Attempt:
     def adopt(self) -> Ending:
         """The same for an attempt whose supervisor was killed: watched from where it stands."""
         self._adopted = True
-        self.main = main_process(self.status.values)
+        self.main = self._find_main()
         self._watch()
         return self._ending()
+
+    def _find_main(self) -> Optional[Process]:
+        """The launcher: as the status has it, if that is one of the job's processes or has ended; else the one that
+        leads a session and that none of the others started, the oldest."""
+        noted, ours = main_process(self.status.values), self.leftovers()
+        if not ours or (noted is not None and (noted in ours or not is_running(noted))):
+            return noted
+        if noted is None and self.status.values["state"] != RUNNING:
+            return None  # it was being prepared
+        pids = {process.pid for process in ours}
+
+        def rank(process: Process) -> Tuple[bool, bool, int]:
+            stat = read_stat(process.pid)
+            return stat is None or stat.session != process.pid, stat is None or stat.parent in pids, process.start_time
+
+        return min(ours, key=rank)
 
     def report(self, ending: Ending) -> Dict[str, Any]:
         """What the status keeps of this attempt once it has ended."""
@@ -135,7 +160,7 @@ class Attempt:
 
     def settle_s(self) -> float:
         """How long what it left running may take to go by itself, in seconds."""
-        stop = read_stop(self.job)
+        stop = self._turn.asked.read()
         return 0.0 if stop is not None and stop.force else SETTLE_S
 
     def seen(self) -> Set[Process]:
@@ -165,7 +190,7 @@ class Attempt:
         return command
 
     def _resolve_python(self) -> str:
-        if read_stop(self.job) is not None:
+        if self._turn.asked.read() is not None:
             raise Stopped
         known = (self.status.values.get("slots") or {}).get("python")
         if self.input.get("restarted") and known and os.path.exists(known):
@@ -176,10 +201,10 @@ class Attempt:
         resolving = Resolving(self.plan["python"], self.job, root, {**env, **marks(self.job, self.number)}, log)
         self.children.expect(resolving.pid)
         while self.children.code(resolving.pid) is None:
-            if read_stop(self.job) is not None:
+            if self._turn.asked.read() is not None:
                 raise Stopped  # the sweep ends the child and what it started
-            wait(self.job, self.children)
-        if read_stop(self.job) is not None:
+            self._turn.wait()
+        if self._turn.asked.read() is not None:
             raise Stopped
         return resolving.result()
 
@@ -217,7 +242,7 @@ class Attempt:
     # --- watch ---
 
     def _hooks(self) -> List[Hook]:
-        own = (self._find_stall, self._drive_stop, self._kill_siblings, self._note_memory, self.status.retry)
+        own = (self._find_stall, self._drive_stop, self._kill_siblings, self._note_memory)
         return [*self._more_hooks, *own, self._keep_logs]
 
     def _watch(self) -> None:
@@ -227,7 +252,7 @@ class Attempt:
                 hook()
             if self._stop is not None and self._stop.phase == "given up":
                 return
-            wait(self.job, self.children)
+            self._turn.wait()
         self._keep_logs(now=True)
 
     def _keep_logs(self, *, now: bool = False) -> None:
@@ -239,14 +264,20 @@ class Attempt:
             self.status.save(warnings=[*self.status.values.get("warnings", []), warning])
 
     def _drive_stop(self) -> None:
-        request = read_stop(self.job) or self._stall_request
+        request = self._turn.asked.read() or self._stall_request
         if request is None:
             return
         if self._stop is None:
-            flagged = self._is_trainer and self._stall_request is None
-            early = len(self._ranks()) < self.nproc
+            flagged = self._is_trainer and self._stall_request is None and self._turn.asked.is_flagged()
+            started = max(len(self._ranks()), len(set(self.leftovers()) - {self.main}))  # without records, by processes
             self._stop = Stopping(
-                self.main, self._ranks, self.leftovers, subreaper=self.subreaper, flagged=flagged, early=early
+                self.main,
+                self._ranks,
+                self.leftovers,
+                nproc=self.nproc,
+                subreaper=self.subreaper,
+                flagged=flagged,
+                early=started < self.nproc,
             )
         phase = self._stop.advance(request)
         if phase != self.status.values.get("phase"):
@@ -258,7 +289,7 @@ class Attempt:
         if self._failed_at is None and self._stop is None and first_failure(self._ranks()) is not None:
             self._failed_at = time.monotonic()
         if self._failed_at is not None and time.monotonic() >= self._failed_at + SIBLINGS_S:
-            kill_ranks(self._ranks())
+            kill_ranks(self._ranks(), self.leftovers)
 
     def _find_stall(self) -> None:
         """Begins to end an attempt that has stalled. No flag is set for it: the job is not to stop, it may restart."""
@@ -268,16 +299,24 @@ class Attempt:
 
     def _note_memory(self) -> None:
         if self._oom is None:
-            from ..host.cgroups import OomWatch  # the job has been started by now
-
-            self._oom = OomWatch()
+            self._oom = self._load_the_rest()
         if first_failure(self._ranks()) is None:
             self._oom.sample()
+
+    def _load_the_rest(self) -> "OomWatch":
+        """What only an end needs: the job has been started by now, and our own files may be gone by then."""
+        from ..host.cgroups import OomWatch
+        from . import restarts  # noqa: F401
+
+        if self.gpus is not None:
+            from ..gpus import freed  # noqa: F401
+        return OomWatch()
 
     def _ended(self) -> bool:
         ended = self._main_ended()
         if self._adopted and ended:  # torchrun may have gone with the supervisor while its ranks go on
-            return not any(is_running(child_of(r)) or is_running(wrapper_of(r)) for r in self._ranks())
+            known = {process for rank in self._ranks() for process in (child_of(rank), wrapper_of(rank))}
+            return not any(map(is_running, known)) or not known & set(self.leftovers())
         return ended
 
     def _main_ended(self) -> bool:
@@ -300,7 +339,7 @@ class Attempt:
     def _ending(self) -> Ending:
         if self._stall.ending is not None:
             return self._stall.ending
-        stop = read_stop(self.job)
+        stop = self._turn.asked.read()
         ending = decide_ending(
             self._ranks(),
             nproc=self.nproc,

@@ -8,16 +8,28 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
 from ..host.files import read_json
+from ..host.killing import end_all
 from ..host.layout import Job
 from ..host.machine import own_identity
-from ..host.processes import Process, describe, end_all
+from ..host.processes import Process, describe
 from ..job import progress
 from ..job.ending import Ending
-from ..job.status import FAILED, PREPARING, QUEUED, STOPPED, TOOL_FAILED, StatusFile, gpus_of, read_status, say, utc
-from ..job.stop import StopRequest, read_stop
+from ..job.status import (
+    FAILED,
+    PREPARING,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+    TOOL_FAILED,
+    StatusFile,
+    gpus_of,
+    read_word,
+    say,
+    utc,
+)
+from ..job.stop import StopRequest
 from . import stall
-from .attempt import Attempt, Hook, ask_to_stop, wait
-from .children import Children
+from .attempt import Attempt, Hook, Turn
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
@@ -36,8 +48,8 @@ class JobRun:
         self.policy: Dict[str, Any] = self.plan.get("policy") or {}
         self._is_trainer = self.plan.get("kind") == "trainer"
         self.adopted = bool(launch_input.get("adopt"))
-        self.children = Children()
         self.status = StatusFile(job, self._first_status())
+        self._turn = Turn(job, self.status)
         self.gpus = self._gpus(launch_input.get("held"))
         self.attempt: Optional[Attempt] = None
         self._swept = 0
@@ -60,16 +72,17 @@ class JobRun:
 
     def _first_status(self) -> Dict[str, Any]:
         """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
-        before = read_status(self.job) or {}
-        if self.adopted:
-            return before
         number = int(self.input["attempt"])
+        before, damage = read_word(self.job)
+        if self.adopted:
+            kept = {"attempt": number, "first_attempt": number, "max_attempts": number, "warnings": [damage]}
+            return before or {"state": RUNNING, **kept}
         most = number + int(self.policy.get("max_restarts") or 0)
         first = {"state": PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
         if number == 1:
             return first
         from_step = progress.resumes_from(self.job, self.plan, restarted=False)
-        return {**first, "attempts": before.get("attempts") or [], "resumed_from": from_step}
+        return {**first, "attempts": (before or {}).get("attempts") or [], "resumed_from": from_step}
 
     def _begin(self) -> bool:
         if self.gpus is not None and self.gpus.waiting:
@@ -103,7 +116,7 @@ class JobRun:
 
     def _gpus(self, held: Optional[Dict[str, Any]]) -> "Optional[JobGpus]":
         devices = self.status.values.get("devices") if self.adopted else None
-        if not held and not devices:
+        if not held and not (devices and self.plan):  # without a plan: the ranks hold them
             return None
         from ..gpus.claim import JobGpus  # a job without GPUs starts sooner
 
@@ -121,8 +134,8 @@ class JobRun:
                 kept = {"state": QUEUED, "queue": self.gpus.view}
                 self.status.save(**(kept if waits else {"state": PREPARING, "queue": None}))
             if waits:
-                wait(self.job, self.children)
-            if read_stop(self.job) is not None:
+                self._turn.wait()
+            if self._turn.asked.read() is not None:
                 return False
         return True
 
@@ -134,7 +147,7 @@ class JobRun:
             self.input,
             number,
             status=self.status,
-            children=self.children,
+            turn=self._turn,
             gpus=self.gpus,
             hooks=self._hooks(),
         )
@@ -181,19 +194,19 @@ class JobRun:
             self._take_over_input()
         self.input = {**self.input, "restarted": True}
         until = time.monotonic() + wait_s
-        while read_stop(self.job) is None and time.monotonic() < until:
+        while self._turn.asked.read() is None and time.monotonic() < until:
             for hook in self._hooks():
                 hook()
-            wait(self.job, self.children)
-        return read_stop(self.job)
+            self._turn.wait()
+        return self._turn.asked.read()
 
     def _take_over_input(self) -> None:
         """What the killed supervisor had been given, as far as it is kept."""
         from ..host import environment
 
-        record = read_json(self.job.record) or {}
+        env = (read_json(self.job.record) or {}).get("env")
         base_env = environment.job_environment(dict(os.environ), environment.container_env())
-        self.input = {"env": record.get("env") or {}, "secrets": {}, "base_env": base_env, **self.input}
+        self.input = {"env": env if isinstance(env, dict) else {}, "secrets": {}, "base_env": base_env, **self.input}
 
     def _limit_runtime(self) -> None:
         """Asks for an orderly stop once all attempts together have run for so long."""
@@ -201,7 +214,8 @@ class JobRun:
         began_s = self.status.values.get("began_mono_s")
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
             return
-        self._limited = ask_to_stop(self.job, "stopped after --max-runtime %s" % stall.duration(limit_s))
+        self._limited = True
+        self._turn.ask_to_stop("stopped after --max-runtime %s" % stall.duration(limit_s))
 
     # --- end ---
 
@@ -217,6 +231,7 @@ class JobRun:
             term_s=self.attempt.term_s(),
             settle_s=self.attempt.settle_s(),
             subreaper=self.attempt.subreaper,
+            seen=self._seen | self.attempt.seen(),
         )
         self._swept += len(told)
         self._seen |= told | self.attempt.seen()

@@ -16,7 +16,7 @@ from ..host.errors import AgentError
 from ..host.layout import SUPERVISOR_ENV, Job
 from ..host.locks import take_lock
 from ..host.processes import own_process_argv
-from ..job.status import read_plan, read_status
+from ..job.status import read_own_plan, read_status, supervisor_of
 from .children import AWAITED
 
 START_S = 30.0
@@ -81,17 +81,18 @@ def spawn(job: Job, launch_input: Dict[str, Any]) -> None:
     Starting(job, held_fd=held["fd"]).go(launch_input)
 
 
-def adopt(job: Job) -> None:
-    """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it."""
-    spawn(job, {"plan": read_plan(job), "adopt": True})
+def adopt(job: Job, *, attempt: int = 1) -> None:
+    """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it. `attempt`: by
+    the marks of what runs, for a job whose status does not tell."""
+    spawn(job, {"plan": read_own_plan(job), "adopt": True, "attempt": attempt})
 
 
 def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
     wait_s = 0.002
     while time.monotonic() < deadline:
-        status = read_status(job) or {}
-        if status.get("supervisor", {}).get("pid") == process.pid:
+        identity = supervisor_of(read_status(job) or {})
+        if identity is not None and identity.pid == process.pid:
             return
         if process.returncode is not None:
             raise AgentError("host", "the job's supervisor did not start: %s" % _last_words(job))

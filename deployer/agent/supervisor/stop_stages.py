@@ -8,7 +8,8 @@ import signal
 import time
 from typing import Callable, List, Optional, Sequence, Set
 
-from ..host.processes import Process, Subreaper, kill_all, send
+from ..host.killing import Subreaper, kill_all
+from ..host.processes import Process, read_stat, send
 from ..job.ending import RankRecord
 from ..job.stop import StopRequest
 
@@ -25,12 +26,14 @@ class Stopping:
         ranks: Callable[[], Sequence[RankRecord]],
         leftovers: Callable[[], List[Process]],
         *,
+        nproc: int,
         subreaper: Subreaper,
         flagged: bool,
         early: bool,
     ) -> None:
         """`flagged`: the ranks poll the stop flag themselves; others get TERM. `early`: not all ranks had started, so
         there is nothing to save and torchrun is told at once."""
+        self._nproc = nproc
         self.phase = "stopping"
         self._launcher = launcher
         self._ranks = ranks
@@ -41,6 +44,7 @@ class Stopping:
         self.seen: Set[Process] = set()
         """The job's processes, as they were found at each phase's beginning."""
         self._told: Set[Process] = set()
+        self._believed = 0  # records that name processes of the job
         self._request: Optional[StopRequest] = None
         self._deadline = 0.0
         self._phase_ends = 0.0
@@ -64,7 +68,7 @@ class Stopping:
             if self._launcher is not None:
                 _term(self._launcher)
         if self.phase != "stopping" and not self._flagged and self.left_s() == 0:
-            kill_ranks(self._ranks())  # they have had their TERM and the whole grace
+            kill_ranks(self._ranks(), self._leftovers)  # they have had their TERM and the whole grace
         if self.phase in ("ending", "killing") and time.monotonic() >= max(self._phase_ends, self._deadline):
             self._enter("killing" if self.phase == "ending" else "given up")
         if self.phase == "killing":
@@ -80,14 +84,31 @@ class Stopping:
         """TERM for ranks that poll no flag; one that was halted goes on, or it could neither poll nor save."""
         if self._request is None or self._request.force:
             return
-        for rank in self._ranks():
-            child = child_of(rank)
-            if rank.code is None and child not in self._told:
-                self._told.add(child)
-                if not self._flagged:
-                    send(child, signal.SIGTERM)
-                send(child, signal.SIGCONT, group=True)
+        ranks = self._ranks()
+        new = [r for r in ranks if r.code is None and not {child_of(r), wrapper_of(r)} & self._told]
+        if not new and (self._early or self._believed >= self._nproc or self._launcher in self._told):
+            return
+        ours = set(self._leftovers())  # a record may be another job's, or older than a pid that was given away
+        for rank in new:
+            self._tell(child_of(rank), ours, group=True)
+            if wrapper_of(rank) in ours:
                 send(wrapper_of(rank), signal.SIGCONT)
+        believed = [rank for rank in ranks if rank.code is not None or child_of(rank) in ours]
+        self._believed = len(believed)
+        if self._believed < self._nproc and not self._early and self._launcher is not None:
+            self._told.add(self._launcher)
+            recorded = {process for rank in believed for process in (child_of(rank), wrapper_of(rank))}
+            for process in ours - recorded:  # the launcher's children are wrappers, which hand it on
+                stat = read_stat(process.pid)
+                if stat is not None and stat.parent == self._launcher.pid:
+                    self._tell(process, ours)
+
+    def _tell(self, process: Process, ours: Set[Process], *, group: bool = False) -> None:
+        self._told.add(process)
+        if process in ours:
+            if not self._flagged:
+                send(process, signal.SIGTERM)
+            send(process, signal.SIGCONT, group=group)
 
 
 def _term(process: Process) -> None:
@@ -95,11 +116,11 @@ def _term(process: Process) -> None:
     send(process, signal.SIGCONT)
 
 
-def kill_ranks(ranks: Sequence[RankRecord]) -> None:
+def kill_ranks(ranks: Sequence[RankRecord], leftovers: Callable[[], List[Process]]) -> None:
     """The programs, each with its process group; their wrappers stay and record it."""
-    for rank in ranks:
-        if rank.code is None:
-            send(child_of(rank), signal.SIGKILL, group=True)
+    running = {child_of(rank) for rank in ranks if rank.code is None}
+    for process in running & set(leftovers()) if running else ():
+        send(process, signal.SIGKILL, group=True)
 
 
 def child_of(rank: RankRecord) -> Process:

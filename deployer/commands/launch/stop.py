@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.status import FINAL
+from deployer.agent.job.status import FINAL, LOST
 from deployer.agent.job.stop import DEFAULT_GRACE_S
+from deployer.commands.in_words import state_line
 from deployer.connection.host import Host
-from deployer.errors import FerryError, UsageError
+from deployer.errors import FerryError, UnknownJob, UsageError
+from deployer.jobs.registry import forget
 from deployer.jobs.requests import stop_jobs
 from deployer.jobs.roster import ask_all
 from deployer.printable import shown
 
 _LEFT = "remaining", "gpu_holders"
+End = dict[str, Any] | FerryError
 Place = tuple[Host, str]
 """A job: its host, its id."""
 
@@ -40,6 +43,7 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
     except KeyboardInterrupt:
         terminal.notice(shown("the host goes on stopping " + ", ".join(job_id for _, job_id in places)))
         raise
+    ends = [_forget(end, *place) for end, place in zip(ends, places, strict=True)]
     if as_json:
         terminal.say_json([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)])
     errors = [end for end in ends if isinstance(end, FerryError)]
@@ -48,22 +52,30 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
     return max((_report(end) for end in ends), default=0)
 
 
-def _as_json(job_id: str, end: dict[str, Any] | FerryError) -> dict[str, Any]:
+def _forget(end: End, host: Host, job_id: str) -> End:
+    """Drops this client's notes of a job that has no folder and no process there any more; how the stop went."""
+    if isinstance(end, UnknownJob) and forget(job_id, host.ssh, host.root):
+        return {"job_id": job_id, "state": LOST, "was": LOST, "reason": "its folder is gone", "gone": True}
+    if isinstance(end, dict) and end.get("gone") is True:
+        forget(end["job_id"], host.ssh, host.root)
+    return end
+
+
+def _as_json(job_id: str, end: End) -> dict[str, Any]:
     if isinstance(end, FerryError):
         return {"id": job_id, "error": end.message, "hint": end.hint}
     keys = ("state", "was", "code", "reason", "ended", "remaining", "gpus_free", "gpu_holders")
     return {"id": end["job_id"], **{key: end.get(key) for key in keys}}
 
 
-def _report(end: dict[str, Any] | FerryError) -> int:
+def _report(end: End) -> int:
     """Says what was ended and what remains; the exit code for it."""
     if isinstance(end, FerryError):
         terminal.show_error(end)
         return end.exit_code
     remaining, held = ([row for row in end.get(key) or [] if isinstance(row, dict)] for key in _LEFT)
     for process in remaining:
-        kernel = " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
-        terminal.notice(shown(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{kernel}"))
+        terminal.notice(shown(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{_why(process)}"))
     for holder in held:
         who = f"pid {holder['pid']} " if holder.get("pid") else ""
         terminal.notice(
@@ -73,14 +85,30 @@ def _report(end: dict[str, Any] | FerryError) -> int:
     return 1 if remaining or end.get("gpus_free") is False else 0
 
 
+def _why(process: dict[str, Any]) -> str:
+    """Why it would not end."""
+    if process.get("uid") is not None:
+        return f" (it became another user's, uid {process['uid']}: that one or root can end it)"
+    return " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
+
+
 def _summary(end: dict[str, Any]) -> str:
-    ended = end.get("ended")
-    counted = f"{ended} process{'' if ended == 1 else 'es'} ended" if ended else ""
+    ended, left = end.get("ended"), len(end.get("remaining") or [])
+    counted = f"{_processes(ended)} ended" if ended else ""
+    remains = f"{_processes(left)} of it could not be ended" if left else ""
+    forgotten = "its folder is gone, and it is forgotten here" if end.get("gone") is True else ""
     if end.get("was") in FINAL:
-        return f"{end['job_id']} had ended already: {end['state']}" + (f"; {counted} that it had left" if ended else "")
+        counted = f"{counted} that it had left" if ended else ""
+        how = f"{'has' if left else 'had'} ended already: {state_line(end) if end['state'] == LOST else end['state']}"
+        return f"{end['job_id']} {how}" + "".join(f"; {text}" for text in (counted, remains, forgotten) if text)
     free = end.get("gpus_free")
     gpus = "" if free is None else f"its GPUs are {'free' if free else 'not free'}"
-    return f"{end['job_id']} {end['state']}" + "".join(f"; {text}" for text in (counted, gpus) if text)
+    told = (counted, remains, gpus, forgotten)
+    return f"{end['job_id']} {end['state']}" + "".join(f"; {text}" for text in told if text)
+
+
+def _processes(count: object) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: bool, as_json: bool) -> int:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,37 @@ from deployer.agent.gc.inventory import read_inventory
 from deployer.agent.host.files import write_json
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.machine import own_identity
-from deployer.agent.host.processes import Process, is_running, job_processes, process_of, send
+from deployer.agent.host.marks import job_processes
+from deployer.agent.host.processes import Process, is_running, process_of, send
+from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
 from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
+
+Marked = Callable[..., Process]
+
+
+@pytest.fixture
+def marked() -> Iterator[Marked]:
+    """Starts a process that sleeps with these in its environment."""
+    started = []
+
+    def start(**env: str) -> Process:
+        child = subprocess.Popen(["sleep", "1000"], env=env)
+        started.append(child)
+        wait_for(lambda: Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n")
+        return process_of(child.pid)
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def folder_of(root: Path) -> str:
+    return str(root / "jobs" / "j")
 
 
 def ended_process() -> Process:
@@ -43,7 +69,7 @@ def job_with(root: Path, supervisor: dict[str, Any], **status: Any) -> Job:
     return job
 
 
-def write_rank(job: Job, number: int, process: Process, **ended: Any) -> None:
+def write_rank(job: Job, number: int, process: Process, /, **ended: Any) -> None:
     wrapper = ended_process()._asdict()
     record = {"rank": number, "local_rank": number, "wrapper": wrapper, **process._asdict(), **ended}
     (Path(job.ranks(1)) / f"rank_{number}.json").write_text(json.dumps(record))
@@ -67,18 +93,17 @@ def test_zombie_is_not_running() -> None:
     child.wait()
 
 
-def test_marker_is_matched_whole() -> None:
-    with subprocess.Popen(["sleep", "1000"], env={"TORCHFERRY_JOB_ID": "job-12"}) as child:
-        assert wait_for(lambda: [p.pid for p in job_processes(Job("/tf/jobs/job-12"))]) == [child.pid]
-        assert job_processes(Job("/tf/jobs/job-1")) == []
-        child.kill()
+def test_folder_in_the_mark_is_matched_whole(marked: Marked) -> None:
+    process = marked(TORCHFERRY_JOB_ID="job-12", TORCHFERRY_RUN_DIR="/tf/jobs/job-12")
+    assert job_processes(Job("/tf/jobs/job-12")) == [process]
+    assert job_processes(Job("/tf/jobs/job-1")) == job_processes(Job("/other/jobs/job-12")) == []
 
 
 # --- judge -----------------------------------------------------------------------------------------------------------
 
 
-def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path) -> None:
-    job = job_with(tmp_path, identity_of(process_of(os.getpid())))
+def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path, marked: Marked) -> None:
+    job = job_with(tmp_path, identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path))))
     assert judge(job) == read_status(job)
 
 
@@ -95,6 +120,11 @@ def test_supervisor_pid_that_was_given_away_is_no_supervisor(tmp_path: Path) -> 
     assert judge(job)["state"] == "lost"
 
 
+def test_supervisor_pid_and_time_of_a_process_without_its_mark_is_none(tmp_path: Path, marked: Marked) -> None:
+    job = job_with(tmp_path, identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path) + "2")))
+    assert judge(job)["state"] == "lost"
+
+
 def test_job_from_before_a_reboot_is_lost(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(process_of(os.getpid()), boot_id="another"))
     write_rank(job, 0, process_of(os.getpid()))  # a rank's pid of that boot belongs to somebody else now
@@ -107,9 +137,9 @@ def test_launch_whose_supervisor_died_did_not_complete(tmp_path: Path) -> None:
     assert "did not complete" in judge(job)["reason"]
 
 
-def test_living_rank_without_supervisor_runs_unsupervised(tmp_path: Path) -> None:
+def test_living_rank_without_supervisor_runs_unsupervised(tmp_path: Path, marked: Marked) -> None:
     job = job_with(tmp_path, identity_of(ended_process()))
-    write_rank(job, 0, process_of(os.getpid()))
+    write_rank(job, 0, marked(TORCHFERRY_RUN_DIR=job.path))
     assert (judge(job)["state"], judge(job)["unsupervised"]) == ("running", True)
 
 
@@ -199,9 +229,41 @@ def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
     assert kept.ended_s is None
 
 
-def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"queue": "x"}, "queue is 'x'"),
+        ({"attempt": "x"}, "attempt is 'x'"),
+        ({"nproc": [2]}, "nproc is [2]"),
+        ({"state": {}}, "state is {}"),
+        ({"supervisor": None}, "it names no supervisor"),
+        ({"main": {"pid": "7", "start_time": 1}}, "pid is '7'"),
+        ({"attempts": [{"attempt": "1"}]}, "attempt is '1'"),
+        ({"job": "k"}, "its status.json is of another job, k"),
+    ],
+)
+def test_status_that_cannot_be_is_not_believed_and_says_why(
+    tmp_path: Path, marked: Marked, change: dict[str, Any], says: str
+) -> None:
+    process = marked(TORCHFERRY_RUN_DIR=folder_of(tmp_path), TORCHFERRY_ATTEMPT="3")
+    job = job_with(tmp_path, **{"supervisor": identity_of(ended_process()), **change})
+    now = judge(job)
+    assert (now["state"], now["attempt"], now["unsupervised"]) == ("running", 3, True) and says in now["damaged"]
+    os.kill(process.pid, 9)
+    wait_for(lambda: not is_running(process))
+    assert judge(job)["state"] == "lost" and says in judge(job)["reason"]
+
+
+def test_record_of_another_jobs_rank_is_none(tmp_path: Path) -> None:
+    job = job_with(tmp_path, identity_of(ended_process()))
+    write_rank(job, 0, ended_process(), job="k", code=1)
+    write_rank(job, 1, ended_process(), job="j", code=2)
+    assert [rank.code for rank in read_ranks(job, 1)] == [2]
+
+
+def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path, marked: Marked) -> None:
     root = Root(str(tmp_path))
-    good = job_with(tmp_path, identity_of(process_of(os.getpid())))
+    good = job_with(tmp_path, identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path))))
     broken = make_job(tmp_path, "broken", make_plan([]))
     Path(broken.status).write_text('{"state": "running", "supervisor": 5')
     Path(broken.record).write_bytes(b"\xff\0")
@@ -209,7 +271,7 @@ def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path) -> None:
     Path(odd.status).write_text('{"state": "running", "supervisor": 5, "attempt": "x"}')
     Path(root.jobs, "a file").touch()
     jobs = {j["id"]: j for j in list_jobs(root)}
-    assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "preparing", "odd": "lost"}
+    assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "lost", "odd": "lost"}
     assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
     assert good.id == "j" and jobs["j"]["host"] == own_identity().hostname
 

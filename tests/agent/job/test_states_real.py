@@ -98,6 +98,16 @@ def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(
     assert end_of(job)["state"] == "succeeded"
 
 
+def test_supervisor_writes_its_status_again_when_somebody_has_changed_it(tmp_path: Path) -> None:
+    job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
+    before = read_status(job)
+    for damage in (Path(job.status).unlink, lambda: Path(job.status).write_text("[]")):
+        damage()
+        wait_for(lambda: read_status(job) == before)
+    (Path(job.code) / "go").touch()
+    assert end_of(job)["state"] == "succeeded"
+
+
 # --- a supervisor killed in each phase -------------------------------------------------------------------------------
 
 

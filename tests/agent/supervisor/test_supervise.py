@@ -17,7 +17,8 @@ import pytest
 from deployer.agent import rank
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
-from deployer.agent.host.processes import Process, command_of, job_processes
+from deployer.agent.host.marks import job_processes
+from deployer.agent.host.processes import Process, command_of
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import request_stop

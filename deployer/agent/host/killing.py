@@ -1,0 +1,138 @@
+"""How all processes of a job are ended: asked, then halted together and killed, whatever they fork meanwhile.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import signal
+import time
+from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+
+from .layout import Job
+from .marks import is_of_another_job
+from .processes import Process, all_stats, is_running, process_of, send
+
+SETTLE_S = 0.5
+"""How long leftovers of a job that has ended may take to go by themselves before they count as left over."""
+SWEEP_S = 5.0
+"""What a job left running gets so long after TERM; after a stop, what is left of the grace."""
+KILL_S = 5.0
+"""How long a killed process may take to disappear before it is reported as remaining."""
+_POLL_S = 0.02
+
+
+class Subreaper(NamedTuple):
+    """The process that all orphans of a job come to."""
+
+    job: Job
+    reap: Callable[[], None]  # takes ended children away
+
+
+def end_all(
+    find: Callable[[], List[Process]],
+    *,
+    term_s: float,
+    settle_s: float = SETTLE_S,
+    subreaper: Optional[Subreaper] = None,
+    seen: Collection[Process] = (),
+) -> Tuple[Set[Process], List[Process]]:
+    """Ends whatever `find` still finds: `settle_s` to go by itself, TERM, `term_s`, KILL. `subreaper`: see `kill_all`.
+    Returns who had to be told, and who remains all the same.
+
+    Who was found once, now or before (`seen`), is the job's until it is gone: with its parents goes what told so.
+    """
+    told: Set[Process] = set()
+
+    def find_all() -> List[Process]:
+        found = find() or own_children(subreaper)
+        return [*found, *(p for p in {*told, *seen}.difference(found) if is_running(p))]
+
+    left = _wait_for_none(find_all, settle_s)
+    deadline = time.monotonic() + term_s
+    while left and time.monotonic() < deadline:
+        for process in set(left) - told:  # also those that were forked meanwhile
+            send(process, signal.SIGTERM)
+            send(process, signal.SIGCONT)  # a stopped one would hear it only then
+        told.update(left)
+        left = _wait_for_none(find_all, min(0.2, max(0.0, deadline - time.monotonic())))
+    told.update(left)
+    deadline = time.monotonic() + KILL_S
+    while left and time.monotonic() < deadline:
+        told.update(kill_all(find, subreaper=subreaper))
+        left = _wait_for_none(find_all, min(0.2, max(0.0, deadline - time.monotonic())))
+    return told, left
+
+
+def kill_all(find: Callable[[], List[Process]], *, subreaper: Optional[Subreaper] = None) -> Set[Process]:
+    """Kills what `find` finds, and what that forks meanwhile: all are halted first, and a process group that is wholly
+    theirs hears it as one, so that nobody who is told late can start another. Returns who was told.
+
+    `subreaper` is given when this process is the job's.
+    """
+    told: Set[Process] = set()
+    for _ in range(_ROUNDS):
+        new = set(find()) - told
+        if not new:
+            break
+        _send_all(new, signal.SIGSTOP)
+        told |= new
+    found = set(find())
+    _send_all(found, signal.SIGKILL)
+    for _ in range(_CHILDREN_ROUNDS):
+        children = own_children(subreaper)
+        for process in children:
+            send(process, signal.SIGKILL)
+        if not children:
+            break
+    return told | found
+
+
+_ROUNDS = 20
+"""How often those that were forked meanwhile are looked for before the first is killed."""
+_CHILDREN_ROUNDS = 200
+
+
+def own_children(subreaper: Optional[Subreaper]) -> List[Process]:
+    """The job's processes among the children of this one, which is its subreaper; none when it is not.
+
+    An orphan that forks and ends over and over comes to its subreaper each time, and is gone again before a look at all
+    processes is over: only the kernel's own word that there is no child proves that it has ended.
+    """
+    for _ in range(_CHILDREN_ROUNDS if subreaper is not None else 0):
+        assert subreaper is not None
+        subreaper.reap()
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            with open("/proc/self/task/%d/children" % os.getpid()) as f:
+                pids = [int(pid) for pid in f.read().split()]
+        except (ChildProcessError, FileNotFoundError):  # no child; a kernel without this file
+            break
+        running = [process for process in map(process_of, pids) if is_running(process)]
+        ours = [process for process in running if not is_of_another_job(process.pid, subreaper.job)]
+        if ours:
+            return ours
+    return []
+
+
+def _send_all(processes: Iterable[Process], signum: int) -> None:
+    meant = {process.pid for process in processes}
+    groups: Dict[int, Set[int]] = {}
+    for pid, stat in all_stats().items():
+        groups.setdefault(stat.group, set()).add(pid)
+    for group, members in groups.items():
+        if members <= meant and group != os.getpgrp():
+            try:
+                os.killpg(group, signum)
+            except (ProcessLookupError, PermissionError):
+                pass
+    for process in processes:
+        send(process, signum)
+
+
+def _wait_for_none(find: Callable[[], List[Process]], wait_s: float) -> List[Process]:
+    deadline = time.monotonic() + wait_s
+    while True:
+        left = find()
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(_POLL_S)

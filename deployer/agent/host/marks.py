@@ -1,0 +1,204 @@
+"""Which processes are a job's, as /proc tells, whatever the job's files say or lack.
+
+The marks in a process's environment name its job's folder. They are inherited, and a process that dropped them is still
+told by descent from a marked one or from the supervisor (which orphans come to), by a session that a process of the job
+leads, by writing into the job's logs, or by holding its GPUs by the descriptor that the job was started with. A
+process that is marked as another job's is that job's, also where this one launched it.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import re
+from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
+
+from .layout import ATTEMPT_ENV, JOB_ID, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
+from .processes import Process, Stat, all_stats
+
+_LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/[^/]+\Z")
+_OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
+_LEASE = re.compile(r".*/job-([a-z0-9][a-z0-9._-]*)-[0-9a-f]{16}\.lock\Z")  # as gpus/leases.py names them
+_SUPERVISOR_MODULE = b"supervisor.start"
+
+
+class Mark(NamedTuple):
+    """What a process says of itself."""
+
+    folder: str  # the job's, where it lies by now
+    marked: str  # and where it lay when the process was started
+    supervises: bool = False
+    attempt: int = 1
+
+
+class Found(NamedTuple):
+    """A job's processes that run: its supervisors (one, but for moments), and all others."""
+
+    supervisors: List[Process]
+    others: List[Process]
+    attempt: int  # of the others, by their marks
+
+    @property
+    def all(self) -> List[Process]:
+        return [*self.others, *self.supervisors]
+
+
+class Look:
+    """All processes of this host, as one look saw them."""
+
+    def __init__(self) -> None:
+        self._stats = all_stats()
+        self._marks: Dict[int, Mark] = {}
+        self._writers: Dict[int, str] = {}
+        self._holders: Dict[str, Set[int]] = {}
+        for pid in self._stats:
+            if _may_be_ours(pid):
+                self._note(pid)
+        moved = {mark.marked: mark.folder for mark in self._marks.values() if mark.marked != mark.folder}
+        for pid, mark in self._marks.items():  # also those that do not write into its logs
+            self._marks[pid] = mark._replace(folder=moved.get(mark.marked, mark.folder))
+
+    def _note(self, pid: int) -> None:
+        mark = read_mark(pid)
+        if mark is not None:
+            self._marks[pid] = mark
+        else:
+            folder = _writes_into(pid, _LOGS)
+            if folder is not None:
+                self._writers[pid] = folder
+        lease = _held_lease(pid)
+        if lease is not None:
+            self._holders.setdefault(lease, set()).add(pid)
+
+    def of(self, job: Job, *, supervisor: int = 0) -> Found:
+        """The job's processes without this one. `supervisor`: one that is known to be."""
+        folder = os.path.realpath(job.path)
+        marked = {pid for pid, mark in self._marks.items() if mark.folder == folder}
+        foreign = set(self._marks) - marked
+        supervising = {pid for pid in marked if self._marks[pid].supervises}
+        heads = {pid for pid in supervising if self._stats[pid].parent not in supervising} | ({supervisor} - {0})
+        found = marked | {pid for pid, place in self._writers.items() if place == folder}
+        found |= self._holders_of(job, folder)
+        while True:
+            leaders = {pid for pid in found if self._stats[pid].session == pid}
+            more = {pid for pid, stat in self._stats.items() if stat.session in leaders and pid not in foreign}
+            more |= _descendants(found | heads, self._stats, without=foreign)
+            if more <= found:
+                break
+            found |= more
+        attempts = [self._marks[pid].attempt for pid in found & marked - supervising]
+        others = found - heads - {os.getpid(), supervisor}
+        return Found(self._running(heads - {os.getpid()}), self._running(others), max(attempts, default=1))
+
+    def job_ids(self, root: Root) -> List[str]:
+        """The jobs below this root that have processes."""
+        jobs = os.path.realpath(root.jobs)
+        places = {mark.folder for mark in self._marks.values()} | set(self._writers.values())
+        names = {os.path.basename(place) for place in places if os.path.dirname(place) == jobs}
+        return sorted(name for name in names if JOB_ID.match(name))
+
+    def _holders_of(self, job: Job, folder: str) -> Set[int]:
+        """Those that hold the job's GPUs. A lease names no root: not while a job of this id runs under another one."""
+        same_id = {m.folder for m in self._marks.values() if os.path.basename(m.folder) == job.id}
+        leases = [name for name in self._holders if name == job.id] if same_id <= {folder} else []
+        return set().union(*(self._holders[name] for name in leases)) - set(self._marks)
+
+    def _running(self, pids: Iterable[int]) -> List[Process]:
+        running = [pid for pid in sorted(pids) if pid in self._stats and self._stats[pid].state not in "ZXx"]
+        return [Process(pid, self._stats[pid].start_time) for pid in running]
+
+
+def job_processes(job: Job, *, supervisor: int = 0) -> List[Process]:
+    """The job's running processes, without this one and its supervisors, and without those of a job that it launched.
+
+    `supervisor`: a process that is known to be one, 0 for none.
+    """
+    return Look().of(job, supervisor=supervisor).others
+
+
+def is_here(process: Process) -> bool:
+    """Whether it runs under this host's name: containers that share their processes are hosts of their own."""
+    try:
+        return os.readlink("/proc/%d/ns/uts" % process.pid) == os.readlink("/proc/self/ns/uts")
+    except OSError:
+        return True
+
+
+def is_of_another_job(pid: int, job: Job) -> bool:
+    mark = read_mark(pid) if _may_be_ours(pid) else None
+    return mark is not None and mark.folder != os.path.realpath(job.path)
+
+
+def supervises(pid: int, job: Job) -> bool:
+    """Whether the process is marked as this job's supervisor."""
+    mark = read_mark(pid) if _may_be_ours(pid) else None
+    return mark is not None and mark.supervises and mark.folder == os.path.realpath(job.path)
+
+
+def read_mark(pid: int) -> Optional[Mark]:
+    """None for a process without marks, and for one that is gone or not ours to read."""
+    env = {name: value for name, _, value in (e.partition(b"=") for e in _read("environ", pid).split(b"\0"))}
+    folder, supervised = env.get(os.fsencode(RUN_DIR_ENV)), env.get(os.fsencode(SUPERVISOR_ENV))
+    if not env.keys() - {b""}:  # a kernel that shows no environment: the command line says it too
+        words = _read("cmdline", pid).split(b"\0")[:-1]
+        supervised = words[-1] if len(words) > 2 and words[-2].endswith(_SUPERVISOR_MODULE) else None
+    marked = supervised if supervised and supervised != folder else folder
+    if not marked:
+        return None
+    attempt = env.get(os.fsencode(ATTEMPT_ENV), b"")
+    number = int(attempt) if attempt.isdigit() and len(attempt) < 10 else 1
+    path = os.path.realpath(os.fsdecode(marked))
+    by_logs = _writes_into(pid, _LOGS, _OWN_LOG) or path
+    is_moved = os.path.basename(by_logs) == os.path.basename(path)
+    return Mark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number)
+
+
+def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:
+    """The job folder below which stdout or stderr is a log."""
+    matches = [pattern.match(_target(pid, fd)) for fd in (1, 2) for pattern in logs]
+    return next((match.group(1) for match in matches if match), None)
+
+
+def _held_lease(pid: int) -> Optional[str]:
+    """The id of the job whose GPUs this process holds by its stdin. Whoever only reads a lease has not locked it."""
+    match = _LEASE.match(_target(pid, 0))
+    if not match:
+        return None
+    lines = [line.split() for line in _read("fdinfo/0", pid).splitlines() if line.startswith(b"lock:")]
+    return match.group(1) if any(b"FLOCK" in words and b"WRITE" in words for words in lines) else None
+
+
+def _target(pid: int, fd: int) -> str:
+    """What a descriptor leads to, also when that was deleted."""
+    try:
+        target = os.readlink("/proc/%d/fd/%d" % (pid, fd))
+    except OSError:
+        return ""
+    return target[: -len(" (deleted)")] if target.endswith(" (deleted)") else target
+
+
+def _read(name: str, pid: int) -> bytes:
+    try:
+        with open("/proc/%d/%s" % (pid, name), "rb") as f:
+            return f.read()
+    except OSError:
+        return b""
+
+
+def _may_be_ours(pid: int) -> bool:
+    try:
+        return os.getuid() in (0, os.stat("/proc/%d" % pid).st_uid)
+    except OSError:
+        return False
+
+
+def _descendants(ancestors: Set[int], stats: Dict[int, Stat], *, without: Set[int]) -> Set[int]:
+    children: Dict[int, List[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(stat.parent, []).append(pid)
+    found: Set[int] = set()
+    queue = [pid for pid in ancestors if pid]
+    while queue:
+        new = [pid for pid in children.get(queue.pop(), []) if pid not in found and pid not in without]
+        found.update(new)
+        queue.extend(new)
+    return found
