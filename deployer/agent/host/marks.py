@@ -53,9 +53,9 @@ class Look:
         for pid in self._stats:
             if _may_be_ours(pid):
                 self._note(pid)
-        moved = {mark.marked: mark.folder for mark in self._marks.values() if mark.marked != mark.folder}
+        self._moved = {mark.marked: mark.folder for mark in self._marks.values() if mark.marked != mark.folder}
         for pid, mark in self._marks.items():  # also those that do not write into its logs
-            self._marks[pid] = mark._replace(folder=moved.get(mark.marked, mark.folder))
+            self._marks[pid] = mark._replace(folder=self._moved.get(mark.marked, mark.folder))
 
     def _note(self, pid: int) -> None:
         mark = read_mark(pid)
@@ -72,6 +72,7 @@ class Look:
     def of(self, job: Job, *, supervisor: int = 0) -> Found:
         """The job's processes without this one. `supervisor`: one that is known to be."""
         folder = os.path.realpath(job.path)
+        folder = self._moved.get(folder, folder)
         marked = {pid for pid, mark in self._marks.items() if mark.folder == folder}
         foreign = set(self._marks) - marked
         supervising = {pid for pid in marked if self._marks[pid].supervises}
@@ -125,13 +126,13 @@ def is_here(process: Process) -> bool:
 
 def is_of_another_job(pid: int, job: Job) -> bool:
     mark = read_mark(pid) if _may_be_ours(pid) else None
-    return mark is not None and mark.folder != os.path.realpath(job.path)
+    return mark is not None and os.path.realpath(job.path) not in (mark.folder, mark.marked)
 
 
 def supervises(pid: int, job: Job) -> bool:
     """Whether the process is marked as this job's supervisor."""
     mark = read_mark(pid) if _may_be_ours(pid) else None
-    return mark is not None and mark.supervises and mark.folder == os.path.realpath(job.path)
+    return mark is not None and mark.supervises and os.path.realpath(job.path) in (mark.folder, mark.marked)
 
 
 def read_mark(pid: int) -> Optional[Mark]:

@@ -82,6 +82,8 @@ def _is_wrong(values: Dict[str, Any], key: str, kind: Any) -> bool:
 
 
 def write_status(job: Job, status: Dict[str, Any]) -> None:
+    if os.path.isdir(job.status) and not os.path.islink(job.status):  # no file can take a folder's place
+        os.rename(job.status, "%s.%d.aside" % (job.status, time.time_ns()))
     write_json(job.status, status)
 
 

@@ -152,6 +152,8 @@ class _Ending:
     def _leave_nothing(self, final: Dict[str, Any]) -> Dict[str, Any]:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
         told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
+        if final.get("damaged") and self._others:  # it ran, and no supervisor could write how it ended
+            final = {**final, "state": STOPPED, "code": None, "reason": "stopped on request; %s" % final["damaged"]}
         counted = final.get("ended")  # by its supervisor
         ended = len((self._others | told) - set(left)) if counted is None else counted + len(told - set(left))
         return {**with_remaining(final, told, left), "ended": ended}
