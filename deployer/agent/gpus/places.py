@@ -20,6 +20,7 @@ from itertools import islice
 from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from ..host.errors import AgentError
+from ..host.layout import LEASE_NAME
 from ..host.locks import take_lock
 from ..host.processes import command_of
 from .nvidia import user_name
@@ -31,7 +32,6 @@ MAX_ENTRIES = 1000000
 MAX_OF_ONE = 1000
 """Names of claims of one other account: each is opened. No account has so many jobs on one machine."""
 _TRIES, _TRY_S = 20, 0.005
-_NAME = r"job-[a-z0-9][a-z0-9._-]{0,79}-[0-9a-f]{16}\.lock\Z"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     @property
     def claims(self) -> "re.Pattern[str]":
         """The names of claims."""
-        return re.compile(re.escape(self.prefix) + _NAME)
+        return re.compile(re.escape(self.prefix) + LEASE_NAME)
 
 
 class Places:

@@ -24,6 +24,9 @@ SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the jo
 AGENT_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """This agent's own folder, with `rank.py` at its top: ROOT/agent/HASH/agent on a host."""
 
+LEASE_NAME = r"job-([a-z0-9][a-z0-9._-]{0,79})-[0-9a-f]{16}\.lock\Z"
+"""A pattern of a lease's file name, behind what the folder adds (`gpus/places.py`); its group is the job's id."""
+
 JOB_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}\Z")
 
 

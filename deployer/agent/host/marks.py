@@ -12,12 +12,12 @@ import os
 import re
 from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 
-from .layout import ATTEMPT_ENV, JOB_ID, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
+from .layout import ATTEMPT_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
 from .processes import Process, Stat, all_stats
 
 _LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/[^/]+\Z")
 _OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
-_LEASE = re.compile(r".*/job-([a-z0-9][a-z0-9._-]*)-[0-9a-f]{16}\.lock\Z")  # as gpus/leases.py names them
+_LEASE = re.compile(r".*/(?:[^/]*?-)??" + LEASE_NAME)
 _SUPERVISOR_MODULE = b"supervisor.start"
 
 
@@ -161,11 +161,17 @@ def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:
 
 def _held_lease(pid: int) -> Optional[str]:
     """The id of the job whose GPUs this process holds by its stdin. Whoever only reads a lease has not locked it."""
-    match = _LEASE.match(_target(pid, 0))
-    if not match:
+    job_id = leased_by(_target(pid, 0))
+    if job_id is None:
         return None
     lines = [line.split() for line in _read("fdinfo/0", pid).splitlines() if line.startswith(b"lock:")]
-    return match.group(1) if any(b"FLOCK" in words and b"WRITE" in words for words in lines) else None
+    return job_id if any(b"FLOCK" in words and b"WRITE" in words for words in lines) else None
+
+
+def leased_by(path: str) -> Optional[str]:
+    """The id of the job whose lease a file is by its name."""
+    match = _LEASE.match(path)
+    return match.group(1) if match else None
 
 
 def _target(pid: int, fd: int) -> str:
