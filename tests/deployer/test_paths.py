@@ -9,7 +9,7 @@ import pytest
 
 from deployer.errors import UsageError
 from deployer.paths import state_dir
-from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_user, public_folder
+from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_account, public_folder
 
 
 def test_state_folder_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,5 +33,5 @@ def test_state_folder_that_another_user_made_is_refused(monkeypatch: pytest.Monk
         os.chown(state, MALLORY, MALLORY)
         monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(state))
         with pytest.raises(UsageError, match=f"uid {MALLORY}"):
-            as_user(VICTIM, state_dir)
-        assert as_user(0, state_dir) == state  # as with sudo
+            as_account(VICTIM, state_dir)
+        assert as_account(0, state_dir) == state  # as with sudo

@@ -91,6 +91,15 @@ def ask(job: str = "asks") -> str:
     return held.claim.job
 
 
+def wait_short() -> str:
+    """What the folder of leases says to one who waits a moment for it."""
+    try:
+        with claiming(0.1):
+            return "claimed"
+    except AgentError as error:
+        return error.message
+
+
 def seen() -> list[list[str]]:
     return sorted([claim.job, claim.user] for claim in read_claims())
 
@@ -190,10 +199,6 @@ def test_huge_file_that_looks_like_a_lease_costs_its_first_bytes_and_is_none(lea
 
 @pytest.mark.parametrize("where", [".", "leases"])
 def test_folder_locked_for_ever_is_refused_by_the_process_and_its_user(tmp: Path, leases: Path, where: str) -> None:
-    def wait_short() -> None:
-        with claiming(0.1):
-            pass
-
     with staying(MALLORY, lambda: [lock(tmp / where), os.getpid()][1]) as pid:
         answer = as_account(ALICE, wait_short)
         assert f"pid {pid} of {MALLORY}, " in answer
@@ -369,10 +374,6 @@ def test_owner_of_the_folder_can_hide_no_lease_and_its_name_comes_back(hers: Pat
 
 
 def test_two_that_claim_at_once_exclude_each_other_though_the_folder_is_replaced_between_them(hers: Path) -> None:
-    def wait_short() -> None:
-        with claiming(0.1):
-            pass
-
     def enter() -> int:
         KEPT.append(claiming())
         KEPT[-1].__enter__()
