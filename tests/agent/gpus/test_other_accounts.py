@@ -69,16 +69,15 @@ def hers(tmp: Path) -> Path:
 
 # --- what an account does ---------------------------------------------------------------------------------------------
 
+KEPT: list[Any] = []
+"""What the process of an account keeps: its claims."""
+
 
 def hold(job: str = "j1", kind: str = LEASE, number: int = 0) -> str:
     """Makes a claim that the process holds from now on; its path."""
     with claiming() as claims:
         KEPT.append(claims.hold(Claim(kind, job, ("GPU-0",), number=number)))
     return KEPT[-1].names[0]
-
-
-KEPT: list[Any] = []
-"""What the process of an account keeps: its claims."""
 
 
 def ask(job: str = "asks") -> str:
@@ -166,14 +165,14 @@ def test_more_names_than_one_can_list_refuse_and_name_their_user(leases: Path) -
         places.candidates(most=20)
 
 
-def test_full_disk_refuses_and_names_who_fills_it(tmp: Path) -> None:
+def test_full_disk_refuses_and_names_who_fills_it(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = tmp / "small"
     mounted.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=40,mode=1777", "x", mounted], check=False)
     if done.returncode:
         pytest.skip("mounting a small disk is not allowed here")
     try:
-        os.environ["TORCHFERRY_LEASE_DIR"] = str(mounted / "leases")
+        monkeypatch.setenv("TORCHFERRY_LEASE_DIR", str(mounted / "leases"))
         with opened():
             as_account(MALLORY, lambda: refused(lambda: fill(mounted / "leases", "junk-%d", 100)))
         answer = as_account(ALICE, ask)
@@ -411,7 +410,6 @@ def test_folder_whose_rights_shut_one_account_out_of_new_leases_hides_none_from_
         os.setxattr(hers, "system.posix_acl_default", shut)
     except OSError:
         pytest.skip("no access lists on this file system")
-    os.environ["TORCHFERRY_LEASE_DIR"] = str(hers)
     with staying(ALICE, lambda: hold("hers")):
         assert as_account(BOB, ask).startswith(f"GPU 0 is held by job hers of user {ALICE} for ")
     as_account(MALLORY, lambda: attack(hers, "remove"))
