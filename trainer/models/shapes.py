@@ -12,13 +12,13 @@ from trainer.files import expanded
 from trainer.models.decoder import DecoderShape, RopeScaling
 from trainer.words import first_line
 
-FAMILIES = ("qwen2", "qwen3", "llama")
-SUPPORTED = "qwen2, qwen3 and llama"
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trainer.schema import ModelConfig
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+SUPPORTED = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
