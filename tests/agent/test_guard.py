@@ -163,3 +163,12 @@ def test_trusted_folders_count_when_only_the_user_can_have_named_them(sticky: Pa
 def test_secure_returns_the_path_without_links(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert secure(f"{tmp_path}/./link/../link/x/") == str(tmp_path / "real" / "x")
+
+
+def test_doctor_names_the_folder_that_others_may_write_to() -> None:
+    with public_folder(0o777) as folder:
+        found = as_account(VICTIM, check_root, Root(str(folder / "root")))
+    assert (found["status"], found["detail"]) == (
+        "fail",
+        f"{folder} cannot be used: other users can write into it (mode 777)",
+    )
