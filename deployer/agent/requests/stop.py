@@ -154,4 +154,4 @@ class _Ending:
         told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
         counted = final.get("ended")  # by its supervisor
         ended = len((self._others | told) - set(left)) if counted is None else counted + len(told - set(left))
-        return {**with_remaining(final, told, left), "ended": ended}
+        return {**with_remaining(final, left), "ended": ended}
