@@ -139,11 +139,11 @@ class Claims:
     def hold(self, claim: Claim) -> Held:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
         try:
-            home = self._places.home()
-            fd, name = _make(home, claim)
+            first, *more = self._places.wanted()
+            fd, name = _make(first, claim)
             names = [name]
             try:
-                names += [_link(fd, place, claim.job) for place in self._places.wanted() if place != home]
+                names += [_link(fd, place, claim.job) for place in more]
             except OSError as e:
                 if e.errno != errno.EXDEV:
                     raise

@@ -64,12 +64,8 @@ class Places:
         self.guarded = bool(beside) and self.foreign and same_disk and writable
         """Whether a claim gets a name beside the folder, from where nobody else can take it."""
 
-    def home(self) -> Place:
-        """Where a new claim is made."""
-        return self.all[0] if self.guarded else self.folder
-
     def wanted(self) -> List[Place]:
-        """Where a claim has a name."""
+        """Where a claim has a name. It is made in the first of them."""
         return self.all if self.guarded else [self.folder]
 
     def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[Place, str]]:
