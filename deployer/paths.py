@@ -31,7 +31,8 @@ def state_dir() -> Path:
             f"this client's state folder {path} cannot be made: {reason}", hint="TORCHFERRY_STATE_DIR names another"
         ) from None
     # what lies there says where jobs are sent; root may well use the folder of whoever called sudo
-    if found.st_mode & stat.S_IWOTH or (found.st_uid not in (0, os.getuid()) and os.getuid() != 0):
+    is_ours = found.st_uid in (0, os.getuid()) or os.getuid() == 0
+    if not is_ours or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise UsageError(
             f"this client's state folder {path} could be another user's work (uid {found.st_uid}, "
             f"mode {stat.S_IMODE(found.st_mode):o})",

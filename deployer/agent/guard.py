@@ -24,8 +24,8 @@ class Refused(OSError):
 
 
 def secure_root(root: str) -> bool:
-    """Makes the root private, unless it is there. Afterwards no other account can change what it or one of OURS is.
-    Refused when one could, and True when one could and the user trusts it."""
+    """Makes the root, closed to others, unless it is there. From then on no other account can replace it or one of
+    OURS. Raises Refused where one could; True where one could and the user trusts it (see TRUSTED)."""
     try:
         _secure_all(root, set())
         return False
@@ -43,7 +43,8 @@ def _secure_all(root: str, trusted: Set[str]) -> None:
         path = os.path.join(root, name)
         if is_open or os.path.lexists(path):  # where it is closed only we can make it
             real = secure(path, trusted)
-            if _is_shared(real) and not _is_below(real, trusted):  # a sticky bit is not enough: names are looked for
+            # a sticky bit is not enough here: others could make names that we look for
+            if _is_shared(real) and not _is_below(real, trusted):
                 raise _open_to_others(real)
 
 

@@ -212,12 +212,8 @@ def _has_ticket() -> bool:
     if kind in ("", "FILE") and not Path(path).exists():
         return False
     try:
-        return (
-            subprocess.run(
-                ["klist", "-s"], stdin=subprocess.DEVNULL, capture_output=True, timeout=1.0, check=False
-            ).returncode
-            == 0
-        )
+        done = subprocess.run(["klist", "-s"], stdin=subprocess.DEVNULL, capture_output=True, timeout=1.0, check=False)
+        return done.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 

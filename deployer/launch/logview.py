@@ -101,7 +101,8 @@ class LogView:
         state = self._files.get(file)
         if state is not None:
             self._finish_line(file)
-        if self.raw if state is None else self._comes_as_it_is(state):
+        as_it_is = self.raw if state is None else self._comes_as_it_is(state)
+        if as_it_is:
             self._write(self.out, b"\n")
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from deployer.errors import UsageError
 from deployer.paths import state_dir
-from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_user, public_folder
+from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_account, public_folder
 
 
 def test_state_folder_is_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +19,9 @@ def test_state_folder_is_made_private(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_state_folder_that_all_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(tmp_path))
+    tmp_path.chmod(0o770)
+    with pytest.raises(UsageError, match="mode 770"):
+        state_dir()
     tmp_path.chmod(0o707)
     with pytest.raises(UsageError, match="mode 707") as caught:
         state_dir()
@@ -33,5 +36,5 @@ def test_state_folder_that_another_user_made_is_refused(monkeypatch: pytest.Monk
         os.chown(state, MALLORY, MALLORY)
         monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(state))
         with pytest.raises(UsageError, match=f"uid {MALLORY}"):
-            as_user(VICTIM, state_dir)
-        assert as_user(0, state_dir) == state  # as with sudo
+            as_account(VICTIM, state_dir)
+        assert as_account(0, state_dir) == state  # as with sudo

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from deployer.agent.guard import OURS
 from deployer.agent.loader import is_intact
 from deployer.connection.command import agent_hash, agent_sources, build_command, build_word
 from deployer.connection.link import _agent_frames
-from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, public_folder
+from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, public_folder, staying
 from tests.support.limits import HANG_S
 
 PYTHON = Path("/usr/bin/python3")
@@ -61,18 +60,18 @@ def evil(home: Path, pwned: Path) -> None:
         module.write_text(line)
 
 
-def attack(public: Path, root: Path, moves: random.Random) -> None:
-    """Until it is killed: what another account can do to a root whose path and agent it knows."""
-    os.setgroups([])
-    os.setgid(MALLORY)
-    os.setuid(MALLORY)
+def arm(ready: Path, pwned: Path) -> None:
+    """What another account has at hand: a folder for each of a root's."""
     os.umask(0)
-    ready = public / "ready"
-    evil(ready / "agent" / agent_hash(), public / "pwned")
+    evil(ready / "agent" / agent_hash(), pwned)
     for name in OURS:
         (ready / name).mkdir(exist_ok=True)
+
+
+def attack(root: Path, ready: Path, moves: random.Random) -> None:
+    """Until it is killed: what another account can do to a root whose path and agent it knows."""
+    public = root.parent
     others = [name for name in OURS if name != "agent"]
-    (public / "armed").touch()
     time.sleep(moves.random() * 0.4)  # before, in the middle of or after what the login does
     while True:
         name, other = moves.choice(OURS), moves.choice(others)
@@ -102,18 +101,12 @@ def race(kind: str, seed: int) -> str:
             os.chown(root, VICTIM, VICTIM)
         (public / "pwned").touch()
         (public / "pwned").chmod(0o666)
-        mallory = get_context("fork").Process(target=attack, args=(public, root, moves))
         if moves.random() < 0.3:
             log_in(root)  # an agent of ours is there already
-        mallory.start()
-        try:
-            while not (public / "armed").exists():
-                assert mallory.is_alive()
+        ready, pwned = public / "ready", public / "pwned"
+        with staying(MALLORY, lambda: arm(ready, pwned), lambda: attack(root, ready, moves)):
             answer = log_in(root)
-        finally:
-            mallory.kill()
-            mallory.join()
-        assert (public / "pwned").read_text() == ""
+        assert pwned.read_text() == ""
         if "hello" not in answer:
             refusal = answer["refused"]
             assert isinstance(refusal, dict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import grp  # noqa: F401  # see below
-import json
 import os
 import pwd  # noqa: F401  # see below
 import signal
@@ -12,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -24,6 +24,8 @@ codecs.lookup("ascii")
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 VICTIM, MALLORY = 54321, 54322
 """User ids; neither needs an account."""
+Tell = Callable[..., None]
+"""Calls what it is given, and tells the test what that returned or raised."""
 
 
 @contextmanager
@@ -37,43 +39,20 @@ def public_folder(mode: int) -> Iterator[Path]:
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
-def as_user(uid: int, act: Callable[..., Any], *args: Any, home: Path | str = "/nonexistent") -> Any:
-    """What `act(*args)` returns or raises in a process of that account, as it is."""
-    here, there = get_context("fork").Pipe(duplex=False)
-
-    def answer() -> None:
-        os.environ["HOME"] = str(home)
-        os.umask(0o022)
-        try:
-            there.send((True, act(*args)))
-        except Exception as error:
-            there.send((False, error))
-
-    pid = _fork_as(uid, answer)
-    there.close()
-    went_well, result = here.recv()
-    os.waitpid(pid, 0)
-    if went_well:
-        return result
-    raise result
+def as_account(uid: int, act: Callable[..., Any], *args: Any, home: Path | str = "/nonexistent") -> Any:
+    """What `act(*args)` returns or raises in a process of that account. Both are pickled on their way."""
+    return begin_as(uid, act, *args, home=home)()
 
 
-def as_account(uid: int, ask: Callable[[], Any]) -> Any:
-    """What `ask` returns in a process of that account, or the text of what it raises."""
-    return begin_as(uid, ask)()
-
-
-def begin_as(uid: int, ask: Callable[[], Any]) -> Callable[[], Any]:
+def begin_as(uid: int, act: Callable[..., Any], *args: Any, home: Path | str = "/nonexistent") -> Callable[[], Any]:
     """The same, begun; what this returns waits for it."""
-    reading, writing = os.pipe()
-    pid = _fork_as(uid, lambda: os.write(writing, json.dumps(_told(ask)).encode()))
-    os.close(writing)
+    pid, here = _fork_as(uid, lambda tell: tell(act, *args), home=home)
 
     def wait() -> Any:
-        with os.fdopen(reading, "rb") as answer:
-            text = answer.read()
-        os.waitpid(pid, 0)
-        return json.loads(text)
+        try:
+            return _told(here)
+        finally:
+            os.waitpid(pid, 0)
 
     return wait
 
@@ -82,40 +61,49 @@ def begin_as(uid: int, ask: Callable[[], Any]) -> Callable[[], Any]:
 def staying(uid: int, begin: Callable[[], Any], then: Callable[[], object] = signal.pause) -> Iterator[Any]:
     """What `begin` returns in a process of that account, which then stays and does `then` over and over until the
     block ends."""
-    reading, writing = os.pipe()
 
-    def stay() -> None:
-        os.write(writing, json.dumps(_told(begin)).encode())
-        os.close(writing)
+    def stay(tell: Tell) -> None:
+        tell(begin)
         while True:
             then()
 
-    pid = _fork_as(uid, stay)
-    os.close(writing)
+    pid, here = _fork_as(uid, stay)
     try:
-        with os.fdopen(reading, "rb") as answer:
-            yield json.loads(answer.read())
+        yield _told(here)
         assert os.waitpid(pid, os.WNOHANG)[0] == 0, "it has ended"
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _fork_as(uid: int, act: Callable[[], object]) -> int:
+def _fork_as(uid: int, live: Callable[[Tell], None], *, home: Path | str = "/nonexistent") -> tuple[int, Connection]:
+    """A process of that account: its id, and where it tells what an act returned or raised."""
+    here, there = get_context("fork").Pipe(duplex=False)
+
+    def tell(act: Callable[..., Any], *args: Any) -> None:
+        try:
+            there.send((True, act(*args)))
+        except Exception as error:
+            there.send((False, error))
+
     pid = os.fork()
     if pid == 0:
         try:
             os.setgroups([])
             os.setgid(uid)
             os.setuid(uid)
-            act()
+            os.umask(0o022)
+            os.environ["HOME"] = str(home)
+            live(tell)
         finally:
             os._exit(0)
-    return pid
+    there.close()
+    return pid, here
 
 
-def _told(ask: Callable[[], Any]) -> Any:
-    try:
-        return ask()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def _told(here: Connection) -> Any:
+    with here:
+        went_well, result = here.recv()
+    if went_well:
+        return result
+    raise result

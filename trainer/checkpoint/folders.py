@@ -1,10 +1,10 @@
-"""The folders of a run's checkpoints on disk: names, what is complete, how one appears and goes in one piece.
+"""The folders of a run's checkpoints on disk: names, what is complete, how one appears and goes in one piece, and
+whether its files are what was written.
 
 A checkpoint is written aside (`.tmp_step_N`), synced to disk, marked COMPLETE and then renamed, so a folder with the
-final name is whole whenever the process was killed. Whether its files still are what was written, their length and
-CRC-32 say, taken while writing: 0.4 s a GB (2.5 GB/s on one core), outside the GIL and in the writer's thread. torch's
-own CRC, inside each record of a shard, is not looked at by torch.load. They stand in `state.json`, and its own in the
-marker.
+final name is whole whenever the process was killed. Length and CRC-32 of each file are taken while writing: 0.4 s a GB
+(2.5 GB/s on one core), outside the GIL and in the writer's thread; torch.load does not look at torch's own CRC, inside
+each record of a shard. `state.json` holds them, and the marker holds those of `state.json`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ RANDOM_NAME = re.compile(r"random_(\d+)\.pt")
 Manifest = dict[str, list[int]]
 """{file name: [bytes, CRC-32]}."""
 FORMAT = 3
-"""Of the folder. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker says
-something."""
+"""Of the folder. 2: the optimizer's state by parameter name without its groups, and `files`. 3: the marker holds the
+checksum of `state.json`."""
 SEALED_FORMAT = 3
+"""From here on an empty marker is damage."""
 PIECE_BYTES = 16 * 2**20
 
 
@@ -113,9 +114,9 @@ def render_marker(state: bytes) -> bytes:
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
-    """What `state.json` says, and whether it is known to be as it was written: a marker of before format 3 is empty.
+    """What `state.json` says, and whether it is known to be as it was written: before format 3 the marker is empty.
 
-    Raises DamagedError, OSError, or what a JSON of another kind leads to.
+    Raises DamagedError, OSError, and ValueError or TypeError where it is no JSON object.
     """
     state, marker = (folder / STATE_FILE).read_bytes(), (folder / CHECKPOINT_MARKER).read_bytes()
     if marker:
@@ -219,11 +220,13 @@ def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
         found.append(f"{STATE_FILE} is of step {step}, not of the step in the folder's name")
     if isinstance(data, Mapping) and data.get("step", step) != step:
         found.append(f"{STATE_FILE} is of step {step}, and its place in the data is after step {data['step']}")
-    return found + _strange_files(folder, info["files"], world_size) if "files" in info else found
+    if "files" in info:
+        found += _strange_files(folder, info["files"], world_size)
+    return found
 
 
 def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[str]:
-    """What is wrong with which files are named, and which others there are."""
+    """Where the names in the manifest do not fit the number of ranks, and shards in the folder that it lacks."""
     ranks = {int(match[1]) for name in manifest if (match := RANDOM_NAME.fullmatch(name))}
     writers = {int(match[1]) for name in manifest if (match := SHARD_NAME.fullmatch(name))}
     found = []
@@ -238,10 +241,9 @@ def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[st
         file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name) or RANDOM_NAME.fullmatch(file.name)
     }
     strays = sorted(ours - set(manifest))
-    return [
-        *found,
-        *([f"{', '.join(strays[:3])} is not of this checkpoint: {STATE_FILE} does not name it"] if strays else []),
-    ]
+    if strays:
+        found.append(f"{', '.join(strays[:3])} is not of this checkpoint: {STATE_FILE} does not name it")
+    return found
 
 
 def share(manifest: Manifest, rank: int, world_size: int) -> Manifest:

@@ -12,13 +12,13 @@ from trainer.files import expanded
 from trainer.models.decoder import DecoderShape, RopeScaling
 from trainer.words import first_line
 
-FAMILIES = ("qwen2", "qwen3", "llama")
-SUPPORTED = "qwen2, qwen3 and llama"
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from trainer.schema import ModelConfig
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+SUPPORTED = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
@@ -44,7 +44,7 @@ def _download(name: str, weights: bool) -> Path:
         read_model_config(folder)
         return Path(snapshot_download(name, allow_patterns=[*small, "*.safetensors"])) if weights else folder
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(
             f"model.name={name} is no folder here and could not be fetched from Hugging Face: {reason};"
             " give a local folder, or check the name, the network and HF_TOKEN"

@@ -12,9 +12,11 @@ executed, so a folder that others could write into or replace is not used.
 from __future__ import annotations
 
 import atexit
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import re
 import shutil
 import stat
@@ -122,8 +124,10 @@ def make_private(folder: Path, *, below: Path | None = None, room_bytes: int = 0
         _check_owner(folder, {os.getuid()}, closed_to=stat.S_IWGRP | stat.S_IWOTH)
         above = {*folder.parents, *folder.resolve().parents}
         for part in sorted(part for part in above if part.is_relative_to(below or folder)):
-            is_sticky = part.stat().st_mode & stat.S_ISVTX  # nobody replaces what is in it, as in /tmp
-            _check_owner(part, {0, os.getuid()}, closed_to=0 if is_sticky else stat.S_IWOTH)
+            found = part.stat()
+            is_sticky = found.st_mode & stat.S_ISVTX  # nobody replaces what is in it, as in /tmp
+            group = 0 if _is_own_group(found.st_gid) else stat.S_IWGRP
+            _check_owner(part, {0, os.getuid()}, closed_to=0 if is_sticky else stat.S_IWOTH | group)
         os.utime(folder)  # by its time `gc` tells what nobody uses any more
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -132,6 +136,16 @@ def make_private(folder: Path, *, below: Path | None = None, room_bytes: int = 0
         raise CacheError(f"{folder} cannot be written")
     if free < room_bytes:
         raise CacheError(f"{free >> 20} MiB are free for {folder}")
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is root's, or the user's alone as many systems make one for each user."""
+    try:
+        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    own = gid == 0 or (gid == me.pw_gid and group.gr_name == me.pw_name)
+    return own and not set(group.gr_mem) - {me.pw_name, "root"}
 
 
 def _check_owner(folder: Path, owners: set[int], *, closed_to: int) -> None:

@@ -35,7 +35,7 @@ _ELSEWHERE = "choose another folder with --remote-root DIR"
 
 
 def check_root(root: Root) -> Check:
-    """Whether the root can be written; leaves nothing behind but the folder itself."""
+    """Whether the root can be written, and by nobody else; leaves nothing behind but the folder itself."""
     probe = os.path.join(root.tmp, "doctor-%d" % os.getpid())
     try:
         is_trusted = secure_root(root.path)
@@ -45,7 +45,7 @@ def check_root(root: Root) -> Check:
             f.write("x")
         os.unlink(probe)
     except OSError as error:
-        detail = "%s cannot be written: %s" % (root.path, error.strerror)
+        detail = "%s cannot be used: %s" % (error.filename or root.path, error.strerror)
         return check("root", FAIL, detail, _ELSEWHERE)
     if is_trusted:
         detail = "%s: other users can write there, and %s says that they may" % (root.path, TRUSTED)

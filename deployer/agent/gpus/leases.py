@@ -23,10 +23,10 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
-from ..host.files import read_text
-from ..host.locks import take_lock
+from ..host.locks import lock_holders, lock_key, take_lock
+from ..host.processes import uid_of
 from .nvidia import user_name
-from .places import Place, Places, lock_holders, lock_key, locked, opened, unusable
+from .places import Place, Places, locked, opened, unusable
 
 MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
@@ -139,11 +139,11 @@ class Claims:
     def hold(self, claim: Claim) -> Held:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
         try:
-            home = self._places.home()
-            fd, name = _make(home, claim)
+            first, *more = self._places.wanted()
+            fd, name = _make(first, claim)
             names = [name]
             try:
-                names += [_link(fd, place, claim.job) for place in self._places.wanted() if place != home]
+                names += [_link(fd, place, claim.job) for place in more]
             except OSError as e:
                 if e.errno != errno.EXDEV:
                     raise
@@ -242,7 +242,7 @@ def _remove_stale(path: str, found: os.stat_result, *, ended: bool) -> None:
 def _is_ours_open(found: os.stat_result) -> bool:
     """Whether a process of ours has the file open, this one apart, or one that hides its files from us could."""
     for pid in os.listdir("/proc"):
-        if not pid.isdigit() or int(pid) == os.getpid() or not _is_ours(pid):
+        if not pid.isdigit() or int(pid) == os.getpid() or uid_of(int(pid)) != os.getuid():
             continue
         try:
             fds = os.listdir("/proc/%s/fd" % pid)
@@ -257,12 +257,6 @@ def _is_ours_open(found: os.stat_result) -> bool:
             except OSError:
                 continue  # closed meanwhile
     return False
-
-
-def _is_ours(pid: str) -> bool:
-    """By the real user: the owner of a process's folder in /proc is root while it hides."""
-    uid = re.search(r"^Uid:\t(\d+)", read_text("/proc/%s/status" % pid), re.M)
-    return uid is not None and int(uid.group(1)) == os.getuid()
 
 
 def _read_all(places: Places) -> List[Claim]:
@@ -317,11 +311,8 @@ def _with_lockers(claims: List[Claim]) -> List[Claim]:
 
 def _stranger(pids: Sequence[int], uid: int) -> str:
     for pid in pids:
-        try:
-            found = os.stat("/proc/%d" % pid).st_uid
-        except OSError:
-            continue  # it has ended: the holders have it from there
-        if found != uid:
+        found = uid_of(pid)
+        if found not in (uid, None):  # None: it has ended, and the holders have the lock from it
             return "pid %d of user %s" % (pid, user_name(found))
     return ""
 

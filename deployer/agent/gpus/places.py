@@ -17,12 +17,12 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from itertools import islice
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import LEASE_NAME
-from ..host.locks import take_lock
-from ..host.processes import command_of
+from ..host.locks import lock_holders, lock_key, take_lock
+from ..host.processes import command_of, uid_of
 from .nvidia import user_name
 
 FOLDER = "/tmp/.torchferry-leases"
@@ -32,6 +32,7 @@ MAX_ENTRIES = 1000000
 MAX_OF_ONE = 1000
 """Names of claims of one other account: each is opened. No account has so many jobs on one machine."""
 _TRIES, _TRY_S = 20, 0.005
+_UNSEEN = "a process that is not seen here"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -63,12 +64,8 @@ class Places:
         self.guarded = bool(beside) and self.foreign and same_disk and writable
         """Whether a claim gets a name beside the folder, from where nobody else can take it."""
 
-    def home(self) -> Place:
-        """Where a new claim is made."""
-        return self.all[0] if self.guarded else self.folder
-
     def wanted(self) -> List[Place]:
-        """Where a claim has a name."""
+        """Where a claim has a name. It is made in the first of them."""
         return self.all if self.guarded else [self.folder]
 
     def candidates(self, *, most: int = MAX_ENTRIES) -> List[Tuple[Place, str]]:
@@ -274,32 +271,11 @@ def _lock(place: Place, wait_s: float, timeout_s: float) -> None:
         raise unusable(e.strerror or str(e))
     if not taken:
         who = lock_holders().get(lock_key(os.fstat(place.fd)))
-        text = _process(who[0]) if who else "a process that is not seen here"
+        text = _process(who[0]) if who else _UNSEEN
         why = "%s has had %s locked for more than %g s" % (text, place.path, timeout_s)
         raise unusable(why, "end that process (as its user or root)")
 
 
-def lock_key(found: os.stat_result) -> str:
-    """How /proc/locks names a file."""
-    return "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)
-
-
-def lock_holders() -> Dict[str, List[int]]:
-    """The pids that took each flock which is held, as far as /proc/locks tells. One may have ended since, and left its
-    lock to its children."""
-    holders = {}  # type: Dict[str, List[int]]
-    try:
-        with open("/proc/locks") as f:
-            for words in map(str.split, f):
-                if len(words) > 5 and words[1] == "FLOCK":
-                    holders.setdefault(words[5], []).append(int(words[4]))
-    except (OSError, ValueError):
-        pass
-    return holders
-
-
 def _process(pid: int) -> str:
-    try:
-        return "pid %d of %s, %s," % (pid, user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid))
-    except OSError:
-        return "a process that is not seen here"
+    uid = uid_of(pid)
+    return _UNSEEN if uid is None else "pid %d of %s, %s," % (pid, user_name(uid), command_of(pid))

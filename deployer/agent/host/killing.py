@@ -19,6 +19,10 @@ SWEEP_S = 5.0
 KILL_S = 5.0
 """How long a killed process may take to disappear before it is reported as remaining."""
 _POLL_S = 0.02
+_HALT_ROUNDS = 20
+"""How often those that were forked meanwhile are looked for before the first is killed."""
+_CHILDREN_ROUNDS = 200
+"""The same for children of the subreaper, which are found much faster."""
 
 
 class Subreaper(NamedTuple):
@@ -70,7 +74,7 @@ def kill_all(find: Callable[[], List[Process]], *, subreaper: Optional[Subreaper
     `subreaper` is given when this process is the job's.
     """
     told: Set[Process] = set()
-    for _ in range(_ROUNDS):
+    for _ in range(_HALT_ROUNDS):
         new = set(find()) - told
         if not new:
             break
@@ -87,19 +91,15 @@ def kill_all(find: Callable[[], List[Process]], *, subreaper: Optional[Subreaper
     return told | found
 
 
-_ROUNDS = 20
-"""How often those that were forked meanwhile are looked for before the first is killed."""
-_CHILDREN_ROUNDS = 200
-
-
 def own_children(subreaper: Optional[Subreaper]) -> List[Process]:
     """The job's processes among the children of this one, which is its subreaper; none when it is not.
 
     An orphan that forks and ends over and over comes to its subreaper each time, and is gone again before a look at all
     processes is over: only the kernel's own word that there is no child proves that it has ended.
     """
-    for _ in range(_CHILDREN_ROUNDS if subreaper is not None else 0):
-        assert subreaper is not None
+    if subreaper is None:
+        return []
+    for _ in range(_CHILDREN_ROUNDS):
         subreaper.reap()
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

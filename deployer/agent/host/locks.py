@@ -8,7 +8,7 @@ import fcntl
 import os
 import time
 from contextlib import contextmanager
-from typing import Iterator, Optional
+from typing import Dict, Iterator, List, Optional
 
 from .errors import AgentError
 from .layout import Job, Root
@@ -106,3 +106,25 @@ def _open_store_lock(root: Root) -> int:
     folder = os.path.join(root.path, "store")
     os.makedirs(folder, mode=0o700, exist_ok=True)
     return os.open(os.path.join(folder, "gc.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+# --- who holds a lock -------------------------------------------------------------------------------------------------
+
+
+def lock_key(found: os.stat_result) -> str:
+    """How /proc/locks names a file."""
+    return "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)
+
+
+def lock_holders() -> Dict[str, List[int]]:
+    """The pids that took each flock which is held, as far as /proc/locks tells. One may have ended since, and left its
+    lock to its children."""
+    holders = {}  # type: Dict[str, List[int]]
+    try:
+        with open("/proc/locks") as f:
+            for words in map(str.split, f):
+                if len(words) > 5 and words[1] == "FLOCK":
+                    holders.setdefault(words[5], []).append(int(words[4]))
+    except (OSError, ValueError):
+        pass
+    return holders

@@ -111,7 +111,7 @@ def still_there(described: object) -> List[Process]:
 
 
 def uid_of(pid: int) -> Optional[int]:
-    """Whose process it is; None when it has gone."""
+    """The real user of a process; None when it has gone."""
     try:
         with open("/proc/%d/status" % pid, "rb") as f:
             return next(int(line.split()[1]) for line in f if line.startswith(b"Uid:"))

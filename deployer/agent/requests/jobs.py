@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Collection, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.files import read_json
@@ -162,18 +162,18 @@ def sweep_ended(job: Job) -> Dict[str, Any]:
         if status["state"] not in FINAL:
             return status
         told, left = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
-        final = {**with_remaining(status, told, left), "swept": int(status.get("swept") or 0) + len(told)}
+        final = {**with_remaining(status, left), "ended": len(told - set(left))}
+        final["swept"] = int(status.get("swept") or 0) + len(told)
         kept = {**status, "swept": final["swept"], "remaining": final["remaining"]}
         if kept != status and not status.get("damaged") and supervisor_of(status) is not None:
             write_status(job, kept)
         return final
 
 
-def with_remaining(status: Dict[str, Any], told: Collection[Process], left: Sequence[Process]) -> Dict[str, Any]:
-    """An ended job's status with what is `remaining` of it now, and how many of `told` have `ended`."""
+def with_remaining(status: Dict[str, Any], left: Sequence[Process]) -> Dict[str, Any]:
+    """An ended job's status with what is `remaining` of it now: `left`, and what could not be ended before."""
     remaining = [*left, *(process for process in still_there(status.get("remaining")) if process not in left)]
-    ended = len(set(told) - set(left))
-    return {**status, "ended": ended, "remaining": [describe(process) for process in remaining]}
+    return {**status, "remaining": [describe(process) for process in remaining]}
 
 
 def _is_unswept(status: Dict[str, Any]) -> bool:

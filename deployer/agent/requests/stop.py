@@ -156,4 +156,4 @@ class _Ending:
             final = {**final, "state": STOPPED, "code": None, "reason": "stopped on request; %s" % final["damaged"]}
         counted = final.get("ended")  # by its supervisor
         ended = len((self._others | told) - set(left)) if counted is None else counted + len(told - set(left))
-        return {**with_remaining(final, told, left), "ended": ended}
+        return {**with_remaining(final, left), "ended": ended}

@@ -18,12 +18,13 @@ from ..host.marks import job_processes
 from ..host.processes import Process, is_running, process_of, read_stat
 from ..job import progress
 from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, StatusFile, main_process, say, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from ..job.stop import Asked, StopRequest, new_stop
 from ..logs.keep import LogKeeper
 from . import stall
 from .children import Children
 from .command import Command, Resolving, fill, job_command, marks
+from .status_file import StatusFile, say
 from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
 if TYPE_CHECKING:
@@ -134,11 +135,11 @@ class Attempt:
             return None  # it was being prepared
         pids = {process.pid for process in ours}
 
-        def rank(process: Process) -> Tuple[bool, bool, int]:
+        def likeness(process: Process) -> Tuple[bool, bool, int]:
             stat = read_stat(process.pid)
             return stat is None or stat.session != process.pid, stat is None or stat.parent in pids, process.start_time
 
-        return min(ours, key=rank)
+        return min(ours, key=likeness)
 
     def report(self, ending: Ending) -> Dict[str, Any]:
         """What the status keeps of this attempt once it has ended."""

@@ -21,15 +21,14 @@ from ..job.status import (
     RUNNING,
     STOPPED,
     TOOL_FAILED,
-    StatusFile,
     gpus_of,
     read_word,
-    say,
     utc,
 )
 from ..job.stop import StopRequest
 from . import stall
 from .attempt import Attempt, Hook, Turn
+from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
@@ -250,10 +249,8 @@ class JobRun:
         if ending.state == STOPPED:
             final["ended"] = len(self._seen - set(self._remaining))
             final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
-        if self.gpus is not None:
-            self.gpus.release(
-                ended=not self._remaining
-            )  # before anybody can see the end: the next job may follow at once
+        if self.gpus is not None:  # before anybody can see the end: the next job may follow at once
+            self.gpus.release(ended=not self._remaining)
         self.status.save_last(**final)
 
     def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:

@@ -24,7 +24,7 @@ from deployer.transport.ssh.explain import (
     explain_handshake,
     explain_silence,
     explain_stalled_login,
-    printable,
+    without_escapes,
 )
 from deployer.transport.ssh.host_keys import HostKeys
 from deployer.transport.ssh.key_files import UnusableKey
@@ -276,7 +276,7 @@ def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool
     session.auth_timeout = PERSON_TIMEOUT_S
 
     def reply(title: str, instructions: str, prompts: list[tuple[str, bool]]) -> list[str]:
-        texts = [shown(f"{options.description}: {printable(text)}") for text, _ in prompts]
+        texts = [shown(f"{options.description}: {without_escapes(text)}") for text, _ in prompts]
         return [ask(partial(ask_secret, text)) for text in texts]
 
     def with_password(handler: EagerAuth, done: threading.Event) -> None:

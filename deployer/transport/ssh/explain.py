@@ -28,7 +28,7 @@ _ESCAPES = r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[^\x20-\
 
 def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
     """The error for an exec that ended before our agent answered; `noise` is what came on stdout."""
-    said = printable(noise.decode("utf-8", "replace") + "\n" + stderr_text)
+    said = without_escapes(noise.decode("utf-8", "replace") + "\n" + stderr_text)
     if _NO_PYTHON in said:
         return HostError(
             "the host has no Python 3.8 or newer",
@@ -74,8 +74,9 @@ def quote(said: str) -> list[str]:
     return [f"host: {line}" for line in lines[-5:]]
 
 
-def printable(text: str) -> str:
-    """Text of a host without terminal escapes and control characters, to be searched for what it means."""
+def without_escapes(text: str) -> str:
+    """Text of a host without terminal escapes and control characters, to be searched for what it means. What is shown
+    of it goes through `deployer.printable` all the same."""
     return re.sub(_ESCAPES, "", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -152,7 +153,7 @@ def explain_auth(
     """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept."""
     lines = [f"offered: {name}" for name in tried] + [f"not offered: {name}" for name in skipped]
     if banner:
-        lines += quote(printable(banner))
+        lines += quote(without_escapes(banner))
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return ConnectError(

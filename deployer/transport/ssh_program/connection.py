@@ -16,7 +16,7 @@ from deployer.terminal import notice
 from deployer.transport.local import PipeStream
 from deployer.transport.protocol import Drain
 from deployer.transport.ssh.attempt import AT_TERMINAL, Attempt, has_terminal, retry_cuts
-from deployer.transport.ssh.explain import explain_no_answer, printable, quote
+from deployer.transport.ssh.explain import explain_no_answer, quote, without_escapes
 from deployer.transport.ssh.known_hosts import host_name_in_files
 from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
 from deployer.transport.ssh.target import Target
@@ -123,7 +123,7 @@ class OpenSSHTransport:
             return LostConnection(self.why_lost())
         if "session request failed" in said:
             hint = "the server's MaxSessions may be reached"
-            return ConnectError(f"{self.description} opens no session", where=quote(printable(said)), hint=hint)
+            return ConnectError(f"{self.description} opens no session", where=quote(without_escapes(said)), hint=hint)
         error = explain_no_answer(said, b"", None)
         return error if isinstance(error, HostError) else HostError(error.message, hint=error.hint)
 
@@ -248,7 +248,7 @@ class _Master:
         return self._stderr.text()
 
     def last_words(self) -> str:
-        lines = [line.strip() for line in printable(self.said()).splitlines() if line.strip()]
+        lines = [line.strip() for line in without_escapes(self.said()).splitlines() if line.strip()]
         return lines[-1][:200] if lines and self.words.ended.is_set() else ""
 
     def stop(self) -> None:
@@ -260,7 +260,7 @@ class _Master:
 def _show(line: str) -> None:
     """What ssh and the server say while a person logs in."""
     if line.strip():
-        notice(shown(printable(line)))
+        notice(shown(without_escapes(line)))
 
 
 class SshStream(PipeStream):

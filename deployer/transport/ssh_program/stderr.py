@@ -22,8 +22,8 @@ from deployer.transport.ssh.explain import (
     explain_silence,
     explain_socket_error,
     explain_stalled_login,
-    printable,
     quote,
+    without_escapes,
 )
 from deployer.transport.ssh.host_keys import HostKeys
 from deployer.transport.ssh.ssh_config import SshOptions
@@ -119,7 +119,7 @@ def explain_ssh(text: str, words: SshWords, options: SshOptions, *, asked: bool)
     Every ssh of a chain whose way on has closed says so, so their number tells which of the hops failed. `asked`: a
     person could be asked.
     """
-    said = printable(text)
+    said = without_escapes(text)
     parties = [options, *options.hops]
     behind = 0 if words.greeted else len(re.findall(r"(?m)^Connection closed by UNKNOWN port", said))
     number = min(behind, len(parties) - 1)
@@ -137,7 +137,7 @@ def explain_late(words: SshWords, text: str, options: SshOptions, *, timeout_s: 
     if options.hops:
         return ConnectError(
             f"there was no way to {options.description} by its jump hosts within {timeout_s:g} s",
-            where=quote(printable(text)),
+            where=quote(without_escapes(text)),
             hint="try `ssh` to each of them alone; --connect-timeout waits longer",
         )
     if not words.connected and options.proxy_command is None:

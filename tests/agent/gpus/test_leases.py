@@ -95,7 +95,7 @@ def test_claim_names_its_job_user_and_devices_to_another_user(folder: Path) -> N
     held = hold("mine", "GPU-0", "GPU-1/MIG-7")
     os.umask(before)
     seen = as_nobody(lambda: [(c.job, c.user, c.devices, c.kind) for c in read_claims()])
-    assert seen == [["mine", "root", ["GPU-0", "GPU-1/MIG-7"], "lease"]]
+    assert seen == [("mine", "root", ("GPU-0", "GPU-1/MIG-7"), "lease")]
     held.release()
 
 

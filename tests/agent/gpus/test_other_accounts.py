@@ -69,16 +69,15 @@ def hers(tmp: Path) -> Path:
 
 # --- what an account does ---------------------------------------------------------------------------------------------
 
+KEPT: list[Any] = []
+"""What the process of an account keeps: its claims."""
+
 
 def hold(job: str = "j1", kind: str = LEASE, number: int = 0) -> str:
     """Makes a claim that the process holds from now on; its path."""
     with claiming() as claims:
         KEPT.append(claims.hold(Claim(kind, job, ("GPU-0",), number=number)))
     return KEPT[-1].names[0]
-
-
-KEPT: list[Any] = []
-"""What the process of an account keeps: its claims."""
 
 
 def ask(job: str = "asks") -> str:
@@ -89,6 +88,15 @@ def ask(job: str = "asks") -> str:
         return f"{error.message} | {error.hint}"
     held.release()
     return held.claim.job
+
+
+def wait_short() -> str:
+    """What the folder of leases says to one who waits a moment for it."""
+    try:
+        with claiming(0.1):
+            return "claimed"
+    except AgentError as error:
+        return error.message
 
 
 def seen() -> list[list[str]]:
@@ -157,14 +165,14 @@ def test_more_names_than_one_can_list_refuse_and_name_their_user(leases: Path) -
         places.candidates(most=20)
 
 
-def test_full_disk_refuses_and_names_who_fills_it(tmp: Path) -> None:
+def test_full_disk_refuses_and_names_who_fills_it(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = tmp / "small"
     mounted.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=40,mode=1777", "x", mounted], check=False)
     if done.returncode:
         pytest.skip("mounting a small disk is not allowed here")
     try:
-        os.environ["TORCHFERRY_LEASE_DIR"] = str(mounted / "leases")
+        monkeypatch.setenv("TORCHFERRY_LEASE_DIR", str(mounted / "leases"))
         with opened():
             as_account(MALLORY, lambda: refused(lambda: fill(mounted / "leases", "junk-%d", 100)))
         answer = as_account(ALICE, ask)
@@ -190,10 +198,6 @@ def test_huge_file_that_looks_like_a_lease_costs_its_first_bytes_and_is_none(lea
 
 @pytest.mark.parametrize("where", [".", "leases"])
 def test_folder_locked_for_ever_is_refused_by_the_process_and_its_user(tmp: Path, leases: Path, where: str) -> None:
-    def wait_short() -> None:
-        with claiming(0.1):
-            pass
-
     with staying(MALLORY, lambda: [lock(tmp / where), os.getpid()][1]) as pid:
         answer = as_account(ALICE, wait_short)
         assert f"pid {pid} of {MALLORY}, " in answer
@@ -369,10 +373,6 @@ def test_owner_of_the_folder_can_hide_no_lease_and_its_name_comes_back(hers: Pat
 
 
 def test_two_that_claim_at_once_exclude_each_other_though_the_folder_is_replaced_between_them(hers: Path) -> None:
-    def wait_short() -> None:
-        with claiming(0.1):
-            pass
-
     def enter() -> int:
         KEPT.append(claiming())
         KEPT[-1].__enter__()
@@ -410,7 +410,6 @@ def test_folder_whose_rights_shut_one_account_out_of_new_leases_hides_none_from_
         os.setxattr(hers, "system.posix_acl_default", shut)
     except OSError:
         pytest.skip("no access lists on this file system")
-    os.environ["TORCHFERRY_LEASE_DIR"] = str(hers)
     with staying(ALICE, lambda: hold("hers")):
         assert as_account(BOB, ask).startswith(f"GPU 0 is held by job hers of user {ALICE} for ")
     as_account(MALLORY, lambda: attack(hers, "remove"))

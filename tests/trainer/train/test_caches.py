@@ -144,6 +144,17 @@ def test_own_caches_below_another_users_folder_are_not_used(tmp_path):
     assert not Path(cache.env["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives folders away")
+def test_own_caches_below_a_folder_of_another_group_are_not_used(tmp_path):
+    (tmp_path / "lab").mkdir()
+    os.chown(tmp_path / "lab", 0, 65534)
+    (tmp_path / "lab").chmod(0o775)
+    cache = open_compile_cache({"XDG_CACHE_HOME": str(tmp_path / "lab" / "mine")})
+    assert cache.note is not None and f"{tmp_path}/lab is another user's, or others can write" in cache.note
+    os.chown(tmp_path / "lab", 0, 0)
+    assert open_compile_cache({"XDG_CACHE_HOME": str(tmp_path / "lab" / "mine")}).note is None
+
+
 NO_HOME = """
 import os, pwd
 from trainer.start.caches import open_compile_cache

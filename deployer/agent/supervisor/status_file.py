@@ -1,0 +1,79 @@
+"""A job's status.json as its supervisor keeps it, and the supervisor's own log.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import time
+from typing import Any, Dict, Optional, Tuple
+
+from ..host.files import remove
+from ..host.layout import Job
+from ..job.status import write_status
+
+RESERVE_BYTES = 64 << 10
+"""Held on the disk for the final status: the job's own output may have filled it."""
+LAST_TRIES = 60
+"""One a second, when even then there is no room for the final status."""
+
+
+class StatusFile:
+    """The job's status as its supervisor keeps it: written again when a full disk refused it or somebody else has
+    changed it, with room held for the last word. `values` is what it says, `unsaved` whether the file lags behind."""
+
+    def __init__(self, job: Job, values: Dict[str, Any]) -> None:
+        self.values = {**values, "job": job.id}
+        self.unsaved = False
+        self._job = job
+        self._written = self._look()
+
+    def save(self, **changes: Any) -> None:
+        """A full disk must not end the job: `retry` and `save_last` try again."""
+        self.values.update(changes)
+        try:
+            write_status(self._job, self.values)
+        except OSError as e:
+            if not self.unsaved:
+                say("cannot write %s: %s" % (self._job.status, e.strerror))
+            self.unsaved = True
+        else:
+            self.unsaved = False
+        self._written = self._look()
+
+    def keep(self) -> None:
+        """Writes what could not be written before, and what is no longer there as it was written."""
+        if self.unsaved or self._look() != self._written:
+            self.save()
+
+    def _look(self) -> Optional[Tuple[int, ...]]:
+        try:
+            found = os.stat(self._job.status)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def reserve(self) -> None:
+        """Keeps room on the disk for the last word."""
+        try:
+            with open(self._job.reserve, "wb") as f:
+                f.write(os.urandom(RESERVE_BYTES))
+        except OSError:
+            pass  # then the final status waits for room
+
+    def save_last(self, **final: Any) -> None:
+        """The last word, in the room that was kept for it."""
+        remove(self._job.reserve)
+        self.save(**final)
+        for _ in range(LAST_TRIES):
+            if not self.unsaved or not os.path.isdir(self._job.path):
+                return
+            time.sleep(1)
+            self.save()
+
+
+def say(text: str) -> None:
+    """Into the supervisor's log; a full disk must not end the supervisor."""
+    try:
+        os.write(2, (text + "\n").encode("utf-8", "replace"))
+    except OSError:
+        pass
