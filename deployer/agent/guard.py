@@ -20,7 +20,9 @@ MOST_LINKS = 40
 
 
 class Refused(OSError):
-    """A folder that another account could change."""
+    """What another account could change; `hint` is what the user can do about it where it is theirs."""
+
+    hint = ""
 
 
 def secure_root(root: str) -> bool:
@@ -57,7 +59,7 @@ def secure(path: str, trusted: Iterable[str] = ()) -> str:
         found = os.lstat(real)
         free = _is_below(real, trusted)
         if not free and found.st_uid not in owners:
-            raise Refused(0, "it belongs to another user (uid %d)" % found.st_uid, real)
+            raise Refused(0, "it belongs to another user, " + _name_of(found.st_uid), real)
         if not free and _is_shared(real) and not found.st_mode & stat.S_ISVTX:
             raise _open_to_others(real)
         while rest and rest[-1] in ("", "."):
@@ -81,7 +83,7 @@ def secure(path: str, trusted: Iterable[str] = ()) -> str:
         if not stat.S_ISLNK(found.st_mode):
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), step)
         if not free and found.st_uid not in owners:
-            raise Refused(0, "the link belongs to another user (uid %d)" % found.st_uid, step)
+            raise Refused(0, "the link belongs to another user, " + _name_of(found.st_uid), step)
         links += 1
         if links > MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), step)
@@ -115,20 +117,32 @@ def _is_shared(folder: str) -> bool:
         return False
 
 
-def _open_to_others(folder: str) -> Refused:
-    mode = stat.S_IMODE(os.lstat(folder).st_mode)
-    return Refused(0, "other users can write into it (mode %o)" % mode, folder)
+def _open_to_others(path: str) -> Refused:
+    mode = stat.S_IMODE(os.lstat(path).st_mode)
+    refused = Refused(0, "other users can write into it (mode %o)" % mode, path)
+    refused.hint = "if it is yours, chmod go-w or +t it; or "
+    return refused
+
+
+def _name_of(uid: int) -> str:
+    try:
+        import pwd
+
+        return "%s (uid %d)" % (pwd.getpwuid(uid).pw_name, uid)
+    except (KeyError, ImportError):
+        return "uid %d" % uid
 
 
 def _read_trusted() -> Set[str]:
-    """What the user's own file names. It counts only where nobody else can have written it."""
-    home, name = os.path.split(os.path.expanduser(TRUSTED))
-    try:
-        fd = os.open(os.path.join(secure(home), name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd) as f:
-            found = os.fstat(fd)
-            if found.st_uid not in (0, os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                return set()
-            return {os.path.realpath(line) for line in f.read(1 << 16).split("\n") if line.startswith("/")}
-    except (OSError, ValueError):
+    """What the user's own file names. Refused where somebody else could have written it."""
+    path = os.path.expanduser(TRUSTED)
+    if not os.path.lexists(path):
         return set()
+    path = os.path.join(secure(os.path.dirname(path)), os.path.basename(path))
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="surrogateescape") as f:
+        if os.fstat(f.fileno()).st_uid not in (0, os.getuid()) or _is_shared(path):
+            refused = Refused(0, "other users can write to it, so no folder that it names counts", path)
+            refused.hint = "make it yours and chmod 600 it; or "
+            raise refused
+        lines = [os.path.expanduser(line.strip()) for line in f.read(1 << 16).split("\n")]
+    return {os.path.realpath(line) for line in lines if line.startswith("/")}

@@ -44,8 +44,7 @@ def load(P: Dict[str, Any]) -> None:
         full = e.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = ("free some space there, or " if full else "") + "choose another folder with --remote-root"
         if isinstance(e, Refused):
-            hint = "chmod go-w or +t it if it is yours, or " + hint
-            hint += "; if you trust all who can write there, name it in %s on the host" % TRUSTED
+            hint = "%s%s; or, if you trust all who can write there, name it in %s on the host" % (e.hint, hint, TRUSTED)
         text = "the remote root cannot be used: %s: %s" % (e.filename or root, e.strerror)
         say(P, {"refused": {"kind": "host", "message": text, "hint": hint}})
         return

@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from deployer.agent.wire import frames
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 PING_EVERY_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 """From the exec to the nonce: login scripts run in between."""
+LAST_WORDS_S = 5.0
+"""How long what a host said before it took no more is waited for."""
 MAX_PAYLOAD = 8 << 20
 
 
@@ -60,6 +63,7 @@ class Link:
         """From the exec to the agent's first byte: login shell, Python, half a round trip each way."""
         self._asked, self._answered = 0, threading.Event()
         self._delivering = False  # what the host says waits for somebody here
+        self._reader: threading.Thread | None = None
 
     @classmethod
     def open(
@@ -96,8 +100,11 @@ class Link:
         link._payload = (_payload_frames(payload) if payload is not None else b"") + _stream_frames(ahead)
         link._agent_sent = agent_too
         if first := (_agent_frames() if agent_too else b"") + link._payload:
-            link._write(first)  # all of it before the reader starts: see _send_agent
-        threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True).start()
+            # all of it before the reader starts: see _send_agent. A host that takes no more has said why, or is gone
+            with suppress(LostConnection):
+                link._stream.write(first)
+        link._reader = threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True)
+        link._reader.start()
         threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
         return link
 
@@ -161,8 +168,14 @@ class Link:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
-        with self._write_lock:
-            self._stream.write(data)
+        try:
+            with self._write_lock:
+                self._stream.write(data)
+        except LostConnection as error:
+            # a host that takes no more may have said why, and the reader is about to come to it
+            if self._lost is None and self._reader is not None and self._reader is not threading.current_thread():
+                self._reader.join(LAST_WORDS_S)
+            raise self._lost or error from None
 
     def _read(self, nonce: str) -> None:
         try:

@@ -129,6 +129,12 @@ def test_group_of_a_user_alone_is_nobody_else(sticky: Path, account: str) -> Non
     home = make(sticky / "home", me.pw_uid, 0o775)
     os.chown(home, me.pw_uid, me.pw_gid)
     as_account(me.pw_uid, secure_root, str(home / "root"))
+    lab = make(sticky / "lab", MALLORY, 0o777)
+    trusted = home / ".torchferry-trusted"  # as a shell with umask 002 makes it
+    trusted.write_text(f"{lab}\n")
+    os.chown(trusted, me.pw_uid, me.pw_gid)
+    trusted.chmod(0o664)
+    assert as_account(me.pw_uid, secure_root, str(lab / "root"), home=home)
     subprocess.run(["usermod", "-aG", account, "nobody"], check=True)
     with pytest.raises(Refused, match=r"other users can write into it \(mode 775\)"):
         as_account(me.pw_uid, secure_root, str(home / "root"))
@@ -148,12 +154,16 @@ def test_trusted_folders_count_when_only_the_user_can_have_named_them(sticky: Pa
     assert found["status"] == "warn" and "can write there" in found["detail"]
 
     trusted.chmod(0o622)
-    with pytest.raises(Refused):
+    with pytest.raises(Refused, match="no folder that it names counts") as e:
         secure_as_victim(lab / "root", home)
+    assert (e.value.filename, e.value.hint) == (str(trusted), "make it yours and chmod 600 it; or ")
     trusted.chmod(0o600)
+    trusted.write_text(f"# the lab's\n\n relative\n  ~/../{lab.name}/ \r\n")
+    assert as_account(VICTIM, secure_root, str(lab / "root"), home=home)
     home.chmod(0o777)  # somebody else could put the file there
-    with pytest.raises(Refused):
+    with pytest.raises(Refused, match="can write into it") as e:
         secure_as_victim(lab / "root", home)
+    assert e.value.filename == str(home)
     home.chmod(0o700)
     other = make(sticky / "lab-2", MALLORY, 0o777)  # beside it, with its name in front
     with pytest.raises(Refused):

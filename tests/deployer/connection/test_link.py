@@ -176,6 +176,20 @@ def test_root_that_cannot_be_made_says_where(tmp_path):
             link.first.result()
 
 
+def test_refusal_is_read_though_the_host_takes_no_more_of_what_is_sent(tmp_path):
+    tmp_path.chmod(0o777)
+    for size in (0, 1000, 1 << 16, 1 << 20):
+        for _ in range(3):
+            ahead = [({}, b"x" * (1 << 15))] * (size >> 15 or 1)
+            with Link.open(
+                LocalTransport(), root=f"{tmp_path}/root", request={"op": "ps"}, ahead=ahead, agent_too=True
+            ) as link:
+                with pytest.raises(HostError, match="other users can write into it"):
+                    link.first.result()
+                with pytest.raises(HostError, match="other users can write into it"):
+                    link.send({"more": 1}, b"x" * 1000)
+
+
 def test_agent_arrives_with_every_module_in_its_folder(tmp_path):
     with Link.open(LocalTransport(), root=str(tmp_path), request={"op": "ps"}) as link:
         link.first.result()
