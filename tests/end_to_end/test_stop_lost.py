@@ -80,6 +80,10 @@ def test_job_that_has_lost_its_files_is_listed_stopped_and_forgotten(
     assert b"its folder is gone; " in ferry.run("status", job.id).stdout
     resumed = ferry.run("resume", job.id, "--detach")
     assert resumed.returncode == 2 and b" is still running (attempt 1)" in resumed.stderr, resumed.stderr.decode()
+    for words in (("logs", job.id), ("pull", job.id), ("exec", job.id, "--", "ls")):
+        told = ferry.run(*words)
+        assert (told.returncode, told.stdout) == (125, b""), (words, told.stderr.decode())
+        assert f"the folder of {job.id} is gone, with its logs and results".encode() in told.stderr
     done = ferry.run("stop", job.id, *how)
     stopped = done.stderr.decode()
     assert (running(word), done.returncode) == ([], 0), stopped

@@ -14,14 +14,14 @@ from ..host.errors import AgentError
 from ..host.layout import Root
 from ..wire.conversation import Call
 from ..wire.frames import ProtocolError
-from .jobs import find_job
+from .jobs import find_folder
 
 
 def execute(root: Root, call: Call) -> Dict[str, Any]:
     """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
     argv = call.head["argv"]
     env = environment.job_environment(dict(os.environ), environment.container_env())
-    cwd = find_job(root, call.head["job"]).code if call.head.get("job") else os.path.expanduser("~")
+    cwd = find_folder(root, call.head["job"]).code if call.head.get("job") else os.path.expanduser("~")
     try:
         process = subprocess.Popen(
             argv,

@@ -12,7 +12,7 @@ from ..host.errors import AgentError
 from ..host.files import blake2b
 from ..host.layout import CHECKPOINT_MARKER, Root
 from ..wire.conversation import Call
-from .jobs import find_job
+from .jobs import find_folder
 
 CHECKPOINTS = "checkpoints"
 DIGEST_BYTES = 16
@@ -28,7 +28,7 @@ def files(root: Root, call: Call) -> Dict[str, Any]:
 
     Links are left out, and so are checkpoints that are not complete.
     """
-    job = find_job(root, call.head["job"])
+    job = find_folder(root, call.head["job"])
     rows = []  # type: List[List[Any]]
     links = []  # type: List[str]
     for part in call.head["parts"]:
@@ -93,7 +93,7 @@ def fetch(root: Root, call: Call) -> Dict[str, Any]:
     {"changed": true} when the file is no longer the one that was listed, {"gone": true} without a file,
     {"unreadable": reason}, and {"hole": true} where the file has none but zeros: a log whose oldest part was dropped.
     """
-    job = find_job(root, call.head["job"])
+    job = find_folder(root, call.head["job"])
     for piece in call.head["pieces"]:
         if call.cancelled.is_set():
             break

@@ -30,9 +30,9 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone; `from_attempt` is where
     a client begins that started it and has seen nothing yet.
     """
-    from .jobs import find_job  # a launch, which follows the job that it has started, does without these
+    from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
-    job = find_job(root, call.head["job"])
+    job = find_folder(root, call.head["job"])
     asked = call.head.get("attempt")
     ranks = call.head.get("ranks")
     chosen = set(ranks) if ranks is not None else None
@@ -127,9 +127,9 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
 
 def last_lines(root: Root, call: Call) -> Dict[str, Any]:
     """The last lines of one rank (of the launcher when `rank` is null)."""
-    from .jobs import find_job
+    from .jobs import find_folder
 
-    job = find_job(root, call.head["job"])
+    job = find_folder(root, call.head["job"])
     data = read.last_lines(job, call.head.get("rank"), int(call.head.get("lines", 20)))
     call.send_data(data[-65536:])
     return {}

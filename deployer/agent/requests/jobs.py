@@ -50,6 +50,18 @@ def find_job(root: Root, job_id: str) -> Job:
     return root.job(found[0])
 
 
+def find_folder(root: Root, job_id: str) -> Job:
+    """The job, for whoever wants its files. AgentError when its folder is gone."""
+    job = find_job(root, job_id)
+    if not os.path.isdir(job.path):
+        raise AgentError(
+            "host",
+            "the folder of %s is gone, with its logs and results: %s" % (job.id, job.path),
+            "what still runs of it: deploy.py stop " + job.id,
+        )
+    return job
+
+
 def _written_at(job: Job) -> float:
     """Seconds since 1970 when the job was launched, or resumed last."""
     try:

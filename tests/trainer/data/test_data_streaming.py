@@ -172,7 +172,7 @@ def test_file_that_changes_during_the_run_is_an_error_that_says_what_changed(tmp
     with pytest.raises(DataError, match=r"a\.jsonl has changed while it was trained on") as error:
         for step in range(1, 8):
             train.step_batches(step)
-    assert f"{before.st_size}" in error.value.message
+    assert f"{before.st_size:,} -> {path.stat().st_size:,} bytes" in error.value.message
 
 
 def test_resume_with_a_changed_file_or_seed_is_refused(tmp_path):

@@ -111,7 +111,7 @@ class StreamLoader:
             raise DataError(
                 "the checkpoint was made with another stream: files, tokenizer, template, a key of data or train.seed "
                 f"have changed (order {state['fingerprint']}, now {self.fingerprint()})",
-                hint="restore them, or start anew with train.resume=never",
+                hint="restore them, a file's time too (`touch -r`, `cp -p`), or start anew with train.resume=never",
             )
         self._first_step, self._first_row = int(state["step"]), int(state["row"])
         self._begin(WindowStart.from_dict(state["window"]))

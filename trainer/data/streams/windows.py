@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.batches.packing import Plan
@@ -245,13 +246,22 @@ class WindowMaker:
         for source, before in zip(self._sources, self._identities, strict=True):
             now = identify(source.path, source.split)
             if now != before:
-                changed = [f"{old} -> {new}" for old, new in zip(before, now, strict=False) if old != new]
+                changed = [_change(old, new) for old, new in zip(before, now, strict=False) if old != new]
                 what = "; ".join(changed) or "files were added or removed"
                 raise DataError(
                     f"{source.path} has changed while it was trained on: {what}",
                     where="data.train",
-                    hint="restore it and resume; without data.streaming the run keeps its own copy of the tokens",
+                    hint="put it back as it was, with its time (`cp -p`), and start the run again in its run folder;"
+                    " without data.streaming a run keeps its own copy of the tokens",
                 )
+
+
+def _change(before: Any, now: Any) -> str:
+    """How one file of a source has changed, as `identify` tells of it."""
+    if not isinstance(before, list) or before[:1] != now[:1]:
+        return f"{before} -> {now}"
+    name = Path(before[0]).name
+    return f"{name}: {before[1]:,} -> {now[1]:,} bytes" if before[1] != now[1] else f"the time of {name}"
 
 
 def first_window(sources: Sequence[Source]) -> WindowStart:
