@@ -118,6 +118,7 @@ def account() -> Iterator[str]:
     subprocess.run(["useradd", "-U", "-M", "-d", "/nonexistent", name], check=True, capture_output=True)
     yield name
     subprocess.run(["userdel", "--force", name], check=False, capture_output=True)
+    subprocess.run(["groupdel", name], check=False, capture_output=True)  # it stays where it has other members
 
 
 def test_group_of_a_user_alone_is_nobody_else(sticky: Path, account: str) -> None:
