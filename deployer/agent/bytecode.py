@@ -1,25 +1,48 @@
-"""Bytecode of the agent that was cut, by a full disk or a lost power: Python takes it for whole, and fails to read it.
+"""What Python loads of the agent: files that are the agent's own, and bytecode that is whole.
+
+Python takes bytecode for whole that a full disk, a lost power or a bad disk has damaged. And a root in /tmp can be
+removed by a housekeeper and made anew by another account, below a supervisor or an agent that loads more of itself.
 
 Whoever starts a Python with the agent runs this file's text first; so it imports nothing of this package.
 """
 
+import errno
 import os
+import stat
 import sys
-from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
-from typing import Any
+from _imp import source_hash  # as Python does for bytecode that is checked by hash
+from importlib.machinery import BYTECODE_SUFFIXES, SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from typing import Any, Set
+
+_OWNERS: Set[int] = {0, os.getuid()}
+_SEAL_BYTES = 8
 
 
-class Mending(SourceFileLoader):
-    """Compiles a module anew whose bytecode cannot be read."""
+def _seal(data: bytes) -> bytes:
+    return bytes(source_hash(0x7F3, data))
 
-    def get_code(self, fullname: str) -> Any:
+
+class OwnLoader(SourceFileLoader):
+    """Bytecode that is not as it was written counts as missing: Python compiles the module anew then."""
+
+    def get_data(self, path: str) -> bytes:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe keeps nobody waiting
         try:
-            return super().get_code(fullname)
-        except (EOFError, ValueError, TypeError):
-            from importlib.util import cache_from_source
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid not in _OWNERS:
+                raise OSError(errno.EPERM, "not a file of the user's own", path)
+            with open(fd, "rb", closefd=False) as f:
+                data = f.read()
+        finally:
+            os.close(fd)
+        if path.endswith(tuple(BYTECODE_SUFFIXES)):
+            data, seal = data[:-_SEAL_BYTES], data[-_SEAL_BYTES:]
+            if seal != _seal(data):
+                raise OSError(errno.EIO, "the bytecode is damaged", path)
+        return data
 
-            os.unlink(cache_from_source(self.get_filename(fullname)))
-            return super().get_code(fullname)
+    def set_data(self, path: str, data: Any, **mode: Any) -> None:
+        super().set_data(path, bytes(data) + _seal(bytes(data)), **mode)
 
 
 def enter(home: str) -> None:
@@ -28,7 +51,8 @@ def enter(home: str) -> None:
     def find_in(path: str) -> FileFinder:
         if not (path + "/").startswith(home + "/"):
             raise ImportError  # not ours
-        return FileFinder(path, (Mending, SOURCE_SUFFIXES))
+        return FileFinder(path, (OwnLoader, SOURCE_SUFFIXES))
 
+    _OWNERS.add(os.stat(home).st_uid)  # a file server may say so of all that is the user's
     sys.path_hooks.insert(0, find_in)
-    sys.path.insert(0, home)
+    sys.path.append(home)  # behind Python's own modules: nothing there takes the place of one

@@ -105,9 +105,13 @@ def _is_shared(folder: str) -> bool:
         import grp
         import pwd
 
-        me, group = pwd.getpwuid(os.getuid()), grp.getgrgid(found.st_gid)
-        own = group.gr_gid == 0 or (group.gr_gid == me.pw_gid and group.gr_name == me.pw_name)
-        if not own or set(group.gr_mem) - {me.pw_name, "root"}:
+        group, mine = grp.getgrgid(found.st_gid), {"root"}
+        if group.gr_gid != 0:  # root's own, where each container's user may be in without a name
+            me = pwd.getpwuid(os.getuid())
+            mine.add(me.pw_name)
+            if group.gr_gid != me.pw_gid or group.gr_name != me.pw_name or _first_members(group.gr_gid) - mine:
+                return True
+        if set(group.gr_mem) - mine:
             return True
         os.getxattr(folder, "system.posix_acl_access")  # then these bits are not the group's, but any user's
         return True
@@ -115,6 +119,16 @@ def _is_shared(folder: str) -> bool:
         return True
     except OSError:
         return False
+
+
+def _first_members(gid: int) -> Set[str]:
+    """Those whose first group it is, whom the group itself does not name; of the accounts that this host itself has."""
+    try:
+        with open("/etc/passwd", encoding="utf-8", errors="replace") as f:
+            rows = [line.split(":") for line in f]
+    except OSError:
+        return set()
+    return {row[0] for row in rows if len(row) > 3 and row[3] == str(gid)}
 
 
 def _open_to_others(path: str) -> Refused:

@@ -5,6 +5,7 @@ Its source travels behind those of `guard.py` and `bytecode.py` inside the comma
 """
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -92,7 +93,7 @@ def is_intact(home: str) -> bool:
                     fd = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK)
                     sources[below + entry.name] = os.read(fd, 1 << 20)
                     os.close(fd)
-                elif entry.name != "__pycache__" and entry.is_dir():
+                elif entry.name != "__pycache__" and entry.is_dir(follow_symlinks=False):
                     folders.append(below + entry.name + "/")
     except OSError:
         return False
@@ -114,6 +115,7 @@ def install(home: str, files: Dict[str, str]) -> None:
             raise OSError(errno.EINVAL, "not a module's path", name)
     tmp, spoilt = ("%s.%d.%s" % (home, os.getpid(), what) for what in ("new", "old"))
     failures: List[OSError] = []
+    lock = -1
 
     def write(name: str, source: str) -> None:
         path = os.path.join(tmp, "agent", name)
@@ -137,6 +139,11 @@ def install(home: str, files: Dict[str, str]) -> None:
             raise failures[0]  # a full disk needs the room: see below
         for folder, _, _ in os.walk(tmp):
             sync(folder)
+        lock = os.open(os.path.dirname(home), os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # nobody takes away what another client has just put there
+        except OSError:  # a file system without locks
+            pass
         if not is_intact(home):  # else another client was first
             if os.path.lexists(home):
                 os.rename(home, spoilt)
@@ -145,6 +152,8 @@ def install(home: str, files: Dict[str, str]) -> None:
         if failures or not is_intact(home):
             raise
     finally:
+        if lock >= 0:
+            os.close(lock)
         for path in (tmp, spoilt):
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)

@@ -122,6 +122,7 @@ def account() -> Iterator[str]:
     subprocess.run(["useradd", "-U", "-M", "-d", "/nonexistent", name], check=True, capture_output=True)
     yield name
     subprocess.run(["userdel", "--force", name], check=False, capture_output=True)
+    subprocess.run(["groupdel", name], check=False, capture_output=True)  # it stays where it has other members
 
 
 def test_group_of_a_user_alone_is_nobody_else(sticky: Path, account: str) -> None:
@@ -138,6 +139,29 @@ def test_group_of_a_user_alone_is_nobody_else(sticky: Path, account: str) -> Non
     subprocess.run(["usermod", "-aG", account, "nobody"], check=True)
     with pytest.raises(Refused, match=r"other users can write into it \(mode 775\)"):
         as_account(me.pw_uid, secure_root, str(home / "root"))
+
+
+def test_user_whose_first_group_it_is_counts_though_the_group_does_not_name_them(sticky: Path, account: str) -> None:
+    import pwd
+
+    me, other = pwd.getpwnam(account), f"{account}b"
+    home = make(sticky / "home", me.pw_uid, 0o775)
+    os.chown(home, me.pw_uid, me.pw_gid)
+    subprocess.run(["useradd", "-M", "-g", account, "-d", "/nonexistent", other], check=True, capture_output=True)
+    try:
+        with pytest.raises(Refused, match=r"other users can write into it \(mode 775\)"):
+            as_account(me.pw_uid, secure_root, str(home / "root"))
+    finally:
+        subprocess.run(["userdel", "--force", other], check=False, capture_output=True)
+
+
+def test_user_without_a_name_may_share_the_group_of_root(sticky: Path) -> None:
+    """As a container of a cluster has it: any number as its user, all folders of root's group."""
+    home = make(sticky / "home", 0, 0o775)
+    (home / "root").mkdir()
+    os.chown(home / "root", VICTIM, 0)
+    (home / "root").chmod(0o770)
+    secure_as_victim(home / "root")
 
 
 def test_trusted_folders_count_when_only_the_user_can_have_named_them(sticky: Path) -> None:

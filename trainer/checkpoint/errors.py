@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainer.dist import Group, gather
 from trainer.words import first_line, render_bytes
 
-DAMAGED = "If a file is damaged, move this folder away: an earlier checkpoint is taken then, and without one the run begins anew"
+DAMAGED = "If a file is damaged, move this folder away: the run takes an earlier checkpoint then, or begins anew"
 
 
 class CheckpointError(Exception):

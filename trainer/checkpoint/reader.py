@@ -8,8 +8,9 @@ of ours holds, and they are left out.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -77,7 +78,24 @@ _KNOWN |= {("torch", "Size"): torch.Size, ("builtins", "getattr"): _member}
 _KNOWN |= {(module, "PosixPath"): Path for module in ("pathlib", "pathlib._local")}
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+_BUILT = (BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
+          TensorStorageMetadata, _StorageInfo)  # fmt: skip
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Python's own, not the one in C: there nothing keeps a pickle from setting attributes of the classes themselves,
+    which all of this process would then work with."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        of = self.stack[-2]  # type: ignore[attr-defined]
+        if type(of) not in _BUILT:
+            raise pickle.UnpicklingError(f"{METADATA_FILE} sets attributes of {of!r}, which no checkpoint needs")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
         if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -100,7 +100,7 @@ def _entries(header: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...], in
             if name != "__metadata__":
                 begin, end = map(int, entry["data_offsets"])
                 entries.append((name, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):  # JSON of Python's has numbers without end
         raise _FormatError("its header is damaged") from None
     return sorted(entries, key=lambda entry: entry[-2:])
 

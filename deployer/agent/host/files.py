@@ -5,6 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import json
 import os
+import stat
 from typing import TYPE_CHECKING, Any, Dict, Optional
 
 if TYPE_CHECKING:
@@ -25,10 +26,17 @@ def read_text(path: str, size: int = 1 << 20) -> str:
         return ""
 
 
+MAX_JSON = 64 << 20
+
+
 def read_json(path: str) -> Optional[Dict[str, Any]]:
-    """None when the file is missing, damaged or no object."""
+    """None when the file is missing, damaged, too large for a record of ours, or no object."""
     try:
-        with open(path, encoding="utf-8") as f:
+        # a pipe of that name would keep whoever looks waiting
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as f:
+            found = os.fstat(f.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON:
+                return None
             value = json.load(f)
     except (OSError, ValueError, RecursionError):
         return None

@@ -208,6 +208,17 @@ def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40)],
+    ids=["pipe", "folder", "huge"],
+)
+def test_what_is_no_file_of_ours_keeps_nobody_waiting(tmp_path: Path, make: Callable[[str], object]) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    make(job.status)
+    assert judge(job)["reason"] == "its status.json is damaged, and nothing of it runs"
+
+
+@pytest.mark.parametrize(
     ("file", "text"),
     [
         ("status.json", '{"state": "running", "supervisor": {**, "pid": "7"}}'),

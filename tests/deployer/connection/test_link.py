@@ -3,6 +3,8 @@
 import ast
 import base64
 import io
+import marshal
+import os
 import random
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ from deployer.launch.start import launch_and_follow
 from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import prepare
 from deployer.transport.local import LocalTransport
+from tests.support.accounts import MALLORY, ROOT_ONLY
 from tests.support.ferry import REPO
 from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S
@@ -276,6 +279,56 @@ def test_every_file_of_the_stored_agent_can_go_or_be_cut(tmp_path):
         ask(root)
         assert is_intact(str(home))
         files = [path for path in files if path.exists()]
+
+
+def test_bytecode_that_is_not_as_it_was_written_is_made_again(tmp_path):
+    """Also where Python could not tell, and would run it, fail or wait for ever."""
+    root = tmp_path / "root"
+    ask(root)
+    (cached,) = root.glob("agent/*/agent/wire/__pycache__/frames.*.pyc")
+    whole = cached.read_bytes()
+    evil = compile("raise SystemExit('somebody has written this')", "frames.py", "exec")
+    for damaged in (whole[:16] + marshal.dumps(evil), whole[:16] + bytes(reversed(whole[16:]))):
+        cached.write_bytes(damaged)
+        ask(root)
+        assert cached.read_bytes() == whole
+    cached.unlink()
+    os.mkfifo(cached)
+    ask(root)
+    assert cached.read_bytes() == whole
+
+
+def test_folder_of_the_stored_agent_that_became_a_link_is_not_followed(tmp_path):
+    home = stored_agent(tmp_path)
+    for name in ("again", "once_more"):  # each holds the other: a walk through both would not end
+        (home / "agent" / name).symlink_to(home / "agent")
+    assert is_intact(str(home))
+
+
+@ROOT_ONLY
+def test_module_that_another_account_puts_below_a_running_agent_is_not_loaded(tmp_path):
+    files = {"__init__.py": "", "gc/__init__.py": "", "gc/choose.py": "", "bytecode.py": agent_sources()["bytecode.py"]}
+    home = tmp_path / "home"
+    for path, text in files.items():
+        (home / "agent" / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / "agent" / path).write_text(text)
+    code = "exec(open(sys.argv[2]).read()); enter(sys.argv[1]); sys.stdin.read(); import agent.gc.choose"
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        "import sys; " + code,
+        str(home),
+        str(home / "agent" / "bytecode.py"),
+    ]
+    for owner, says in ((0, b"somebody has written this"), (MALLORY, b"not a file of the user's own")):
+        module = home / "agent" / "gc" / "choose.py"
+        module.write_text("raise SystemExit('somebody has written this')")
+        os.chown(module, owner, owner)
+        done = subprocess.run(argv, input=b"", capture_output=True)
+        assert done.returncode == 1 and says in done.stderr
 
 
 def test_editors_copies_beside_the_modules_are_not_shipped(tmp_path):

@@ -292,6 +292,7 @@ def put_header(path: Path, header: object, values: bytes) -> None:
         ({"shape": [5]}, r"b has 24 bytes for \[5\] of F32, which take 20"),
         ({"shape": [-2, -3]}, r"b has 24 bytes for \[-2, -3\] of F32"),
         ({"shape": ["x"]}, "its header is damaged"),
+        ({"shape": [float("inf")]}, "its header is damaged"),
         ({"dtype": "F64"}, r"b has 24 bytes for \[6\] of F64, which take 48"),
     ],
 )

@@ -207,6 +207,18 @@ def test_metadata_may_not_reach_other_attributes_by_getattr(checkpoint: Path) ->
         PlainReader(checkpoint).read_metadata()
 
 
+def test_metadata_may_not_change_the_kinds_that_it_is_built_of(checkpoint: Path) -> None:
+    """The second half of a state is set by `setattr`, on a class too, for as long as the process lives."""
+    exists = Path.exists
+    put(checkpoint, ".metadata", b"cpathlib\nPosixPath\n(N(dVexists\ncpathlib\nPosixPath\nstb.")
+    try:
+        with pytest.raises(pickle.UnpicklingError, match="sets attributes of <class 'pathlib"):
+            PlainReader(checkpoint).read_metadata()
+        assert Path.exists is exists
+    finally:
+        Path.exists = exists  # type: ignore[method-assign]
+
+
 def test_metadata_of_a_python_that_names_members_of_an_enum_is_read(checkpoint: Path) -> None:
     """As 3.11.2 pickles them."""
     whole = (checkpoint / ".metadata").read_bytes()
