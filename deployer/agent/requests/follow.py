@@ -32,7 +32,7 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     """
     from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
-    job = find_folder(root, call.head["job"])
+    job = find_folder(root, call.head["job"], kind="unknown_job")  # which is not tried again
     asked = call.head.get("attempt")
     ranks = call.head.get("ranks")
     chosen = set(ranks) if ranks is not None else None

@@ -50,12 +50,12 @@ def find_job(root: Root, job_id: str) -> Job:
     return root.job(found[0])
 
 
-def find_folder(root: Root, job_id: str) -> Job:
-    """The job, for whoever wants its files. AgentError when its folder is gone."""
+def find_folder(root: Root, job_id: str, *, kind: str = "host") -> Job:
+    """The job, for whoever wants its files. AgentError of that kind when its folder is gone."""
     job = find_job(root, job_id)
     if not os.path.isdir(job.path):
         raise AgentError(
-            "host",
+            kind,
             "the folder of %s is gone, with its logs and results: %s" % (job.id, job.path),
             "what still runs of it: deploy.py stop " + job.id,
         )
