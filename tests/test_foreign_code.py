@@ -20,14 +20,23 @@ SAFE = {
 }
 """The last name of a call, or its last two, and what it must say."""
 NEVER = {
-    *("pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "dill.loads", "joblib.load", "marshal.loads"),
+    *(
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+        "pickle._Unpickler",
+        "dill.load",
+        "dill.loads",
+        "joblib.load",
+        "marshal.loads",
+    ),
     *("shelve.open", "read_pickle", "FileSystemReader", "AutoConfig", "get_class_from_dynamic_module"),
 }
 """Names that stand nowhere, called or not."""
 BUILTIN = {"eval", "exec"}
 ALLOWED = {
     ("trainer/checkpoint/reader.py", "FileSystemReader"): "PlainReader is made of it, with a reading of its own",
-    ("trainer/checkpoint/reader.py", "pickle.Unpickler"): "what it may build is listed there",
+    ("trainer/checkpoint/reader.py", "pickle._Unpickler"): "what it may build is listed there",
     ("trainer/config/files.py", "exec"): "a config is the user's own program",
     ("trainer/export/adapter.py", "from_pretrained"): "a class of transformers by name, and an adapter that we wrote",
     ("trainer/saver/messages.py", "pickle.loads"): "between two processes of ours, over a socket of their own",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -159,9 +160,10 @@ def test_files_of_a_job_are_private(tmp_path: Path) -> None:
 
 def test_supervisor_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
-    Path(job.status).mkdir()  # nothing can be written there
-    with pytest.raises(AgentError, match="did not start"):
-        start(job, make_plan(python("pass")))
+    with Path(job.control, "supervisor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another supervisor of it does
+        with pytest.raises(AgentError, match="did not start: the job has a supervisor already"):
+            start(job, make_plan(python("pass")))
 
 
 # --- torchrun --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,9 @@ def ended_job(ferry: Ferry, *attempts: dict[str, bytes], nproc: int = 1, **statu
         folder.mkdir(parents=True)
         for name, data in files.items():
             (folder / name).write_bytes(data)
-    final = {"state": "succeeded", "code": 0, "nproc": nproc, "attempt": len(attempts), **status}
+    supervisor = {"machine_id": "m", "boot_id": "b", "pid": 1, "start_time": 1, "hostname": "h"}
+    final = {"state": "succeeded", "code": 0, "nproc": nproc, "attempt": len(attempts), "supervisor": supervisor}
+    final.update(status)
     (job / "status.json").write_text(json.dumps(final))
 
 

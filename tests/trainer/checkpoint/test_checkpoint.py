@@ -106,7 +106,7 @@ def test_damaged_file_of_a_checkpoint_is_one_error_naming_the_checkpoint(tmp_pat
     save_after_two_steps(ALONE, str(tmp_path))
     file = tmp_path / "step_000002" / name
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(CheckpointError, match=r"cannot load .*step_000002: \w+.* remove this folder"):
+    with pytest.raises(CheckpointError, match=r"cannot load .*step_000002: \w+.* move this folder away"):
         load(tmp_path / "step_000002", *start(ALONE), ALONE)
 
 
