@@ -16,6 +16,7 @@ import pytest
 
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.locks import is_held
+from deployer.agent.host.processes import Process, is_running
 from deployer.agent.job import ending
 from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
@@ -194,6 +195,8 @@ def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry
 
 def test_job_that_had_ended_before_the_reboot_keeps_its_end(tmp_path: Path) -> None:
     status = run_job(tmp_path, "j", make_plan(python("import sys; sys.exit(7)")))
+    supervisor = Process(status["supervisor"]["pid"], status["supervisor"]["start_time"])
+    wait_for(lambda: not is_running(supervisor))  # it ends a moment after its last word
     job = Root(str(tmp_path)).job("j")
     other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
     write_status(job, {**status, "state": "running", "code": None, "reason": None, "supervisor": other})
