@@ -10,7 +10,6 @@ import io
 import json
 import os
 import re
-import shutil
 import struct
 import sys
 import threading
@@ -110,6 +109,8 @@ def sync(folder: str) -> None:
 
 
 def install(home: str, files: Dict[str, str]) -> None:
+    import shutil  # takes as long to load as all else here, and is seldom needed
+
     for name in files:
         if not re.fullmatch(r"(\w+/)*\w+\.py", name, re.ASCII):  # nothing outside the agent's folder
             raise OSError(errno.EINVAL, "not a module's path", name)
