@@ -148,15 +148,14 @@ def _name_of(uid: int) -> str:
 
 
 def _read_trusted() -> Set[str]:
-    """What the user's own file names. Refused where somebody else could have written it."""
+    """What the user's own file names. OSError where somebody else could have written it."""
     path = os.path.expanduser(TRUSTED)
     if not os.path.lexists(path):
         return set()
     path = os.path.join(secure(os.path.dirname(path)), os.path.basename(path))
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="surrogateescape") as f:
         if os.fstat(f.fileno()).st_uid not in (0, os.getuid()) or _is_shared(path):
-            refused = Refused(0, "other users can write to it, so no folder that it names counts", path)
-            refused.hint = "make it yours and chmod 600 it; or "
-            raise refused
+            why = "other users can write to it, so no folder that it names counts: make it yours and chmod 600 it"
+            raise OSError(0, why, path)
         lines = [os.path.expanduser(line.strip()) for line in f.read(1 << 16).split("\n")]
     return {os.path.realpath(line) for line in lines if line.startswith("/")}

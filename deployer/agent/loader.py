@@ -109,7 +109,7 @@ def sync(folder: str) -> None:
 
 
 def install(home: str, files: Dict[str, str]) -> None:
-    import shutil  # takes as long to load as all else here, and is seldom needed
+    import shutil  # brings some ten modules along, for what is seldom done
 
     for name in files:
         if not re.fullmatch(r"(\w+/)*\w+\.py", name, re.ASCII):  # nothing outside the agent's folder
@@ -156,7 +156,7 @@ def install(home: str, files: Dict[str, str]) -> None:
         if lock >= 0:
             os.close(lock)
         for path in (tmp, spoilt):
-            if os.path.isdir(path):
+            if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path, ignore_errors=True)
             elif os.path.lexists(path):
                 os.unlink(path)

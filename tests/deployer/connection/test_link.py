@@ -242,6 +242,7 @@ def stored_agent(tmp_path):
         lambda agent: shutil.rmtree(agent),
         lambda agent: (shutil.rmtree(agent.parent), agent.parent.write_text("")),
         lambda agent: (shutil.rmtree(agent.parent), agent.parent.symlink_to("nowhere")),
+        lambda agent: (shutil.rmtree(agent.parent), agent.parent.symlink_to("/usr")),
     ],
 )
 def test_spoilt_agent_is_replaced_and_leaves_nothing(tmp_path, spoil):
