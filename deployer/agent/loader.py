@@ -109,7 +109,7 @@ def sync(folder: str) -> None:
 
 
 def install(home: str, files: Dict[str, str]) -> None:
-    import shutil  # brings some ten modules along, for what is seldom done
+    import shutil  # brings seven modules along, for what is seldom done
 
     for name in files:
         if not re.fullmatch(r"(\w+/)*\w+\.py", name, re.ASCII):  # nothing outside the agent's folder
