@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import errno
 import json
 import os
 import stat
@@ -29,15 +30,20 @@ def read_text(path: str, size: int = 1 << 20) -> str:
 MAX_JSON = 64 << 20
 
 
+def read_whole(path: str, most: int) -> bytes:
+    """The first `most` bytes of a regular file. OSError when there is none to read."""
+    # a pipe of that name would keep whoever looks waiting
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
+        if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", path)
+        return f.read(most)
+
+
 def read_json(path: str) -> Optional[Dict[str, Any]]:
     """None when the file is missing, damaged, too large for a record of ours, or no object."""
     try:
-        # a pipe of that name would keep whoever looks waiting
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as f:
-            found = os.fstat(f.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON:
-                return None
-            value = json.load(f)
+        data = read_whole(path, MAX_JSON + 1)
+        value = json.loads(data.decode("utf-8")) if len(data) <= MAX_JSON else None
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

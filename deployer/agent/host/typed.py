@@ -1,0 +1,225 @@
+"""Values at the edges: bytes of a file or a message, and the type that they must have, become a value or a Damage.
+
+A type is a NamedTuple whose fields are of str, bool, int (0 or more), float, Literal, Optional, Union, Tuple[T, ...],
+List, Dict[str, T], Any, and further NamedTuples; nothing is converted. A key that is missing or null takes the field's
+default; one that the type lacks is passed over, unless the reader is `strict`.
+Stdlib only, Python 3.8: both ends use it.
+"""
+
+import json
+import types
+from functools import lru_cache
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    List,
+    Literal,
+    NoReturn,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from .files import read_whole
+
+T = TypeVar("T")
+
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 32
+"""Of what has no type (Any)."""
+MAX_INT = (1 << 53) - 1
+
+
+class Damage(Exception):
+    """A value that cannot be what it should, in words: what is where, and what was expected there."""
+
+    def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
+        super().__init__(words)
+        self.place = place
+        self.expected = expected
+
+
+def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
+    """The value that JSON text stands for. Damage when it is none of this type or has more than `most` bytes."""
+    return from_json(load_json(data, most=most), kind)
+
+
+def read_typed(path: str, kind: Type[T], *, most: int = MAX_BYTES) -> T:
+    """The value in a file. OSError when it cannot be read, Damage when it holds no such value."""
+    return parse(read_whole(path, most + 1), kind, most=most)
+
+
+def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
+    """JSON text of any type. Damage when it is none, or larger than `most` bytes."""
+    if len(data) > most:
+        raise Damage("it is %d bytes long, not at most %d" % (len(data), most))
+    try:
+        return json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise Damage("it is %.60r, not JSON" % data) from None
+
+
+def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
+    """The typed value of what JSON text was parsed to. Damage when it is none of this type."""
+    wanted: Any = kind
+    parsed: T = _parser(wanted, strict)(value, "")
+    return parsed
+
+
+def to_json(value: Any, *, sparse: bool = False) -> Any:
+    """What `from_json` reads as this value again. sparse: without fields that are at their default."""
+    if hasattr(value, "_asdict"):
+        defaults = value._field_defaults if sparse else {}
+        fields: Dict[str, Any] = value._asdict()
+        return {k: to_json(v, sparse=sparse) for k, v in fields.items() if k not in defaults or v != defaults[k]}
+    if isinstance(value, (tuple, list)):
+        return [to_json(element, sparse=sparse) for element in value]
+    if isinstance(value, dict):
+        return {key: to_json(element, sparse=sparse) for key, element in value.items()}
+    return value
+
+
+# --- one parser for each type -----------------------------------------------------------------------------------------
+
+_Parser = Callable[[Any, str], Any]
+_UNIONS = (Union, getattr(types, "UnionType", Union))  # `X | Y` too
+
+
+@lru_cache(maxsize=None)
+def _parser(kind: Hashable, strict: bool) -> _Parser:
+    if hasattr(kind, "_field_defaults"):
+        return _record_parser(kind, strict)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in _UNIONS:
+        return _union_parser([_parser(member, strict) for member in args])
+    if origin is Literal:
+        return _literal_parser(args)
+    if origin is tuple and args[1:] == (Ellipsis,):
+        return _list_parser(_parser(args[0], strict), tuple)
+    if origin is list:
+        return _list_parser(_parser(args[0], strict), list)
+    if origin is dict and args[0] is str:
+        return _dict_parser(_parser(args[1], strict))
+    return _PLAIN[kind]
+
+
+def _fail(value: Any, place: str, expected: str) -> NoReturn:
+    raise Damage("%s is %.60r, not %s" % (place or "it", value, expected), place=place, expected=expected)
+
+
+def _record_parser(kind: Any, strict: bool) -> _Parser:
+    hints = get_type_hints(kind)
+    fields: Tuple[Tuple[str, _Parser], ...] = tuple((name, _parser(hints[name], strict)) for name in kind._fields)
+    nullable = frozenset(name for name, hint in hints.items() if hint is Any or type(None) in get_args(hint))
+    defaults = kind._field_defaults
+
+    def parse_record(value: Any, place: str) -> Any:
+        if not isinstance(value, dict):
+            _fail(value, place, "an object")
+        before = place + "." if place else ""
+        if strict:
+            for name in value:
+                if name not in hints:
+                    raise Damage("%s%s is not known here" % (before, name))
+        found: Dict[str, Any] = {}
+        for name, parser in fields:
+            given = value.get(name)
+            if given is not None:
+                found[name] = parser(given, before + name)
+            elif name in defaults:
+                pass
+            elif name in value and name in nullable:
+                found[name] = None
+            else:
+                raise Damage("%s%s is %s" % (before, name, "null" if name in value else "missing"))
+        return kind(**found)
+
+    return parse_record
+
+
+def _union_parser(parsers: List[_Parser]) -> _Parser:
+    def parse_union(value: Any, place: str) -> Any:
+        expected: List[str] = []
+        for parser in parsers:
+            try:
+                return parser(value, place)
+            except Damage as damage:
+                if damage.place != place or not damage.expected:  # it is of that kind, and something in it is wrong
+                    raise
+                expected.append(damage.expected)
+        _fail(value, place, " or ".join(word for word in expected if word != "null"))
+
+    return parse_union
+
+
+def _literal_parser(words: Tuple[Any, ...]) -> _Parser:
+    def parse_literal(value: Any, place: str) -> Any:
+        if not isinstance(value, str) or value not in words:
+            _fail(value, place, "one of " + ", ".join(words))
+        return value
+
+    return parse_literal
+
+
+def _list_parser(parser: _Parser, make: Callable[[Any], Any]) -> _Parser:
+    def parse_list(value: Any, place: str) -> Any:
+        if not isinstance(value, (list, tuple)):
+            _fail(value, place, "a list")
+        return make([parser(element, "%s[%d]" % (place, n)) for n, element in enumerate(value)])
+
+    return parse_list
+
+
+def _dict_parser(parser: _Parser) -> _Parser:
+    def parse_dict(value: Any, place: str) -> Any:
+        if not isinstance(value, dict):
+            _fail(value, place, "an object")
+        before = place + "." if place else ""
+        return {key: parser(element, before + key) for key, element in value.items()}
+
+    return parse_dict
+
+
+def _parse_str(value: Any, place: str) -> str:
+    return value if isinstance(value, str) else _fail(value, place, "a text")
+
+
+def _parse_bool(value: Any, place: str) -> bool:
+    return value if isinstance(value, bool) else _fail(value, place, "true or false")
+
+
+def _parse_int(value: Any, place: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT:
+        return value
+    _fail(value, place, "a whole number of 0 or more")
+
+
+def _parse_float(value: Any, place: str) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_INT:
+        return value  # neither infinite nor NaN
+    _fail(value, place, "a number")
+
+
+def _parse_any(value: Any, place: str) -> Any:
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        layer = [e for v in layer if isinstance(v, (dict, list)) for e in (v.values() if isinstance(v, dict) else v)]
+        if not layer:
+            return value
+    raise Damage("%s is nested more than %d deep" % (place or "it", MAX_DEPTH))
+
+
+_PLAIN: Dict[Any, _Parser] = {
+    str: _parse_str,
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    type(None): lambda value, place: _fail(value, place, "null") if value is not None else None,
+    Any: _parse_any,
+}

@@ -1,0 +1,153 @@
+"""A launch as it was decided, before anything is done: the client builds it, the host reads it from job.json.
+
+A plan is made of roles; today there is one, on one node. What only the host knows (interpreter, folders, the GPUs that
+it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
+"""
+
+from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Tuple, Union
+
+from ..host.typed import Damage, from_json
+from ..python.spec import PythonSpec
+
+PLAN_VERSION = 2
+
+RoleName = Literal["trainer", "program"]
+TRAINER: RoleName = "trainer"
+PROGRAM: RoleName = "program"
+
+
+class Slot(NamedTuple):
+    """A value that only the host knows: python, job, agent, root, or the role's gpus."""
+
+    slot: str
+
+
+Text = Union[str, Tuple[Union[str, Slot], ...]]
+"""A string, or parts with slots that are joined on the host."""
+
+
+class Devices(NamedTuple):
+    """What a role has on one node."""
+
+    kind: Literal["cuda", "cpu", "any"]
+    """"any": a program that names no GPU and sees them all."""
+    gpus: Tuple[str, ...] = ()
+    """As --gpus names them: indices, UUIDs, or one auto:N."""
+
+
+class Role(NamedTuple):
+    """Processes of one kind: what is started, on which devices of each node, and how often again."""
+
+    name: RoleName
+    argv: Tuple[Text, ...]
+    cwd: Text
+    env: Dict[str, Text]
+    nodes: Tuple[Devices, ...]
+    nproc: int = 1
+    """Processes on each node."""
+    torchrun: bool = False
+    readiness: Literal["ranks"] = "ranks"
+    """When it counts as running. "ranks": each of its processes has begun."""
+    max_restarts: int = 0
+
+
+class Include(NamedTuple):
+    """A data set or model that travels once, outside the code tree, and is linked into it at `path`."""
+
+    path: str
+    tree: str
+    file: bool
+    """A single file rather than a folder."""
+
+
+class Policy(NamedTuple):
+    """What the host does with the job by itself."""
+
+    queue: bool = False
+    max_runtime_s: Optional[float] = None
+    stall_timeout_s: Optional[float] = None
+    log_max_bytes: Optional[int] = None
+
+
+class Request(NamedTuple):
+    """What the user asked for; the next attempt's plan is made from it. A trainer's is its config.yaml."""
+
+    command: Tuple[str, ...] = ()
+    """The program's words as they were typed; empty for the trainer."""
+    overrides: Tuple[str, ...] = ()
+    """A program's settings, `target.max_restarts=3`, as far as they are not the defaults."""
+    own_trainer: bool = False
+    """The project brings its trainer; otherwise the client's, in lib/."""
+
+
+class Plan(NamedTuple):
+    """One launch on one host."""
+
+    job_id: str
+    name: str
+    created: str
+    roles: Tuple[Role, ...]
+    python: PythonSpec
+    tree: str
+    request: Request
+    includes: Tuple[Include, ...] = ()
+    allow_busy: bool = False
+    policy: Policy = Policy()
+    env_names: Tuple[str, ...] = ()
+    secret_names: Tuple[str, ...] = ()
+    config_yaml: Optional[str] = None
+    version: int = PLAN_VERSION
+
+
+class Group(NamedTuple):
+    """A role's processes on one node: one torchrun, or one program."""
+
+    role: Role
+    node: int
+    devices: Devices
+    folder: str
+    """Below the folder of an attempt's logs: "" for a job's only one, else `ROLE`, `nodeK`, or `ROLE/nodeK`."""
+
+
+def groups_of(plan: Plan) -> Iterator[Group]:
+    """All groups of processes, role by role."""
+    for role in plan.roles:
+        for node, devices in enumerate(role.nodes):
+            parts: List[str] = [role.name] if len(plan.roles) > 1 else []
+            parts += ["node%d" % node] if len(role.nodes) > 1 else []
+            yield Group(role, node, devices, "/".join(parts))
+
+
+def wants_gpus(group: Group) -> bool:
+    """Whether GPUs are claimed for it."""
+    return group.devices.kind == "cuda" and bool(group.devices.gpus)
+
+
+def parse_plan(raw: Mapping[str, Any]) -> Plan:
+    """The plan as it was sent, or stands in job.json. Damage for one that is none, and for what this version of
+    Torchferry does not know, which is named with both versions."""
+    version = raw.get("version", 1)
+    if version == 1:
+        from .plan_version_1 import upgrade  # of jobs that an earlier Torchferry launched
+
+        return upgrade(raw)
+    if version != PLAN_VERSION:
+        raise Damage("the plan is of version %.20r, and %s" % (version, _KNOWN))
+    try:
+        plan = from_json(dict(raw), Plan, strict=True)
+    except Damage as damage:
+        raise Damage("the plan, of version %d, is not understood: %s; %s" % (version, damage, _KNOWN)) from None
+    if len(plan.roles) != 1 or len(plan.roles[0].nodes) != 1:
+        shape = ", ".join("%s on %d nodes" % (role.name, len(role.nodes)) for role in plan.roles) or "no role"
+        raise Damage("the plan, of version %d, is for %s; %s" % (version, shape, _KNOWN))
+    return plan
+
+
+_KNOWN = "this Torchferry knows versions 1 and %d, and one role on one node" % PLAN_VERSION
+
+
+def fill(text: Text, slots: Mapping[str, str]) -> str:
+    """The text with every slot's value in its place. KeyError for a slot that is not known."""
+    if isinstance(text, str):
+        return text
+    return "".join(part if isinstance(part, str) else slots[part.slot] for part in text)
