@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from lab import Lab, SshServer, judged, parser_of, require, start_sshd
@@ -97,7 +96,7 @@ def launch(where: tuple[str, str], prepared: Prepared, job_id: str, clock: Clock
     host = Host(where[0], where[1])
     launch_and_follow(
         host.connect,
-        replace(prepared.plan, job_id=job_id),
+        prepared.plan._replace(job_id=job_id),
         shipment=prepared.shipment,
         payload=prepared.payload,
         git=None,

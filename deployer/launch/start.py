@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from deployer.agent.host.typed import to_json
+from deployer.agent.job.plan import Plan
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
@@ -15,7 +17,6 @@ from deployer.errors import ConnectError, FerryError, HostError, LostConnection
 from deployer.launch.delta import LastTree, News, news_for, send_blobs, send_news, send_tree
 from deployer.launch.follow import Connect, Watcher, follow_to_end
 from deployer.launch.logview import LogView
-from deployer.plan.launch_plan import LaunchPlan, plan_to_json
 from deployer.project.manifest import Shipment
 
 ASKED_BYTES = 100
@@ -26,7 +27,7 @@ CANCEL_S = 5.0
 
 def launch_and_follow(
     connect: Connect,
-    plan: LaunchPlan,
+    plan: Plan,
     *,
     shipment: Shipment,
     payload: dict[str, Any],
@@ -45,7 +46,7 @@ def launch_and_follow(
     """
     git = dict(git or {})
     patch = str(git.pop("patch", ""))
-    request: dict[str, Any] = {"op": "launch", "plan": plan_to_json(plan), "follow": view is not None}
+    request: dict[str, Any] = {"op": "launch", "plan": to_json(plan), "follow": view is not None}
     news = news_for(last, plan.tree, shipment.trees[plan.tree])
     request.update(git=git, patch=bool(patch), ahead=news is not None)
     small = news is not None and news.is_small
@@ -156,7 +157,7 @@ def _cancel(link: Link, watcher: Watcher) -> None:
 
 def resume_and_follow(
     connect: Connect,
-    plan: LaunchPlan,
+    plan: Plan,
     *,
     attempt: int,
     payload: dict[str, Any],
@@ -165,7 +166,7 @@ def resume_and_follow(
     give_up_s: float = GIVE_UP_AFTER_S,
 ) -> dict[str, Any] | None:
     """Starts this attempt of a job that has ended, and returns the final status as `launch_and_follow` does."""
-    request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": plan_to_json(plan)}
+    request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": to_json(plan)}
     request["follow"] = view is not None
     link, call = _until_acknowledged(
         lambda: connect(request=request, payload=payload or None), Shipment({}, {}), watcher

@@ -5,22 +5,20 @@ What only the host knows (interpreter, folders) is a named slot in the plan; the
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
 
 from deployer.agent.host.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV
+from deployer.agent.job.plan import PROGRAM, TRAINER, Devices, Group, Include, Plan, Policy, Request, Role, Slot, Text
+from deployer.agent.python.spec import PythonSpec
 from deployer.errors import UsageError
-from trainer.schema import gpu_count
+from trainer.schema import Config, TargetConfig, gpu_count
 
-if TYPE_CHECKING:
-    from trainer.schema import Config
-
-PLAN_VERSION = 1
 PYTHON_VARIABLE = "$PYTHON"
 GPUS_VARIABLE = "$GPUS"
 TRAINER_REQUIRES = (
@@ -32,79 +30,9 @@ TRAINER_REQUIRES = (
 )
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A value that only the host knows, by name: python, job, agent, root, or gpus where `auto:N` is asked for."""
-
-    name: str
-
-
-Text = str | tuple[str | Slot, ...]
-"""A string, or parts with slots that are joined on the host."""
-
 PYTHON_RULE = "the host's interpreter that has what the job needs: --python, else found, else built from requirements"
 PYTHON_HERE = "Here python3 stands for it, --dry-run=remote asks the host"
 GPUS_RULE = "the host's freest GPUs: not leased, nobody computes on them, least memory in use, then lowest index"
-
-
-@dataclass(frozen=True)
-class PythonSpec:
-    """How the job's interpreter is chosen on the host."""
-
-    explicit: str | None = None
-    requires: tuple[str, ...] = ()
-    """PEP 508 requirements that the interpreter must satisfy."""
-    lock: str | None = None
-    """requirements.txt of the project, relative to its root: a missing environment is built from it."""
-    wheels: str | None = None
-    """Tree hash of a folder of wheels that travels along, for hosts without internet."""
-
-
-@dataclass(frozen=True)
-class Include:
-    """A data set or model that travels once, outside the code tree, and is linked into it at `path`."""
-
-    path: str
-    tree: str
-    file: bool
-    """A single file rather than a folder."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the host does with the job by itself."""
-
-    queue: bool = False
-    max_restarts: int = 0
-    max_runtime_s: float | None = None
-    stall_timeout_s: float | None = None
-    log_max_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """One launch on one host."""
-
-    job_id: str
-    name: str
-    created: str
-    kind: str  # "trainer" or "program"
-    device: str  # "cuda", "cpu"; "any" for a program that names no GPU
-    gpus: tuple[str, ...]
-    nproc: int
-    torchrun: bool
-    argv: tuple[Text, ...]
-    cwd: Text
-    env: dict[str, Text]
-    python: PythonSpec
-    tree: str
-    includes: tuple[Include, ...] = ()
-    allow_busy: bool = False
-    policy: Policy = Policy()
-    env_names: tuple[str, ...] = ()
-    secret_names: tuple[str, ...] = ()
-    config_yaml: str | None = None
-    version: int = field(default=PLAN_VERSION)
 
 
 @dataclass(frozen=True)
@@ -131,7 +59,7 @@ def build_plan(
     allow_busy: bool = False,
     restrict_gpus: bool = True,
     config_yaml: str | None = None,
-) -> LaunchPlan:
+) -> Plan:
     """The plan of a config's job, or of `command` when one is given.
 
     own_trainer: the project has a `train.py` and `trainer/` of its own; otherwise those that travel in `lib/` run.
@@ -139,28 +67,30 @@ def build_plan(
     """
     target = config.target
     torchrun = command.torchrun if command else uses_torchrun(config)
-    device = "cpu" if target.device == "cpu" else ("cuda" if restrict_gpus else "any")
-    gpus = tuple(str(gpu) for gpu in target.gpu_ranks) if device == "cuda" else ()
+    devices = _devices(target, restrict_gpus=restrict_gpus)
     nproc = gpu_count(target.gpu_ranks) if torchrun else 1
-    return LaunchPlan(
+    role = Role(
+        name=PROGRAM if command else TRAINER,
+        argv=_argv(command, own_trainer=own_trainer, torchrun=torchrun, nproc=nproc),
+        cwd=(Slot("job"), "/code"),
+        env={**_environment(job_id, devices.kind), **({} if command else {CACHE_ENV: CACHE})},
+        nodes=(devices,),
+        nproc=nproc,
+        torchrun=torchrun,
+        max_restarts=target.max_restarts,
+    )
+    return Plan(
         job_id=job_id,
         name=config.run.name,
         created=created,
-        kind="program" if command else "trainer",
-        device=device,
-        gpus=gpus,
-        nproc=nproc,
-        torchrun=torchrun,
-        argv=_argv(command, own_trainer=own_trainer, torchrun=torchrun, nproc=nproc),
-        cwd=(Slot("job"), "/code"),
-        env={**_environment(job_id, device=device, gpus=gpus), **({} if command else {CACHE_ENV: CACHE})},
+        roles=(role,),
         python=python or PythonSpec(),
         tree=tree,
+        request=build_request(config, command, own_trainer=own_trainer, restrict_gpus=restrict_gpus),
         includes=tuple(includes),
         allow_busy=allow_busy,
         policy=Policy(
             queue=target.queue,
-            max_restarts=target.max_restarts,
             max_runtime_s=target.max_runtime_s,
             stall_timeout_s=target.stall_timeout_s,
             log_max_bytes=int(target.log_max_gb * 1e9) or None,
@@ -169,6 +99,31 @@ def build_plan(
         secret_names=tuple(sorted(target.secrets)),
         config_yaml=config_yaml,
     )
+
+
+def _devices(target: TargetConfig, *, restrict_gpus: bool) -> Devices:
+    if target.device == "cpu":
+        return Devices("cpu")
+    return Devices("cuda", tuple(str(gpu) for gpu in target.gpu_ranks)) if restrict_gpus else Devices("any")
+
+
+NOT_REQUESTED = ("target.ssh", "target.root", "target.env")
+"""Keys that a job's request does not hold: which host it is, and values that may be secret."""
+
+
+def build_request(config: Config, command: Command | None, *, own_trainer: bool, restrict_gpus: bool) -> Request:
+    """What the next attempt's plan is made from. A trainer's settings stand in its config.yaml."""
+    if command is None:
+        return Request(own_trainer=own_trainer)
+    left_out = (*NOT_REQUESTED, *(() if restrict_gpus else ("target.gpu_ranks",)))
+    settings = {
+        f"{section}.{key.name}": getattr(getattr(config, section), key.name)
+        for section in ("run", "target")
+        for key in fields(getattr(config, section))
+        if getattr(getattr(config, section), key.name) != getattr(getattr(Config(), section), key.name)
+    }
+    overrides = (f"{key}={json.dumps(value)}" for key, value in settings.items() if key not in left_out)
+    return Request(command.argv, command.torchrun, tuple(overrides))
 
 
 def has_auto(gpus: Sequence[str]) -> bool:
@@ -244,11 +199,11 @@ def _program_of(argv: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(rest)
 
 
-def _environment(job_id: str, *, device: str, gpus: Sequence[str]) -> dict[str, Text]:
+def _environment(job_id: str, device: str) -> dict[str, Text]:
     env: dict[str, Text] = {}
     if device != "any":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        env["CUDA_VISIBLE_DEVICES"] = (Slot("gpus"),) if has_auto(gpus) else ",".join(gpus)
+        env["CUDA_VISIBLE_DEVICES"] = (Slot("gpus"),) if device == "cuda" else ""
     env["PYTHONUNBUFFERED"] = "1"
     env[JOB_ID_ENV] = job_id
     env[RUN_DIR_ENV] = (Slot("job"),)
@@ -267,74 +222,31 @@ def new_job_id(name: str, *, now: datetime | None = None) -> str:
     return f"{safe}-{moment:%m%d-%H%M}-{secrets.token_hex(2)}"
 
 
-# --- as data and as text ----------------------------------------------------------------------------------------------
+# --- as text ----------------------------------------------------------------------------------------------
 
 
-def plan_to_json(plan: LaunchPlan) -> dict[str, Any]:
-    """The plan as the agent reads it."""
-    return {
-        "version": plan.version,
-        "job_id": plan.job_id,
-        "name": plan.name,
-        "created": plan.created,
-        "kind": plan.kind,
-        "device": plan.device,
-        "gpus": list(plan.gpus),
-        "allow_busy": plan.allow_busy,
-        "policy": asdict(plan.policy),
-        "nproc": plan.nproc,
-        "torchrun": plan.torchrun,
-        "argv": [_text_to_json(text) for text in plan.argv],
-        "cwd": _text_to_json(plan.cwd),
-        "env": {name: _text_to_json(text) for name, text in plan.env.items()},
-        "python": {
-            "explicit": plan.python.explicit,
-            "requires": list(plan.python.requires),
-            "lock": plan.python.lock,
-            "wheels": plan.python.wheels,
-        },
-        "tree": plan.tree,
-        "includes": [{"path": include.path, "tree": include.tree, "file": include.file} for include in plan.includes],
-        "env_names": list(plan.env_names),
-        "secret_names": list(plan.secret_names),
-        "config_yaml": plan.config_yaml,
-    }
-
-
-def _text_to_json(text: Text) -> Any:
-    if isinstance(text, str):
-        return text
-    return [{"slot": part.name} if isinstance(part, Slot) else part for part in text]
-
-
-def fill(text: Text, slots: dict[str, str]) -> str:
-    """The text with every slot's value in its place."""
-    if isinstance(text, str):
-        return text
-    return "".join(slots[part.name] if isinstance(part, Slot) else part for part in text)
-
-
-def shell_slots(plan: LaunchPlan, *, root: str, agent: str) -> dict[str, str]:
-    """Slots as shell text for a reader who will paste the command on the host."""
+def shell_slots(group: Group, *, job_id: str, root: str, agent: str) -> dict[str, str]:
+    """A group's slots as shell text for a reader who will paste the command on the host."""
+    gpus = group.devices.gpus
     return {
         "python": PYTHON_VARIABLE,
-        **({"gpus": GPUS_VARIABLE} if has_auto(plan.gpus) else {}),
+        **({"gpus": GPUS_VARIABLE if has_auto(gpus) else ",".join(gpus)} if group.devices.kind == "cuda" else {}),
         "root": root,
-        "job": f"{root}/jobs/{plan.job_id}",
+        "job": f"{root}/jobs/{job_id}",
         "agent": f"{root}/agent/{agent}/agent",
     }
 
 
-def render_command(plan: LaunchPlan, slots: dict[str, str]) -> str:
-    """The command as one shell line: environment, then argv. Values of --env and secrets appear as names."""
-    words = [f"{name}={_quote(text, slots)}" for name, text in plan.env.items()]
+def render_command(plan: Plan, role: Role, slots: dict[str, str]) -> str:
+    """A role's command as one shell line: environment, then argv. Values of --env and secrets appear as names."""
+    words = [f"{name}={_quote(text, slots)}" for name, text in role.env.items()]
     words += [f'{name}="${name}"' for name in (*plan.env_names, *plan.secret_names)]
-    words += [_quote(text, slots) for text in plan.argv]
+    words += [_quote(text, slots) for text in role.argv]
     return " ".join(words)
 
 
-def render_cwd(plan: LaunchPlan, slots: dict[str, str]) -> str:
-    return f"cd {_quote(plan.cwd, slots)}"
+def render_cwd(role: Role, slots: dict[str, str]) -> str:
+    return f"cd {_quote(role.cwd, slots)}"
 
 
 def _quote(text: Text, slots: dict[str, str]) -> str:
@@ -342,7 +254,7 @@ def _quote(text: Text, slots: dict[str, str]) -> str:
     if isinstance(text, str):
         return shlex.quote(text)
     return "".join(
-        _quote_slot(slots[part.name]) if isinstance(part, Slot) else (part if _PLAIN.match(part) else shlex.quote(part))
+        _quote_slot(slots[part.slot]) if isinstance(part, Slot) else (part if _PLAIN.match(part) else shlex.quote(part))
         for part in text
     )
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.job.plan import Plan, is_trainer, main_role, parse_plan
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
-from deployer.plan.launch_plan import Command, Include, LaunchPlan, PythonSpec, build_plan
+from deployer.plan.launch_plan import Command, build_plan
 from deployer.plan.options import Options, with_options
 from deployer.plan.prepare import payload_of, without_client_keys
 from trainer.config.load import ConfigError, check_config, config_from_yaml, config_to_yaml, local_data_paths
-from trainer.schema import Config, RunConfig, TargetConfig
+from trainer.schema import Config
 
 RESUME = "train.resume"
 
@@ -23,67 +24,69 @@ class Resumable:
     """A job as its host knows it."""
 
     job_id: str
-    plan: dict[str, Any]
+    plan: Plan
     attempt: int
     from_step: int | None
     """The newest complete checkpoint; None without one."""
 
 
+class _Found(NamedTuple):
+    job_id: str
+    plan: dict[str, Any]
+    attempt: int
+    from_step: int | None = None
+
+
 def read_resumable(host: Host, job_id: str) -> Resumable:
     with host.connect(request={"op": "plan", "job": job_id}) as link:
-        found = dict(link.first.result("plan"))
+        answer = link.first.result("plan")
     try:
-        step = found["from_step"]
-        return Resumable(
-            str(found["job_id"]), dict(found["plan"]), int(found["attempt"]), None if step is None else int(step)
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise HostError(f"{host.name} tells of {job_id} what is not understood: {error!r}") from error
+        found = from_json(answer, _Found)
+        return Resumable(found.job_id, parse_plan(found.plan), found.attempt, found.from_step)
+    except Damage as damage:
+        raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
 
 
-def plan_next(job: Resumable, options: Options, *, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
+def plan_next(job: Resumable, options: Options, *, known: Collection[str]) -> tuple[Plan, dict[str, Any]]:
     """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
     secret that the host asks for though it is not among `known`: those that this client has given the job before."""
     try:
         return _plan_next(job, options, known)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise HostError(f"the plan of {job.job_id} is not understood: {error!r}") from error
 
 
-def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
+def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tuple[Plan, dict[str, Any]]:
     old, job_id = job.plan, job.job_id
-    is_trainer = old["kind"] == "trainer"
-    if is_trainer:
+    role, request = main_role(old), old.request
+    if is_trainer(old):
         config = _config_of(old, job_id, options, has_saved=job.from_step is not None)
     else:
-        config = _target_of(old, options)
+        config = _config_of_program(old, options)
     config = with_options(config, options)
     check_config(config)
-    if is_trainer:
+    if is_trainer(old):
         _check_length(job, config)
     if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.secrets})
-    python = old["python"]
     plan = build_plan(
         config,
         job_id=job_id,
-        created=old["created"],
-        tree=old["tree"],
-        own_trainer="train.py" in old["argv"],
-        command=None if is_trainer else _command_of(old),
-        python=PythonSpec(config.target.python, tuple(python["requires"]), python["lock"], python["wheels"]),
-        includes=[Include(**include) for include in old["includes"]],
-        allow_busy=bool(old["allow_busy"]) or options.allow_busy,
-        restrict_gpus=is_trainer or options.gpus is not None or old["device"] != "any",
-        config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer else None,
+        created=old.created,
+        tree=old.tree,
+        own_trainer=request.own_trainer,
+        command=None if is_trainer(old) else Command(request.command, request.torchrun),
+        python=old.python._replace(explicit=config.target.python),
+        includes=old.includes,
+        allow_busy=old.allow_busy or options.allow_busy,
+        restrict_gpus=is_trainer(old) or options.gpus is not None or role.nodes[0].kind != "any",
+        config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer(old) else None,
     )
-    names = {*old["env_names"], *plan.env_names}
-    return replace(plan, env_names=tuple(sorted(names))), payload_of(config)
+    names = {*old.env_names, *plan.env_names}
+    return plan._replace(env_names=tuple(sorted(names))), payload_of(config)
 
 
-def beginning(job: Resumable, plan: LaunchPlan) -> str:
+def beginning(job: Resumable, plan: Plan) -> str:
     """Where the next attempt goes on, in words."""
     if plan.config_yaml is None:
         return "the same program with the same files"
@@ -113,13 +116,13 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
-def _config_of(old: dict[str, Any], job_id: str, options: Options, *, has_saved: bool) -> Config:
+def _config_of(old: Plan, job_id: str, options: Options, *, has_saved: bool) -> Config:
     file = f"config.yaml of {job_id}"
-    overrides = options.overrides
+    overrides, text = options.overrides, old.config_yaml or ""
     if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
-    config = config_from_yaml(old["config_yaml"], file, overrides)
-    before = local_data_paths(config_from_yaml(old["config_yaml"], file))
+    config = config_from_yaml(text, file, overrides)
+    before = local_data_paths(config_from_yaml(text, file))
     new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
     if new:
         raise UsageError(
@@ -129,31 +132,11 @@ def _config_of(old: dict[str, Any], job_id: str, options: Options, *, has_saved:
     return config
 
 
-def _target_of(old: dict[str, Any], options: Options) -> Config:
-    """What a program's plan says, in the words of a config."""
+def _config_of_program(old: Plan, options: Options) -> Config:
+    """What a program's job was asked for with, as a config."""
     if options.overrides:
         raise UsageError(
             f"{options.overrides[0]} changes a config, and this job is a program of your own",
             hint="what it is given on its command line stays; --env K=V changes its environment",
         )
-    policy: Mapping[str, Any] = old.get("policy") or {}
-    on_cpu = old["device"] == "cpu"
-    gpus = [int(gpu) if re.fullmatch(r"\d+", gpu) else gpu for gpu in old["gpus"]] or list(range(int(old["nproc"])))
-    limits = {name: policy[name] for name in ("queue", "max_restarts", "max_runtime_s", "stall_timeout_s") if policy}
-    target = TargetConfig(
-        gpu_ranks=gpus,
-        device="cpu" if on_cpu else "auto",
-        python=old["python"]["explicit"],
-        secrets=list(old["secret_names"]),
-        log_max_gb=(policy.get("log_max_bytes") or 0) / 1e9,
-        **limits,
-    )
-    return Config(run=RunConfig(name=old["name"]), target=target)
-
-
-def _command_of(old: dict[str, Any]) -> Command:
-    """The program of a plan's argv, as the user gave it."""
-    words = ["python" if word == [{"slot": "python"}] else word for word in old["argv"]]
-    if old["torchrun"]:
-        words = words[words.index([{"slot": "agent"}, "/rank.py"]) + 1 :]
-    return Command(tuple(words), bool(old["torchrun"]))
+    return config_from_yaml("{}", f"the request of {old.job_id}", old.request.overrides)

@@ -12,19 +12,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from deployer.agent.job.plan import Include, Plan
+from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, state_dir
-from deployer.plan.launch_plan import (
-    TRAINER_REQUIRES,
-    Command,
-    Include,
-    LaunchPlan,
-    PythonSpec,
-    build_plan,
-    new_job_id,
-    script_of,
-)
+from deployer.plan.launch_plan import TRAINER_REQUIRES, Command, build_plan, new_job_id, script_of
 from deployer.plan.options import Options
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
@@ -38,7 +31,7 @@ ASK_FILE_BYTES = 100 * 10**6
 class Prepared:
     """All that a launch needs, decided."""
 
-    plan: LaunchPlan
+    plan: Plan
     shipment: Shipment
     code: Scan
     payload: dict[str, Any]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from deployer.agent.host.typed import to_json
 from deployer.agent.store.tree import dump_entries
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
-from deployer.plan.launch_plan import plan_to_json
 from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import Prepared, prepare
 from tests.support.ferry import REPO, Ferry
@@ -104,9 +104,10 @@ def test_dry_run_command_is_what_real_ranks_run(ferry, tmp_path, words, devices,
         f"CUDA_VISIBLE_DEVICES={devices} " in shown["command"] and f"--nproc-per-node={len(ranks)}" in shown["command"]
     )
     plan, job_id = shown["plan"], ferry.job_ids()[0]
-    filled = [_fill(text, {**shown["slots"], "job": str(ferry.job())}) for text in plan["argv"]]
+    (role,) = plan["roles"]
+    filled = [_fill(text, {**shown["slots"], "job": str(ferry.job())}) for text in role["argv"]]
     assert ranks[0]["launcher"] == filled
-    for name, text in plan["env"].items():
+    for name, text in role["env"].items():
         expected = _fill(text, {**shown["slots"], "job": str(ferry.job())})
         assert ranks[1]["env"][name] == expected.replace(plan["job_id"], job_id)
 
@@ -307,7 +308,7 @@ def test_client_gone_in_the_midst_of_a_file_leaves_nothing_behind(ferry):
     options = Options(command=("true",), root=str(ferry.root))
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
-    request = {"op": "launch", "plan": plan_to_json(prepared.plan), "git": None, "follow": False}
+    request = {"op": "launch", "plan": to_json(prepared.plan), "git": None, "follow": False}
     with Host(None, str(ferry.root)).connect(request=request) as link:
         for name, value, _ in link.first.events():
             if name == "need_tree":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,12 @@ import pytest
 
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.processes import is_running, process_of
+from deployer.agent.host.typed import to_json
 from deployer.agent.job.judge import judge
+from deployer.agent.job.plan import PLAN_VERSION, Plan, Role, parse_plan
+from deployer.agent.job.record import Record, write_record
 from deployer.agent.job.status import FINAL
-from deployer.agent.supervisor.start import spawn
+from deployer.agent.supervisor.start import LaunchInput, spawn
 from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S
 
@@ -33,28 +35,38 @@ def wait_for(condition: Callable[[], Any], *, timeout_s: float = HANG_S) -> Any:
     pytest.fail(f"still not so after {timeout_s} s: {condition}")
 
 
-def make_plan(argv: list[Any], **changes: Any) -> dict[str, Any]:
-    plan = {
-        "version": 1,
-        "name": "test",
-        "created": "2026-01-02T03:04:05Z",
-        "kind": "program",
-        "device": "cpu",
-        "gpus": [],
-        "allow_busy": False,
-        "nproc": 1,
-        "torchrun": False,
+def make_plan(
+    argv: list[Any],
+    *,
+    kind: str = "program",
+    device: str = "cpu",
+    gpus: Sequence[str] = (),
+    policy: Mapping[str, Any] | None = None,
+    job_id: str = "j",
+    **changes: Any,
+) -> Plan:
+    """A plan of one role on one node. `policy`: with `max_restarts`; `changes`: of the role or of the plan."""
+    policy = dict(policy or {})
+    role: dict[str, Any] = {
+        "name": kind,
         "argv": argv,
         "cwd": [{"slot": "job"}, "/code"],
         "env": {},
-        "python": {"explicit": sys.executable, "requires": [], "lock": None, "wheels": None},
-        "tree": "",
-        "includes": [],
-        "env_names": [],
-        "secret_names": [],
-        "config_yaml": None,
+        "nodes": [{"kind": device, "gpus": list(gpus)}],
+        "max_restarts": policy.pop("max_restarts", 0),
     }
-    return {**plan, **changes}
+    role |= {name: changes.pop(name) for name in list(changes) if name in Role._fields}
+    plan = {
+        "job_id": job_id,
+        "name": "test",
+        "created": "2026-01-02T03:04:05Z",
+        "roles": [role],
+        "python": {"explicit": sys.executable},
+        "tree": "",
+        "request": {},
+        "policy": policy,
+    }
+    return parse_plan({"version": PLAN_VERSION, **plan, **changes})
 
 
 def python(code: str, *args: str) -> list[Any]:
@@ -70,22 +82,22 @@ def torchrun(code: str, nproc: int = 2) -> dict[str, Any]:
     return {"argv": argv, "torchrun": True, "nproc": nproc}
 
 
-def make_job(root: Path, job_id: str, plan: dict[str, Any]) -> Job:
+def make_job(root: Path, job_id: str, plan: Plan) -> Job:
     """The job's folder as the agent leaves it before it starts the supervisor."""
     job = Root(str(root)).job(job_id)
     Path(job.code).mkdir(parents=True)
     Path(job.control).mkdir()
-    Path(job.record).write_text(json.dumps({"format": 1, "plan": {**plan, "job_id": job_id}}))
+    write_record(job, Record(to_json(plan._replace(job_id=job_id))))
     return job
 
 
-def start(job: Job, plan: dict[str, Any], **more: Any) -> Job:
-    base_env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    spawn(job, {"plan": plan, "env": {}, "secrets": {}, "base_env": base_env, "attempt": 1, **more})
+def start(job: Job, plan: Plan, **more: Any) -> Job:
+    more.setdefault("base_env", {**os.environ, "OMP_NUM_THREADS": "1"})
+    spawn(job, LaunchInput(plan=plan, **{"attempt": 1, **more}))
     return job
 
 
-def run_job(root: Path, job_id: str, plan: dict[str, Any], **more: Any) -> dict[str, Any]:
+def run_job(root: Path, job_id: str, plan: Plan, **more: Any) -> dict[str, Any]:
     """Starts a job and waits for its final status."""
     return end_of(start(make_job(root, job_id, plan), plan, **more))
 

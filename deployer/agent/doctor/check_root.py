@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Sequence
 
 from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from ..gc.inventory import read_inventory
-from ..gpus.leases import TICKET, Claim
+from ..gpus.view import TICKET, Claim
 from ..guard import TRUSTED, secure_root
 from ..host.disk import Disk
 from ..host.layout import Root

@@ -17,7 +17,7 @@ from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
 from ..job.judge import judge
-from ..job.status import FINAL, read_plan, supervisor_of
+from ..job.status import FINAL, supervisor_of
 from ..store import packs
 from ..store.tree import LINK, Entry, blobs_of, root_hash
 from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
@@ -128,7 +128,7 @@ def _job_folders(root: Root) -> List[str]:
 
 def _is_ours(job: Job) -> bool:
     """Whether a launch made the folder, or began to."""
-    return os.path.exists(job.lock) or bool(read_plan(job))
+    return os.path.exists(job.lock) or os.path.exists(job.record)
 
 
 def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:

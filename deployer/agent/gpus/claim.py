@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optiona
 from ..host.errors import AgentError
 from ..host.layout import Root
 from . import nvidia
-from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims, show_again, take_over
+from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
-from .queue import any_overlap, freest, grant, queue_of, queue_view, refusal
+from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
+from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, Wanted
 
 if TYPE_CHECKING:
     from ..wire.conversation import Call
@@ -23,41 +24,41 @@ if TYPE_CHECKING:
 _MINE = "mine"
 
 
-def claim_gpus(plan: Dict[str, Any], env: Dict[str, str]) -> Held:
-    """The GPUs that a plan asks for, held; with policy.queue a ticket when they are not free.
+def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
+    """The GPUs that a job asks for, held; with `queue` a ticket when they are not free.
 
     AgentError when the host lacks them, or when they are not free, with who has them.
     """
-    sight = _see_for(plan, env)
-    if plan["allow_busy"]:
-        return _beside(plan, sight)
+    sight = _see_for(wanted, env)
+    if wanted.allow_busy:
+        return _beside(wanted, sight)
     with claiming() as claims:
-        seen = _of_others(claims.read(), plan)
+        seen = _of_others(claims.read(), wanted.job)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, plan["job_id"], _devices(sight), nvidia.auto_count(plan["gpus"]), number)
+        mine = Claim(TICKET, wanted.job, _devices(sight), nvidia.auto_count(wanted.gpus), number)
         mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
-            return _lease(claims, plan, chosen, sight)
-        if (plan.get("policy") or {}).get("queue"):
+            return _lease(claims, wanted, chosen, sight)
+        if wanted.queue:
             return claims.hold(mine)
     raise _refused(queue_view(mine, seen, sight), seen, sight)
 
 
 @contextmanager
-def claimed(plan: Dict[str, Any], env: Dict[str, str]) -> Iterator[Held]:
+def claimed(wanted: Wanted, env: Dict[str, str]) -> Iterator[Held]:
     """The same while a supervisor is started, which holds them then by itself."""
-    held = claim_gpus(plan, env)
+    held = claim_gpus(wanted, env)
     try:
         yield held
     finally:
         held.release()
 
 
-def would_get(plan: Dict[str, Any], env: Dict[str, str]) -> str:
-    """The GPUs that a plan would get now, as CUDA_VISIBLE_DEVICES has them; those of `auto:N` though they be busy."""
-    sight = _see_for(plan, env)
-    return _visible(plan, _choose_beside(plan, sight), sight)
+def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
+    """The GPUs that a job would get now, as CUDA_VISIBLE_DEVICES has them; those of `auto:N` though they be busy."""
+    sight = _see_for(wanted, env)
+    return _visible(wanted, _choose_beside(wanted, sight), sight)
 
 
 def report(root: Root, call: "Call") -> Dict[str, Any]:
@@ -93,48 +94,43 @@ def report(root: Root, call: "Call") -> Dict[str, Any]:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _see_for(plan: Dict[str, Any], env: Dict[str, str]) -> Sight:
-    on_cpu = "target.device=cpu" if plan["kind"] == "trainer" else "--device cpu"
-    return nvidia.see(plan["gpus"], env, on_cpu=on_cpu)
+def _see_for(wanted: Wanted, env: Dict[str, str]) -> Sight:
+    return nvidia.see(wanted.gpus, env, on_cpu=wanted.on_cpu)
 
 
-def _of_others(claims: Sequence[Claim], plan: Dict[str, Any], *, but: str = "") -> List[Claim]:
+def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Claim]:
     """Without the job's own: a launch that was cut off is done again beside what is left of it."""
-    mine = (plan["job_id"], os.geteuid())
+    mine = (job, os.geteuid())
     return [c for c in claims if (c.job, c.uid) != mine or c.file == but]
 
 
-def _devices(sight: Sight) -> Any:
+def _devices(sight: Sight) -> Devices:
     return tuple(gpu.device for gpu in sight.named)
 
 
-def _lease(claims: Claims, plan: Dict[str, Any], devices: Any, sight: Sight, kind: str = LEASE) -> Held:
-    held = claims.hold(Claim(kind, plan["job_id"], devices))
-    held.visible = _visible(plan, devices, sight)
-    return held
+def _lease(claims: Claims, wanted: Wanted, devices: Devices, sight: Sight, kind: ClaimKind = LEASE) -> Held:
+    return claims.hold(Claim(kind, wanted.job, devices), _visible(wanted, devices, sight))
 
 
-def _visible(plan: Dict[str, Any], devices: Sequence[str], sight: Sight) -> str:
+def _visible(wanted: Wanted, devices: Sequence[str], sight: Sight) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
-    if not nvidia.auto_count(plan["gpus"]):
-        return ",".join(plan["gpus"])
+    if not nvidia.auto_count(wanted.gpus):
+        return ",".join(wanted.gpus)
     return ",".join(gpu.label for gpu in sight.gpus if gpu.device in devices)
 
 
-def _beside(plan: Dict[str, Any], sight: Sight) -> Held:
+def _beside(wanted: Wanted, sight: Sight) -> Held:
     """A claim that keeps nobody out. It is not worth a refusal when it cannot be made."""
-    devices = _choose_beside(plan, sight)
+    devices = _choose_beside(wanted, sight)
     try:
         with claiming() as claims:
-            return _lease(claims, plan, devices, sight, SHARED)
+            return _lease(claims, wanted, devices, sight, SHARED)
     except AgentError:
-        held = Held(Claim(SHARED, plan["job_id"], devices), -1)
-        held.visible = _visible(plan, devices, sight)
-        return held
+        return Held(Claim(SHARED, wanted.job, devices), _visible(wanted, devices, sight))
 
 
-def _choose_beside(plan: Dict[str, Any], sight: Sight) -> Any:
-    count = nvidia.auto_count(plan["gpus"])
+def _choose_beside(wanted: Wanted, sight: Sight) -> Devices:
+    count = nvidia.auto_count(wanted.gpus)
     if not count:
         return _devices(sight)
     try:
@@ -164,11 +160,11 @@ SIGHT_S = 10.0
 class JobGpus:
     """`look` until it is no longer `waiting`; then `slots` and `stdin` are what the job is started with."""
 
-    def __init__(self, plan: Dict[str, Any], env: Dict[str, str], handed: Optional[Dict[str, Any]]) -> None:
-        """handed: the claim that the agent made (see leases.Held); None for a job without GPUs."""
+    def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
+        """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again."""
         self.view: Dict[str, Any] = {}
         """Why it waits: see queue.queue_view."""
-        self._plan = plan
+        self._wanted = wanted
         self._env = env
         self._held = take_over(handed) if handed else None
         self._sight: Optional[Sight] = None
@@ -179,8 +175,9 @@ class JobGpus:
         return self._held is not None and self._held.claim.kind == TICKET
 
     @property
-    def slots(self) -> Dict[str, str]:
-        return {"gpus": self._held.visible} if self._held is not None else {}
+    def visible(self) -> str:
+        """CUDA_VISIBLE_DEVICES for the whole job."""
+        return self._held.visible if self._held is not None else ""
 
     @property
     def devices(self) -> List[str]:
@@ -206,13 +203,12 @@ class JobGpus:
         except AgentError as e:
             self.view = {**self.view, "trouble": e.message}
 
-    def hold_again(self, devices: Sequence[str], slots: Dict[str, str]) -> None:
+    def hold_again(self, devices: Sequence[str], visible: str) -> None:
         """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""
         if not devices:
             return
-        claim = Claim(SHARED if self._plan["allow_busy"] else LEASE, self._plan["job_id"], tuple(devices))
-        self._held = Held(claim, -1)
-        self._held.visible = slots.get("gpus", "")
+        claim = Claim(SHARED if self._wanted.allow_busy else LEASE, self._wanted.job, tuple(devices))
+        self._held = Held(claim, visible)
         self.keep()
 
     def keep(self) -> None:
@@ -237,7 +233,7 @@ class JobGpus:
         sight = self._sight
         perhaps = sight is None or self._granted(claims, sight, busy=()) is not None
         if sight is None or perhaps or time.monotonic() - self._seen_at > SIGHT_S:
-            sight = self._sight = _see_for(self._plan, self._env)
+            sight = self._sight = _see_for(self._wanted, self._env)
             self._seen_at = time.monotonic()
         if perhaps:
             self._take(ticket, sight)
@@ -249,12 +245,12 @@ class JobGpus:
             chosen = self._granted(self._others(claims.read(), ticket), sight, busy=sight.busy())
             if chosen is None:
                 return
-            self._held = _lease(claims, self._plan, chosen, sight)
+            self._held = _lease(claims, self._wanted, chosen, sight)
         ticket.release(ended=True)
 
     def _others(self, claims: Sequence[Claim], ticket: Held) -> List[Claim]:
-        return _of_others(claims, self._plan, but=ticket.claim.file)
+        return _of_others(claims, self._wanted.job, but=ticket.claim.file)
 
-    def _granted(self, claims: Sequence[Claim], sight: Sight, *, busy: Collection[str]) -> Any:
+    def _granted(self, claims: Sequence[Claim], sight: Sight, *, busy: Collection[str]) -> Optional[Devices]:
         assert self._held is not None
         return grant(claims, sight.gpus, busy).get(self._held.claim.file)

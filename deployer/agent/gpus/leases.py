@@ -20,20 +20,20 @@ import re
 import stat
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.locks import lock_holders, lock_key, take_lock
-from ..host.processes import uid_of
-from .nvidia import user_name
+from ..host.processes import uid_of, user_name
+from ..host.typed import Damage, parse
 from .places import Place, Places, locked, opened, unusable
+from .view import Claim, Handed
 
 MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
 MAX_BYTES = 16 << 10
 MAX_NUMBER = 1 << 52
 
-LEASE, SHARED, TICKET = "lease", "shared", "ticket"
 _DEVICE = re.compile(r"GPU-[0-9A-Za-z-]{1,64}(/MIG-[0-9A-Za-z/-]{1,96})?\Z")
 _WRITTEN = ("kind", "job", "devices", "auto", "number")
 _NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
@@ -41,38 +41,19 @@ _NO_CLAIM = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Claim(NamedTuple):
-    """What one job holds, or waits for."""
-
-    kind: str  # lease; shared: beside others, it keeps nobody out; ticket: a place in the queue
-    job: str
-    devices: Tuple[str, ...]  # GPU-…, or GPU-…/MIG-… for a slice; a ticket's are those it waits for
-    auto: int = 0  # a ticket's: any so many GPUs
-    number: int = 0  # a ticket's place: the lower ones come first
-    uid: int = -1  # the file's owner, whatever the text in it says
-    since: float = 0.0  # Unix time
-    file: str = ""  # tells it from others, also when it has several names
-    locker: str = ""  # a process that has locked the file, when it is not of that user
-
-    @property
-    def user(self) -> str:
-        return user_name(self.uid)
-
-
 class Held:
-    """A claim that this process holds by the descriptor `fd`, as does whoever inherits it."""
+    """A claim that this process holds by the descriptor `fd`, as does whoever inherits it; -1 for one that could not
+    be made. `visible` is CUDA_VISIBLE_DEVICES for the job of a lease, `names` are its paths."""
 
-    def __init__(self, claim: Claim, fd: int, names: Sequence[str] = ()) -> None:
+    def __init__(self, claim: Claim, visible: str, fd: int = -1, names: Sequence[str] = ()) -> None:
         self.claim = claim
+        self.visible = visible
         self.fd = fd
         self.names = list(names)
-        """Its paths."""
-        self.visible = ""
-        """Of a lease: CUDA_VISIBLE_DEVICES for the job."""
 
-    def handed(self) -> Dict[str, Any]:
-        """As data, for a process that inherits the descriptor under its number."""
-        return {"fd": self.fd, "claim": self.claim._asdict(), "names": self.names, "visible": self.visible}
+    def handed(self) -> Handed:
+        """For a process that inherits the descriptor under its number; see take_over."""
+        return Handed(self.claim, self.visible, self.fd if self.fd >= 0 else None, tuple(self.names))
 
     @property
     def is_lost(self) -> bool:
@@ -113,8 +94,7 @@ def show_again(held: Held) -> Held:
     the time."""
     with opened() as places:
         if held.fd < 0 or os.fstat(held.fd).st_nlink == 0:
-            again = Claims(places).hold(held.claim)
-            again.visible = held.visible
+            again = Claims(places).hold(held.claim, held.visible)
             if held.fd >= 0:
                 os.close(held.fd)
             return again
@@ -136,7 +116,7 @@ class Claims:
     def read(self) -> List[Claim]:
         return _read_all(self._places)
 
-    def hold(self, claim: Claim) -> Held:
+    def hold(self, claim: Claim, visible: str = "") -> Held:
         """Makes the claim and holds it. It appears locked, so nobody takes it for a stale one."""
         try:
             first, *more = self._places.wanted()
@@ -154,17 +134,15 @@ class Claims:
         except OSError as e:
             raise self._places.refused(e)
         made = claim._replace(uid=os.geteuid(), file=lock_key(os.fstat(fd)), since=time.time(), locker="")
-        return Held(made, fd, names)
+        return Held(made, visible, fd, names)
 
 
-def take_over(handed: Dict[str, Any]) -> Held:
+def take_over(handed: Handed) -> Held:
     """A claim that another process handed over with its descriptor; see `Held.handed`."""
-    claim = {**handed["claim"], "devices": tuple(handed["claim"]["devices"])}
-    held = Held(Claim(**claim), handed["fd"], handed["names"])
-    held.visible = handed["visible"]
-    if held.fd >= 0:
-        os.set_inheritable(held.fd, False)
-    return held
+    if handed.fd is None:
+        return Held(handed.claim, handed.visible)
+    os.set_inheritable(handed.fd, False)
+    return Held(handed.claim, handed.visible, handed.fd, handed.names)
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -260,7 +238,7 @@ def _is_ours_open(found: os.stat_result) -> bool:
 
 
 def _read_all(places: Places) -> List[Claim]:
-    found = {}  # type: Dict[str, Claim]
+    found: Dict[str, Claim] = {}
     for place, name in places.candidates():
         claim = _read(place, name)
         if claim is not None:
@@ -320,13 +298,9 @@ def _stranger(pids: Sequence[int], uid: int) -> str:
 def parse_claim(data: bytes) -> Optional[Claim]:
     """A claim as its file has it; None for what is none. The job's name loses what could drive a terminal."""
     try:
-        value = json.loads(data[:MAX_BYTES].decode("ascii"))
-        kind, devices, auto, number = (value[key] for key in ("kind", "devices", "auto", "number"))
-        job = re.sub(r"[^a-z0-9._-]", "?", str(value["job"]))[:80]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        kind, job, devices, auto, number, *_ = parse(data, Claim, most=MAX_BYTES)
+    except Damage:
         return None
-    well = kind in (LEASE, SHARED, TICKET) and isinstance(devices, list) and len(devices) <= 256
-    numbers = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (auto, number))
-    if not (well and numbers and all(isinstance(d, str) and _DEVICE.match(d) for d in devices)):
+    if len(devices) > 256 or max(auto, number) > MAX_NUMBER or not all(map(_DEVICE.match, devices)):
         return None
-    return Claim(kind, job, tuple(devices), auto, number)
+    return Claim(kind, re.sub(r"[^a-z0-9._-]", "?", job)[:80], devices, auto, number)

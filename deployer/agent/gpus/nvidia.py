@@ -10,6 +10,7 @@ import subprocess
 from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from ..host.errors import AgentError
+from ..host.processes import user_name
 
 TIMEOUT_S = 10
 BUSY_MIB = 1024
@@ -207,16 +208,6 @@ def _user_of(pid: int) -> str:
         return user_name(os.stat("/proc/%d" % pid).st_uid)
     except OSError:
         return "?"
-
-
-def user_name(uid: int) -> str:
-    """The account's name; its number when it has none here."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _command_of(pid: int) -> str:

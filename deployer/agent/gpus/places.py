@@ -22,8 +22,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 from ..host.errors import AgentError
 from ..host.layout import LEASE_NAME
 from ..host.locks import lock_holders, lock_key, take_lock
-from ..host.processes import command_of, uid_of
-from .nvidia import user_name
+from ..host.processes import command_of, uid_of, user_name
 
 FOLDER = "/tmp/.torchferry-leases"
 FOLDER_ENV = "TORCHFERRY_LEASE_DIR"

@@ -5,8 +5,8 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
 
-from .leases import LEASE, TICKET, Claim
 from .nvidia import Gpu, Sight, users_of
+from .view import LEASE, TICKET, Claim
 
 Devices = Tuple[str, ...]
 

@@ -1,9 +1,59 @@
-"""Why a job waits for its GPUs, and what still holds those of a job that was stopped: as a status keeps it.
+"""What is said of GPUs: what a job wants, what it holds, why it waits, and what still holds those of a stopped one.
 
 Stdlib only, Python 3.8: both ends use it, and a job without GPUs loads nothing else of this folder.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Literal, NamedTuple, Optional, Tuple
+
+from ..host.processes import user_name
+
+ClaimKind = Literal["lease", "shared", "ticket"]
+LEASE: ClaimKind = "lease"
+SHARED: ClaimKind = "shared"
+TICKET: ClaimKind = "ticket"
+
+
+class Wanted(NamedTuple):
+    """What a job asks for on this host."""
+
+    job: str
+    gpus: Tuple[str, ...]
+    """Indices or UUIDs, or one auto:N."""
+    queue: bool = False
+    """Wait for them."""
+    allow_busy: bool = False
+    """Take them though others use them."""
+    on_cpu: str = "target.device=cpu"
+    """The option of the job that does without."""
+
+
+class Claim(NamedTuple):
+    """What one job holds, or waits for."""
+
+    kind: ClaimKind  # shared: beside others, it keeps nobody out; ticket: a place in the queue
+    job: str
+    devices: Tuple[str, ...]  # GPU-…, or GPU-…/MIG-… for a slice; a ticket's are those it waits for
+    auto: int = 0  # a ticket's: any so many GPUs
+    number: int = 0  # a ticket's place: the lower ones come first
+    uid: int = 0  # the file's owner, whatever the text in it says
+    since: float = 0.0  # Unix time
+    file: str = ""  # tells it from others, also when it has several names
+    locker: str = ""  # a process that has locked the file, when it is not of that user
+
+    @property
+    def user(self) -> str:
+        return user_name(self.uid)
+
+
+class Handed(NamedTuple):
+    """A claim on its way to a process that inherits its descriptor."""
+
+    claim: Claim
+    visible: str
+    """Of a lease: CUDA_VISIBLE_DEVICES for the job."""
+    fd: Optional[int] = None
+    """None for one that could not be made; it keeps nobody out."""
+    names: Tuple[str, ...] = ()
 
 
 class Block(NamedTuple):

@@ -110,6 +110,16 @@ def still_there(described: object) -> List[Process]:
     return [process for process in processes if type(process.pid) is int and is_running(process)]
 
 
+def user_name(uid: int) -> str:
+    """The account's name; its number when it has none here."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def uid_of(pid: int) -> Optional[int]:
     """The real user of a process; None when it has gone."""
     try:

@@ -6,6 +6,7 @@ it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
 
 from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Tuple, Union
 
+from ..gpus.view import Wanted
 from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
 
@@ -74,6 +75,8 @@ class Request(NamedTuple):
 
     command: Tuple[str, ...] = ()
     """The program's words as they were typed; empty for the trainer."""
+    torchrun: bool = False
+    """One process of the program for each GPU."""
     overrides: Tuple[str, ...] = ()
     """A program's settings, `target.max_restarts=3`, as far as they are not the defaults."""
     own_trainer: bool = False
@@ -118,9 +121,39 @@ def groups_of(plan: Plan) -> Iterator[Group]:
             yield Group(role, node, devices, "/".join(parts))
 
 
-def wants_gpus(group: Group) -> bool:
-    """Whether GPUs are claimed for it."""
-    return group.devices.kind == "cuda" and bool(group.devices.gpus)
+def wanted_gpus(plan: Plan) -> Optional[Wanted]:
+    """What all its groups together claim on this host; None for a job without GPUs."""
+    gpus = [gpu for group in groups_of(plan) if group.devices.kind == "cuda" for gpu in group.devices.gpus]
+    if not gpus:
+        return None
+    on_cpu = "target.device=cpu" if plan.roles[0].name == TRAINER else "--device cpu"
+    return Wanted(plan.job_id, tuple(gpus), plan.policy.queue, plan.allow_busy, on_cpu)
+
+
+def trees_of(plan: Plan) -> List[str]:
+    """The trees that it needs on the host, that of the code first."""
+    wheels = [plan.python.wheels] if plan.python.wheels else []
+    return [plan.tree, *(include.tree for include in plan.includes), *wheels]
+
+
+def main_role(plan: Plan) -> Role:
+    """The role that the job is there for: its end is the job's."""
+    return plan.roles[0]
+
+
+def is_trainer(plan: Plan) -> bool:
+    return main_role(plan).name == TRAINER
+
+
+def is_alone(plan: Plan) -> bool:
+    """Whether it is one process, whose output needs no name before it."""
+    return sum(group.role.nproc for group in groups_of(plan)) == 1
+
+
+def unreadable_plan(job_id: str) -> Plan:
+    """For a supervisor that takes over a job whose plan is none: it watches and stops what runs, and starts nothing."""
+    role = Role(PROGRAM, (), "", {}, (Devices("any"),))
+    return Plan(job_id, "", "", (role,), PythonSpec(), "", Request())
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:

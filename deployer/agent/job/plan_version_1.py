@@ -77,7 +77,8 @@ def _request(old: _Plan) -> Request:
     """What the user had asked for, read from what it came to."""
     if old.kind == TRAINER:
         return Request(own_trainer="train.py" in old.argv)
-    return Request(_command(old), tuple("%s=%s" % (key, json.dumps(value)) for key, value in _settings(old).items()))
+    settings = tuple("%s=%s" % (key, json.dumps(value)) for key, value in _settings(old).items())
+    return Request(_command(old), old.torchrun, settings)
 
 
 def _command(old: _Plan) -> Tuple[str, ...]:

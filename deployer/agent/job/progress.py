@@ -7,10 +7,11 @@ import json
 import os
 import re
 import time
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 from ..host.layout import CHECKPOINT_MARKER, Job
 from ..logs.read import RANK_LOG, last_lines
+from .plan import Plan, is_trainer
 
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
@@ -72,12 +73,12 @@ def last_step(job: Job) -> Optional[int]:
         return None
 
 
-def resumes_from(job: Job, plan: Dict[str, Any], *, restarted: bool) -> Optional[int]:
+def resumes_from(job: Job, plan: Plan, *, restarted: bool) -> Optional[int]:
     """The step of the checkpoint of its own that an attempt goes on from; None for one that begins elsewhere, and for
     a program, of which nobody knows."""
-    if plan.get("kind") != "trainer":
+    if not is_trainer(plan):
         return None
-    is_auto = _RESUMES_AUTO.search(plan.get("config_yaml") or "") is not None
+    is_auto = _RESUMES_AUTO.search(plan.config_yaml or "") is not None
     return newest_checkpoint(job) if restarted or is_auto else None
 
 

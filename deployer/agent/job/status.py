@@ -1,4 +1,4 @@
-"""A job's records as they were written: the supervisor's status.json and the plan in job.json, taken at their word.
+"""A job's status as it was written: the supervisor's status.json, taken at its word.
 
 States: queued, preparing, running, succeeded, failed, stopped, lost; beside `running`, `unsupervised` is true when the
 supervisor is gone and the ranks go on. What is true is for `judge` to say.
@@ -13,6 +13,7 @@ from ..host.files import read_json, write_json
 from ..host.layout import Job
 from ..host.machine import Identity
 from ..host.processes import Process
+from .plan import Plan, wanted_gpus
 
 QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
 ENDINGS = SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
@@ -87,33 +88,12 @@ def write_status(job: Job, status: Dict[str, Any]) -> None:
     write_json(job.status, status)
 
 
-def read_plan(job: Job) -> Dict[str, Any]:
-    """The plan from job.json, empty when there is none."""
-    plan = (read_json(job.record) or {}).get("plan")
-    return plan if isinstance(plan, dict) else {}
-
-
-def read_own_plan(job: Job) -> Dict[str, Any]:
-    """The plan, for a supervisor that goes by it: empty when it is another job's, or what it goes by cannot be."""
-    plan = read_plan(job)
-    kinds = {
-        **dict.fromkeys(("kind", "device"), str),
-        "nproc": int,
-        "policy": dict,
-        "gpus": list,
-        "secret_names": list,
-    }
-    wrong = [key for key, kind in kinds.items() if _is_wrong(plan, key, kind)]
-    limits = [value for value in (plan.get("policy") or {}).values() if not isinstance(value, (int, float, type(None)))]
-    return {} if wrong or limits or plan.get("job_id", job.id) != job.id else plan
-
-
-def gpus_of(plan: Dict[str, Any], status: Dict[str, Any]) -> List[str]:
+def gpus_of(plan: Optional[Plan], status: Dict[str, Any]) -> List[str]:
     """The job's GPUs as this host chose them, else as they were asked for."""
     slots = status.get("slots")
     chosen = slots.get("gpus") if isinstance(slots, dict) else None
-    asked = plan.get("gpus")
-    return str(chosen).split(",") if chosen else list(asked) if isinstance(asked, list) else []
+    wanted = wanted_gpus(plan) if plan else None
+    return str(chosen).split(",") if chosen else list(wanted.gpus) if wanted else []
 
 
 def supervisor_of(status: Dict[str, Any]) -> Optional[Identity]:

@@ -10,13 +10,14 @@ import re
 import subprocess
 from collections import deque
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import BinaryIO, Deque, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from ..host.disk import fail
 from ..host.errors import AgentError
 from ..host.files import blake2b
 from ..host.layout import Root
 from ..host.locks import take_lock
+from .spec import PythonSpec
 
 OLDEST = (3, 10)
 """The base of an environment is the first interpreter of the host that is at least this new, else simply the first."""
@@ -66,7 +67,7 @@ class Building:
     """Finds or builds the environment for a lock (as read) and requirements."""
 
     def __init__(
-        self, spec: Dict[str, Any], lock: bytes, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO
+        self, spec: PythonSpec, lock: bytes, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO
     ) -> None:
         self.spec, self.lock, self.code_dir, self.root, self.log = spec, lock, code_dir, root, log
         self.env = {name: value for name, value in env.items() if name not in _UNWANTED}
@@ -95,8 +96,8 @@ class Building:
     def _key(self, base: Interpreter) -> str:
         asked = [
             self.lock.decode("latin-1"),
-            self.spec["requires"],
-            self.spec["wheels"],
+            self.spec.requires,
+            self.spec.wheels,
             base.version,
             os.uname().machine,
         ]
@@ -134,9 +135,9 @@ class Building:
             f.write(base.path + "\n")
 
     def _wanted(self) -> List[str]:
-        wheels = ["--no-index", "--find-links", self.spec["wheels"]] if self.spec["wheels"] else []
-        lock = ["-r", os.path.join(self.code_dir, self.spec["lock"])] if self.lock else []
-        asked = lock + list(self.spec["requires"])
+        wheels = ["--no-index", "--find-links", self.spec.wheels] if self.spec.wheels else []
+        lock = ["-r", os.path.join(self.code_dir, self.spec.lock)] if self.lock and self.spec.lock else []
+        asked = lock + list(self.spec.requires)
         return wheels + asked if asked else []
 
     def _run(self, name: str, command: List[str], lock_fd: int) -> None:

@@ -13,6 +13,7 @@ from ..host.errors import AgentError
 from ..host.files import blake2b, read_json, write_whole
 from ..host.layout import AGENT_DIR, Root
 from .build import MISSING_HINT, Building, Interpreter, read_lock
+from .spec import PythonSpec
 
 CHECK_TIMEOUT_S = 60
 _CHECK = os.path.join(AGENT_DIR, "checkpy.py")
@@ -26,21 +27,21 @@ _USUAL = (
 _KEPT_ANSWERS = 64
 
 
-def resolve_python(spec: Dict[str, Any], code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
+def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
     """The absolute path of the job's interpreter.
 
-    spec: {explicit, requires, lock, wheels} as in the plan, but `wheels` is a folder of this host. An explicit
-    interpreter must meet `requires`; else the first of the host's that does; else an environment is built from the lock
-    (a requirements file of code_dir) and `requires`, whose output goes to `log`. AgentError says what is missing.
+    spec: as in the plan, but its `wheels` is a folder of this host. An explicit interpreter must meet `requires`; else
+    the first of the host's that does; else an environment is built from the lock (a requirements file of code_dir) and
+    `requires`, whose output goes to `log`. AgentError says what is missing.
     """
-    if spec["explicit"]:
+    if spec.explicit:
         return find_python(spec, env=env, root=root)
     with _Answers(root) as answers:
-        found = list(_inspect_all(spec["requires"], env, answers))
+        found = list(_inspect_all(spec.requires, env, answers))
     fitting = [i.path for i in found if not i.unmet]
-    if fitting and spec["requires"]:
+    if fitting and spec.requires:
         return fitting[0]
-    lock = read_lock(os.path.join(code_dir, spec["lock"])) if spec["lock"] else b""
+    lock = read_lock(os.path.join(code_dir, spec.lock)) if spec.lock else b""
     if fitting and not lock:
         return fitting[0]
     if not found:
@@ -48,13 +49,13 @@ def resolve_python(spec: Dict[str, Any], code_dir: str, root: Root, env: Dict[st
     return Building(spec, lock, code_dir, root, env, log).environment(found)
 
 
-def find_python(spec: Dict[str, Any], *, env: Dict[str, str], root: Root) -> str:
+def find_python(spec: PythonSpec, *, env: Dict[str, str], root: Root) -> str:
     """As resolve_python, but only among what is there; AgentError with what each interpreter lacks."""
     with _Answers(root) as answers:
-        if spec["explicit"]:
-            return _explicit(spec["explicit"], spec["requires"], env, answers)
+        if spec.explicit:
+            return _explicit(spec.explicit, spec.requires, env, answers)
         found = []
-        for interpreter in _inspect_all(spec["requires"], env, answers):
+        for interpreter in _inspect_all(spec.requires, env, answers):
             if not interpreter.unmet:
                 return interpreter.path
             found.append(interpreter)
@@ -62,7 +63,7 @@ def find_python(spec: Dict[str, Any], *, env: Dict[str, str], root: Root) -> str
     raise AgentError("host", "no interpreter of this host has what the job needs: " + lacking, MISSING_HINT)
 
 
-def _explicit(path: str, requires: List[str], env: Dict[str, str], answers: "_Answers") -> str:
+def _explicit(path: str, requires: Sequence[str], env: Dict[str, str], answers: "_Answers") -> str:
     wanted = os.path.expanduser(path)
     if os.path.isdir(wanted):
         wanted = os.path.join(wanted, "bin", "python")
@@ -104,7 +105,7 @@ def candidates(env: Dict[str, str]) -> List[str]:
     return paths
 
 
-def _inspect_all(requires: List[str], env: Dict[str, str], answers: "_Answers") -> Iterator[Interpreter]:
+def _inspect_all(requires: Sequence[str], env: Dict[str, str], answers: "_Answers") -> Iterator[Interpreter]:
     for path in candidates(env):
         interpreter = answers.inspect(path, requires, env)
         if interpreter is not None:
@@ -136,12 +137,12 @@ class _Answers:
         except OSError:
             pass  # without it the next launch asks again
 
-    def inspect(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Interpreter]:
+    def inspect(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Interpreter]:
         """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
         answer = self.ask(path, requires, env)
         return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
 
-    def ask(self, path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    def ask(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
         """What `checkpy.py` prints there; None as above."""
         asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
         key = blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
@@ -168,7 +169,7 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-def _ask(path: str, requires: List[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+def _ask(path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
     options: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         command = [path, _CHECK, json.dumps(requires)]

@@ -9,7 +9,6 @@ import time
 from typing import Any, Dict, List, Optional, Sequence
 
 from ..host.errors import AgentError
-from ..host.files import read_json
 from ..host.killing import SWEEP_S, end_all
 from ..host.layout import Job, Root, matching_ids, name_ids
 from ..host.locks import locked
@@ -18,6 +17,8 @@ from ..host.marks import Look, job_processes
 from ..host.processes import Process, describe, still_there
 from ..job import progress
 from ..job.judge import judge
+from ..job.plan import main_role
+from ..job.record import Record, known_plan, known_record
 from ..job.status import FINAL, LOST, TOOL_FAILED, gpus_of, supervisor_of, write_status
 from ..supervisor import start
 from ..wire.conversation import Call
@@ -112,29 +113,26 @@ def _summary(job: Job, look: Look) -> Dict[str, Any]:
         status = judge(job, look)
     except OSError as e:
         status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
-    record = read_json(job.record) or {}
-    plan = record.get("plan")
-    plan = plan if isinstance(plan, dict) else {}
+    record, plan = known_record(job), known_plan(job)
     supervisor = status.get("supervisor")
     return {
         **{key: status.get(key) for key in _SHOWN},
         "id": job.id,
         "unsupervised": bool(status.get("unsupervised")),
-        "name": str(plan.get("name", "")),
-        "kind": plan.get("kind"),
-        "created": str(plan.get("created", "")),
+        "name": plan.name if plan else "",
+        "kind": main_role(plan).name if plan else None,
+        "created": plan.created if plan else "",
         "age_s": _age_s(record),
         "gpus": gpus_of(plan, status),
-        "nproc": plan.get("nproc"),
+        "nproc": main_role(plan).nproc if plan else None,
         "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
         "step": progress.last_step(job),
     }
 
 
-def _age_s(record: Dict[str, Any]) -> Optional[float]:
+def _age_s(record: Optional[Record]) -> Optional[float]:
     """Seconds since the job was made, by this host's clock; the client's may differ."""
-    created = record.get("created_at")
-    return max(0.0, time.time() - created) if isinstance(created, (int, float)) else None
+    return max(0.0, time.time() - record.created_at) if record and record.created_at is not None else None
 
 
 # --- without a supervisor ---------------------------------------------------------------------------------------------

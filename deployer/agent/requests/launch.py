@@ -3,24 +3,26 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import json
 import os
 import shutil
 import sys
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional
 
 from ..host import environment
 from ..host.errors import AgentError
-from ..host.files import blake2b, read_json, write_whole
-from ..host.layout import AGENT_DIR, FORMAT_VERSION, Job, Root
+from ..host.files import write_whole
+from ..host.layout import AGENT_DIR, Job, Root
 from ..host.locks import locked, store_in_use
+from ..host.typed import Damage, from_json
+from ..job.plan import Include, Plan, parse_plan, trees_of, wanted_gpus
+from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
 from ..job.stop import request_stop
 from ..logs import read
 from ..store import spare, tree
-from ..store.bring import bring_trees, pass_over, trees_of
+from ..store.bring import bring_trees, pass_over
 from ..store.content import Store
 from ..supervisor import start
 from ..wire.conversation import Call
@@ -35,46 +37,45 @@ MIN_FREE_BYTES = 64 << 20
 
 def launch(root: Root, call: Call) -> Dict[str, Any]:
     """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
-    request = call.request()
-    plan = request["plan"]
-    job = _job(root, plan["job_id"])
+    request = read_request(call)
+    plan = plan_in(request.plan)
+    job = _job(root, plan.job_id)
     check_root(root)
-    already = _existing(job, plan)
+    already = _existing(job, request.plan)
     if not already:
-        already = not _start_once(root, job, request, call)
-    elif request.get("ahead"):
+        already = not _start_once(root, job, plan, request, call)
+    elif request.ahead:
         pass_over(call.receive(), call)
     if call.revoked:  # a client that is only gone may be asking again by now
         request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
-    queued = _wants_gpus(plan) and (read_status(job) or {}).get("state") == QUEUED
+    queued = wanted_gpus(plan) is not None and (read_status(job) or {}).get("state") == QUEUED
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "queued": queued})
     if not already:
-        spare.make_later(root, plan["tree"])
-    if request.get("patch"):
+        spare.make_later(root, plan.tree)
+    if request.patch:
         _keep_patch(job, call)
-    if request.get("follow"):
+    if request.follow:
         return follow_job(job, call, read.LogReader(job, attempt=1))
     return {}
 
 
-def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bool:
+def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call: Call) -> bool:
     """Whether this call has started the job; another one may have been faster."""
-    plan = request["plan"]
     env = _base_env()
     # before anything is shipped for a job that would be refused
     with _claimed(plan, env) as held, store_in_use(root):
-        arrived = bring_trees(Store(root), trees_of(plan), call, ahead=bool(request.get("ahead")))
+        arrived = bring_trees(Store(root), trees_of(plan), call, ahead=request.ahead)
         try:
             with locked(job):
-                if _existing(job, plan):
+                if _existing(job, request.plan):
                     return False
                 try:
                     with start.Starting(job, held_fd=held.fd if held is not None else -1) as starting:
                         _make_job(root, job, plan, request, arrived)
                         if call.cancelled.is_set():
                             raise AgentError("host", "the launch was cancelled")
-                        starting.go(_launch_input(root, plan, request, env, held))
+                        starting.go(launch_input(root, plan, request, env, held))
                 except BaseException:
                     if not os.path.exists(job.status):
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
@@ -87,26 +88,53 @@ def _start_once(root: Root, job: Job, request: Dict[str, Any], call: Call) -> bo
 def slots(root: Root, call: Call) -> Dict[str, Any]:
     """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
     an environment would be built, whose interpreter is not known yet."""
-    plan = call.request()["plan"]
+    plan = plan_in(call.request()["plan"])
     from ..python import find  # a launch leaves that to its supervisor
 
     env = _base_env()
-    found = {"root": root.path, "job": os.path.join(root.jobs, plan["job_id"]), "agent": AGENT_DIR}
-    if _wants_gpus(plan):
+    found = {"root": root.path, "job": os.path.join(root.jobs, plan.job_id), "agent": AGENT_DIR}
+    wanted = wanted_gpus(plan)
+    if wanted is not None:
         from ..gpus import claim
 
-        found["gpus"] = claim.would_get(plan, env)
+        found["gpus"] = claim.would_get(wanted, env)
     try:
-        found["python"] = find.find_python(plan["python"], env=env, root=root)
+        found["python"] = find.find_python(plan.python, env=env, root=root)
     except AgentError as error:
-        if plan["python"]["explicit"]:
+        if plan.python.explicit:
             raise
         return {"slots": found, "no_python": "to be built there: " + error.message}
     return {"slots": found}
 
 
-def plan_hash(plan: Dict[str, Any]) -> str:
-    return blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
+class LaunchRequest(NamedTuple):
+    """What a client sends of a launch; of a resume too, which sends no files."""
+
+    plan: RawPlan
+    follow: bool = False
+    ahead: bool = False
+    """The tree's files follow unasked."""
+    patch: bool = False
+    git: Optional[Dict[str, Any]] = None
+    env: Dict[str, str] = {}
+    secrets: Dict[str, str] = {}
+    job: str = ""
+    """Of a resume: the id, and the number of the attempt."""
+    attempt: int = 1
+
+
+def read_request(call: Call) -> LaunchRequest:
+    try:
+        return from_json(call.request(), LaunchRequest)
+    except Damage as damage:
+        raise AgentError("usage", "the request is not understood: %s" % damage) from None
+
+
+def plan_in(raw: RawPlan) -> Plan:
+    try:
+        return parse_plan(raw)
+    except Damage as damage:
+        raise AgentError("usage", str(damage)) from None
 
 
 def _job(root: Root, job_id: str) -> Job:
@@ -120,17 +148,14 @@ def _base_env() -> Dict[str, str]:
     return environment.job_environment(dict(os.environ), environment.container_env())
 
 
-def _wants_gpus(plan: Dict[str, Any]) -> bool:
-    return bool(plan["device"] == "cuda" and plan["gpus"])
-
-
-def _claimed(plan: Dict[str, Any], env: Dict[str, str]) -> "ContextManager[Optional[Held]]":
+def _claimed(plan: Plan, env: Dict[str, str]) -> "ContextManager[Optional[Held]]":
     """The plan's GPUs, held while its supervisor is started; None for a plan without."""
-    if not _wants_gpus(plan):
+    wanted = wanted_gpus(plan)
+    if wanted is None:
         return nullcontext()
     from ..gpus import claim  # a job without GPUs starts sooner
 
-    return claim.claimed(plan, env)
+    return claim.claimed(wanted, env)
 
 
 def check_root(root: Root) -> None:
@@ -153,38 +178,36 @@ def check_root(root: Root) -> None:
 # --- the job folder ---------------------------------------------------------------------------------------------------
 
 
-def _existing(job: Job, plan: Dict[str, Any]) -> bool:
+def _existing(job: Job, plan: RawPlan) -> bool:
     """Whether this very plan was started already. AgentError when another plan has its id."""
     if not os.path.exists(job.status):
         return False
-    if (read_json(job.record) or {}).get("plan_hash") != plan_hash(plan):
+    record = known_record(job)
+    if record is None or record.plan_hash != plan_hash(plan):
         raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
     return True
 
 
-def _make_job(
-    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], arrived: Optional[spare.Spare]
-) -> None:
+def _make_job(root: Root, job: Job, plan: Plan, request: LaunchRequest, arrived: Optional[spare.Spare]) -> None:
     """Everything of a job that is there before its supervisor; a launch that was cut off is simply done again."""
     store = Store(root)
     for leftover in (job.code, job.lib):
         shutil.rmtree(leftover, ignore_errors=True)
-    spare.materialise(root, plan["tree"], job.path, arrived=arrived)
+    spare.materialise(root, plan.tree, job.path, arrived=arrived)
     os.makedirs(job.code, exist_ok=True)
-    for include in plan["includes"]:
+    for include in plan.includes:
         _link_include(store, job, include)
-    if plan.get("config_yaml") is not None:
-        write_whole(job.config, plan["config_yaml"].encode(), sync=True)
-    record = {
-        "format": FORMAT_VERSION,
-        "plan": plan,
-        "plan_hash": plan_hash(plan),
-        "env": request.get("env", {}),
-        "git": request.get("git"),
-        "created_at": time.time(),
-        "agent_python": sys.version.split()[0],
-    }
-    write_whole(job.record, json.dumps(record, indent=1).encode(), sync=True)
+    if plan.config_yaml is not None:
+        write_whole(job.config, plan.config_yaml.encode(), sync=True)
+    record = Record(
+        plan=request.plan,
+        plan_hash=plan_hash(request.plan),
+        env=request.env,
+        git=request.git,
+        created_at=time.time(),
+        agent_python=sys.version.split()[0],
+    )
+    write_record(job, record)
 
 
 def _keep_patch(job: Job, call: Call) -> None:
@@ -194,8 +217,8 @@ def _keep_patch(job: Job, call: Call) -> None:
         write_whole(os.path.join(job.path, "git.patch"), patch, sync=True)
 
 
-def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
-    path = include["path"]
+def _link_include(store: Store, job: Job, include: Include) -> None:
+    path = include.path
     tree.check_entry(tree.Entry(path, tree.LINK, 0, "x"))
     where = os.path.join(job.code, path)
     os.makedirs(os.path.dirname(where), exist_ok=True)
@@ -203,43 +226,31 @@ def _link_include(store: Store, job: Job, include: Dict[str, Any]) -> None:
         os.path.dirname(os.path.join(os.path.realpath(job.code), path))
     ):
         raise AgentError("usage", "the included path %s lies behind a link of the code tree" % path)
-    target = store.shared(include["tree"], os.path.basename(path), file=include["file"])
+    target = store.shared(include.tree, os.path.basename(path), file=include.file)
     if os.path.lexists(where):
         raise AgentError("usage", "the included path %s is part of the code tree already" % path)
     os.symlink(target, where)
 
 
 def start_next(
-    root: Root, job: Job, plan: Dict[str, Any], request: Dict[str, Any], *, attempt: int, commit: Callable[[], None]
+    root: Root, job: Job, plan: Plan, request: LaunchRequest, *, commit: Callable[[], LaunchRequest]
 ) -> None:
-    """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more."""
+    """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more, and says what
+    it is given then."""
     env = _base_env()
     with _claimed(plan, env) as held:
-        commit()
-        start.spawn(job, _launch_input(root, plan, request, env, held, attempt=attempt))
+        start.spawn(job, launch_input(root, plan, commit(), env, held))
 
 
-def _launch_input(
-    root: Root,
-    plan: Dict[str, Any],
-    request: Dict[str, Any],
-    env: Dict[str, str],
-    held: "Optional[Held]",
-    *,
-    attempt: int = 1,
-) -> Dict[str, Any]:
-    python = dict(plan["python"], wheels=_wheels_folder(root, plan))
-    return {
-        "plan": dict(plan, python=python),
-        "env": request.get("env", {}),
-        "secrets": request.get("secrets", {}),
-        "base_env": env,
-        "attempt": attempt,
-        "held": held.handed() if held is not None else None,
-    }
-
-
-def _wheels_folder(root: Root, plan: Dict[str, Any]) -> Optional[str]:
-    """Folder with the wheels that the client sent for this plan; None when it sent none."""
-    name = plan["python"].get("wheels")
-    return Store(root).shared(name, "wheels") if name else None
+def launch_input(
+    root: Root, plan: Plan, request: LaunchRequest, env: Dict[str, str], held: "Optional[Held]"
+) -> start.LaunchInput:
+    return start.LaunchInput(
+        plan=plan,
+        attempt=request.attempt,
+        env=request.env,
+        secrets=request.secrets,
+        base_env=env,
+        wheels=Store(root).shared(plan.python.wheels, "wheels") if plan.python.wheels else None,
+        held=held.handed() if held is not None else None,
+    )

@@ -8,20 +8,23 @@ import time
 from typing import Any, Dict, Optional
 
 from ..host.errors import AgentError
-from ..host.files import read_json, remove, write_json, write_whole
+from ..host.files import remove, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
 from ..host.marks import Look
 from ..host.processes import still_there
+from ..host.typed import Damage
 from ..job import progress
 from ..job.judge import judge
-from ..job.status import FINAL, read_plan, read_status, read_word
+from ..job.plan import Plan
+from ..job.record import RawPlan, Record, Resumed, known_record, plan_hash, read_plan, read_record, write_record
+from ..job.status import FINAL, read_status, read_word
 from ..job.stop import request_stop
 from ..logs.read import LogReader
 from ..wire.conversation import Call
 from .follow import follow_job
 from .jobs import GONE_S, find_job
-from .launch import check_root, plan_hash, start_next
+from .launch import LaunchRequest, check_root, plan_in, read_request, start_next
 
 
 def show_plan(root: Root, call: Call) -> Dict[str, Any]:
@@ -29,11 +32,11 @@ def show_plan(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
     now = judge(job)
     _check_ended(job, now)
-    plan = read_plan(job)
-    if not plan:
-        raise AgentError(
-            "usage", "the plan of %s is gone: its job.json is missing or damaged" % job.id, "launch it anew"
-        )
+    try:
+        read_plan(job)
+        plan = read_record(job).plan
+    except Damage as damage:
+        raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
     found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now["state"]}
     call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
     return {}
@@ -42,33 +45,33 @@ def show_plan(root: Root, call: Call) -> Dict[str, Any]:
 def resume(root: Root, call: Call) -> Dict[str, Any]:
     """Starts the attempt that the client names or, when this very one was started already, answers with it; then
     follows its log when asked."""
-    request = call.request()
-    job = find_job(root, request["job"])
-    plan, number = request["plan"], int(request["attempt"])
+    request = read_request(call)
+    job = find_job(root, request.job)
+    plan, number = plan_in(request.plan), request.attempt
     with store_in_use(root), locked(job):
-        already = _is_started(job, plan, number)
+        already = _is_started(job, request.plan, number)
         if not already:
             _check_resumable(job, number)
             check_root(root)
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
-            start_next(root, job, plan, request, attempt=number, commit=lambda: _note(job, plan, request, number))
+            start_next(root, job, plan, request, commit=lambda: _note(job, plan, request))
     if call.revoked:
         request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")
     ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
     call.send_event("ack", dict(ack, from_step=(read_status(job) or {}).get("resumed_from")))
-    if request.get("follow"):
+    if request.follow:
         return follow_job(job, call, LogReader(job, attempt=number))
     return {}
 
 
-def _is_started(job: Job, plan: Dict[str, Any], number: int) -> bool:
+def _is_started(job: Job, plan: RawPlan, number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
     if _attempt_of(read_word(job).status or {}) < number:
         return False
-    noted = _noted(read_json(job.record) or {}, number)
-    if noted is not None and noted["plan_hash"] == plan_hash(plan):
+    noted = _noted(known_record(job), number)
+    if noted is not None and noted.plan_hash == plan_hash(plan):
         return True
     message = "attempt %d of %s was started already, in another way" % (number, job.id)
     raise AgentError("usage", message, "look: deploy.py status %s" % job.id)
@@ -107,26 +110,27 @@ def _await_gone(job: Job, status: Dict[str, Any]) -> None:
         raise AgentError("usage", message, "end them: deploy.py stop %s" % job.id)
 
 
-def _note(job: Job, plan: Dict[str, Any], request: Dict[str, Any], number: int) -> None:
-    """Everything in the job's folder that the next attempt reads; the former plan and config are kept."""
-    record = read_json(job.record) or {}
+def _note(job: Job, plan: Plan, request: LaunchRequest) -> LaunchRequest:
+    """Everything in the job's folder that the next attempt reads; the former plan and config are kept. The request as
+    it stands with what the job was given before."""
+    number, record = request.attempt, known_record(job) or Record(request.plan)
     again = _noted(record, number)  # a resume that was cut off before its supervisor began
-    before = again["plan_before"] if again else record.get("plan")
-    entry = {"attempt": number, "plan_hash": plan_hash(plan), "resumed_at": time.time(), "plan_before": before}
-    earlier = [r for r in record.get("resumed") or [] if r["attempt"] != number]
-    env = {**(record.get("env") or {}), **request.get("env", {})}
-    write_json(job.record, {**record, "plan": plan, "env": env, "resumed": [*earlier, entry]})
-    if plan.get("config_yaml") is not None:
+    before = again.plan_before if again else record.plan
+    entry = Resumed(number, plan_hash(request.plan), time.time(), before)
+    earlier = tuple(r for r in record.resumed if r.attempt != number)
+    env = {**record.env, **request.env}
+    write_record(job, record._replace(plan=request.plan, env=env, resumed=(*earlier, entry)))
+    if plan.config_yaml is not None:
         kept = os.path.join(job.path, "config.attempt_%d.yaml" % (number - 1))
         if os.path.exists(job.config) and not os.path.lexists(kept):
             os.rename(job.config, kept)
-        write_whole(job.config, plan["config_yaml"].encode(), sync=True)
-    request["env"] = env
+        write_whole(job.config, plan.config_yaml.encode(), sync=True)
     remove(job.stop)
+    return request._replace(env=env)
 
 
-def _noted(record: Dict[str, Any], number: int) -> Optional[Dict[str, Any]]:
-    return next((r for r in record.get("resumed") or [] if r["attempt"] == number), None)
+def _noted(record: Optional[Record], number: int) -> Optional[Resumed]:
+    return next((r for r in record.resumed if r.attempt == number), None) if record else None
 
 
 def _attempt_of(status: Dict[str, Any]) -> int:

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import json
 import zlib
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..wire.conversation import Call
@@ -17,12 +17,6 @@ from .spare import Spare, discard
 
 MAX_UNPACKED = 1 << 20
 """Bytes that the body of one frame may hold once it is unpacked."""
-
-
-def trees_of(plan: Dict[str, Any]) -> List[str]:
-    trees = [plan["tree"]] + [include["tree"] for include in plan["includes"]]
-    wheels = plan["python"].get("wheels")
-    return trees + ([wheels] if wheels else [])
 
 
 def bring_trees(store: Store, wanted: List[str], call: Call, *, ahead: bool = False) -> Optional[Spare]:

@@ -18,12 +18,14 @@ from ..host.marks import job_processes
 from ..host.processes import Process, is_running, process_of, read_stat
 from ..job import progress
 from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
+from ..job.plan import is_trainer, main_role
 from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
 from ..job.stop import Asked, StopRequest, new_stop
 from ..logs.keep import LogKeeper
 from . import stall
 from .children import Children
-from .command import Command, Resolving, fill, job_command, marks
+from .command import Command, Resolving, fill, job_command, job_env, marks
+from .start import LaunchInput
 from .status_file import StatusFile, say
 from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
 
@@ -71,9 +73,10 @@ class Attempt:
     def __init__(
         self,
         job: Job,
-        launch_input: Dict[str, Any],
+        given: LaunchInput,
         number: int,
         *,
+        restarted: bool,
         status: StatusFile,
         turn: Turn,
         gpus: "Optional[JobGpus]",
@@ -81,17 +84,18 @@ class Attempt:
     ) -> None:
         self.job = job
         self.number = number
-        self.input = {**launch_input, "attempt": number}
-        self.plan: Dict[str, Any] = launch_input["plan"]
+        self.given = given
+        self.plan = given.plan
         self.status = status
         self.children = turn.children
         self.subreaper = Subreaper(job, turn.children.reap)
         self.gpus = gpus
-        self.nproc = int(self.plan.get("nproc") or 1)
+        self.nproc = main_role(given.plan).nproc
         self.main: Optional[Process] = None
         self._turn = turn
         self._adopted = False
-        self._is_trainer = self.plan.get("kind") == "trainer"
+        self._restarted = restarted
+        self._is_trainer = is_trainer(given.plan)
         self._stop: Optional[Stopping] = None
         self._stall_request: Optional[StopRequest] = None
         self._failed_at: Optional[float] = None
@@ -185,21 +189,25 @@ class Attempt:
         remove(self.job.outcome)  # of an earlier attempt
         python = self._resolve_python()
         slots = {"python": python, "root": root, "job": self.job.path, "agent": AGENT_DIR}
-        slots.update(self.gpus.slots if self.gpus is not None else {})
-        command = job_command(self.job, self.input, slots)
-        self.status.values.update(slots=slots, argv=[fill(text, slots) for text in self.plan["argv"]], cwd=command.cwd)
+        if self.gpus is not None:
+            slots["gpus"] = self.gpus.visible
+        role = main_role(self.plan)
+        env = job_env(self.job, role, self.given, slots, attempt=self.number, restarted=self._restarted)
+        command = job_command(role, env, slots)
+        self.status.values.update(slots=slots, argv=[fill(text, slots) for text in role.argv], cwd=command.cwd)
         return command
 
     def _resolve_python(self) -> str:
         if self._turn.asked.read() is not None:
             raise Stopped
         known = (self.status.values.get("slots") or {}).get("python")
-        if self.input.get("restarted") and known and os.path.exists(known):
+        if self._restarted and known and os.path.exists(known):
             return str(known)  # the one that the former attempt ran with
-        env = {**self.input.get("base_env", {}), **self.input.get("env", {}), **self.input.get("secrets", {})}
+        env = {**self.given.base_env, **self.given.env, **self.given.secrets}
         root = Root(os.path.dirname(os.path.dirname(self.job.path)))
         log = os.path.join(self.job.logs(self.number), "prepare.log")
-        resolving = Resolving(self.plan["python"], self.job, root, {**env, **marks(self.job, self.number)}, log)
+        spec = self.plan.python._replace(wheels=self.given.wheels)
+        resolving = Resolving(spec, self.job, root, {**env, **marks(self.job, self.number)}, log)
         self.children.expect(resolving.pid)
         while self.children.code(resolving.pid) is None:
             if self._turn.asked.read() is not None:
@@ -237,7 +245,7 @@ class Attempt:
             state=RUNNING,
             started_at=utc(time.time()),
             main=self.main._asdict(),
-            resumed_from=progress.resumes_from(self.job, self.plan, restarted=bool(self.input.get("restarted"))),
+            resumed_from=progress.resumes_from(self.job, self.plan, restarted=self._restarted),
         )
 
     # --- watch ---
@@ -258,8 +266,7 @@ class Attempt:
 
     def _keep_logs(self, *, now: bool = False) -> None:
         if self._logs is None:
-            limit = (self.plan.get("policy") or {}).get("log_max_bytes")
-            self._logs = LogKeeper(self.job.logs(self.number), limit)
+            self._logs = LogKeeper(self.job.logs(self.number), self.plan.policy.log_max_bytes)
         warning = self._logs.look(now=now)
         if warning is not None:
             self.status.save(warnings=[*self.status.values.get("warnings", []), warning])

@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Dict, List, NamedTuple, NoReturn, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn
 
 from ..host.errors import AgentError
 from ..host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
-
-Text = Union[str, List[Any]]
+from ..job import plan
+from ..job.plan import TRAINER, Role, Text
+from ..python.spec import PythonSpec
+from .start import LaunchInput
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -28,31 +30,28 @@ class Command(NamedTuple):
     env: Dict[str, str]
 
 
-def fill(text: Text, slots: Dict[str, str]) -> str:
+def fill(text: Text, slots: Mapping[str, str]) -> str:
     """The text with its slots' values. AgentError for a slot that this agent does not know."""
-    parts = [text] if isinstance(text, str) else text
-    return "".join(part if isinstance(part, str) else _slot(part, slots) for part in parts)
+    try:
+        return plan.fill(text, slots)
+    except KeyError as error:
+        raise AgentError("usage", "the plan has an unknown slot: %s" % error.args, "client and agent differ") from None
 
 
-def _slot(part: Any, slots: Dict[str, str]) -> str:
-    name = part.get("slot") if isinstance(part, dict) else None
-    if name not in slots:
-        raise AgentError("usage", "the plan has an unknown slot: %s" % json.dumps(part), "client and agent differ")
-    return slots[name]
-
-
-def job_env(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Dict[str, str]:
-    """The job's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
+def job_env(
+    job: Job, role: Role, given: LaunchInput, slots: Mapping[str, str], *, attempt: int, restarted: bool
+) -> Dict[str, str]:
+    """A role's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
 
     What an outer torchrun left in the session's is dropped: the job would take it for its own."""
-    base = {k: v for k, v in launch_input.get("base_env", {}).items() if not _is_torchruns(k)}
-    plan = {name: fill(text, slots) for name, text in launch_input["plan"].get("env", {}).items()}
-    env = {"PYTHONUNBUFFERED": "1", **base, **plan, **launch_input.get("env", {}), **launch_input.get("secrets", {})}
-    restarted = {RESTARTED_ENV: "1"} if launch_input.get("restarted") else {}
-    started = {}
-    if launch_input["plan"].get("kind") == "trainer":  # whose start is told from here
-        started = {STARTED_ENV: "%.2f" % time.clock_gettime(time.CLOCK_BOOTTIME)}
-    return {**env, **restarted, **started, **marks(job, launch_input["attempt"])}
+    base = {k: v for k, v in given.base_env.items() if not _is_torchruns(k)}
+    own = {name: fill(text, slots) for name, text in role.env.items()}
+    env = {"PYTHONUNBUFFERED": "1", **base, **own, **given.env, **given.secrets}
+    if restarted:
+        env[RESTARTED_ENV] = "1"
+    if role.name == TRAINER:  # whose start is told from here
+        env[STARTED_ENV] = "%.2f" % time.clock_gettime(time.CLOCK_BOOTTIME)
+    return {**env, **marks(job, attempt)}
 
 
 def marks(job: Job, attempt: int) -> Dict[str, str]:
@@ -63,19 +62,18 @@ def _is_torchruns(name: str) -> bool:
     return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
 
 
-def job_command(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Command:
+def job_command(role: Role, env: Dict[str, str], slots: Mapping[str, str]) -> Command:
     """The filled command. A program without torchrun is rank 0 and gets the same wrapper as torchrun's ranks."""
-    plan = launch_input["plan"]
-    argv = [fill(text, slots) for text in plan["argv"]]
-    if not plan.get("torchrun"):
+    argv = [fill(text, slots) for text in role.argv]
+    if not role.torchrun:
         argv = [sys.executable, "-I", "-S", os.path.join(slots["agent"], "rank.py"), "--exec", *argv]
-    return Command(argv, fill(plan["cwd"], slots), job_env(job, launch_input, slots))
+    return Command(argv, fill(role.cwd, slots), env)
 
 
 class Resolving:
     """Resolves the job's interpreter in a child process, so that a stop can end it whatever it is installing."""
 
-    def __init__(self, spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], log: str) -> None:
+    def __init__(self, spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str) -> None:
         """`log` gets all output of the preparation. The child leads a process group of its own."""
         self._answer, writing = os.pipe()
         self.pid = os.fork()
@@ -98,7 +96,7 @@ class Resolving:
         return str(answer["python"])
 
 
-def _resolve(spec: Dict[str, Any], job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
+def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -7,13 +7,14 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
 
-from ..host.files import read_json
 from ..host.killing import end_all
 from ..host.layout import Job
 from ..host.machine import own_identity
 from ..host.processes import Process, describe
 from ..job import progress
 from ..job.ending import Ending
+from ..job.plan import is_trainer, main_role, wanted_gpus
+from ..job.record import known_record
 from ..job.status import (
     FAILED,
     PREPARING,
@@ -28,6 +29,7 @@ from ..job.status import (
 from ..job.stop import StopRequest
 from . import stall
 from .attempt import Attempt, Hook, Turn
+from .start import LaunchInput
 from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
@@ -40,16 +42,15 @@ KEPT_ATTEMPTS = 30
 class JobRun:
     """One job's life, from preparing to its final status."""
 
-    def __init__(self, job: Job, launch_input: Dict[str, Any]) -> None:
+    def __init__(self, job: Job, given: LaunchInput) -> None:
         self.job = job
-        self.input = launch_input
-        self.plan: Dict[str, Any] = launch_input["plan"]
-        self.policy: Dict[str, Any] = self.plan.get("policy") or {}
-        self._is_trainer = self.plan.get("kind") == "trainer"
-        self.adopted = bool(launch_input.get("adopt"))
+        self.given = given
+        self.plan = given.plan
+        self._max_restarts = main_role(given.plan).max_restarts
+        self._restarted = False
         self.status = StatusFile(job, self._first_status())
         self._turn = Turn(job, self.status)
-        self.gpus = self._gpus(launch_input.get("held"))
+        self.gpus = self._gpus()
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -71,12 +72,12 @@ class JobRun:
 
     def _first_status(self) -> Dict[str, Any]:
         """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
-        number = int(self.input["attempt"])
+        number = self.given.attempt
         before, damage = read_word(self.job)
-        if self.adopted:
+        if self.given.adopt:
             kept = {"attempt": number, "first_attempt": number, "max_attempts": number, "warnings": [damage]}
             return before or {"state": RUNNING, **kept}
-        most = number + int(self.policy.get("max_restarts") or 0)
+        most = number + self._max_restarts
         first = {"state": PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
         if number == 1:
             return first
@@ -86,7 +87,7 @@ class JobRun:
     def _begin(self) -> bool:
         if self.gpus is not None and self.gpus.waiting:
             self.status.values["state"] = QUEUED
-        self.status.save(supervisor=own_identity()._asdict(), nproc=int(self.plan.get("nproc") or 1))
+        self.status.save(supervisor=own_identity()._asdict(), nproc=main_role(self.plan).nproc)
         if self.status.unsaved:
             return False
         self.status.reserve()
@@ -94,12 +95,12 @@ class JobRun:
 
     def _live(self) -> Ending:
         """The attempts, up to the last one's ending."""
-        if not self.adopted and not self._queue():
+        if not self.given.adopt and not self._queue():
             return Ending(STOPPED, None, "stopped on request, while it was queued")
         if self.gpus is not None:
             self.status.values["devices"] = self.gpus.devices
-        ending = self._try(adopted=self.adopted)
-        while ending.state == FAILED and self.policy.get("max_restarts"):
+        ending = self._try(adopted=self.given.adopt)
+        while ending.state == FAILED and self._max_restarts:
             reason = self._why_no_restart()
             if reason is not None:
                 return ending._replace(reason="%s; not restarted: %s" % (ending.reason, reason))
@@ -113,15 +114,16 @@ class JobRun:
             ending = self._try()
         return ending
 
-    def _gpus(self, held: Optional[Dict[str, Any]]) -> "Optional[JobGpus]":
-        devices = self.status.values.get("devices") if self.adopted else None
-        if not held and not (devices and self.plan):  # without a plan: the ranks hold them
+    def _gpus(self) -> "Optional[JobGpus]":
+        devices = self.status.values.get("devices") if self.given.adopt else None
+        wanted = wanted_gpus(self.plan)
+        if wanted is None or not (self.given.held or devices):  # without a plan: the ranks hold them
             return None
         from ..gpus.claim import JobGpus  # a job without GPUs starts sooner
 
-        gpus = JobGpus(self.plan, self._env(), held)
+        gpus = JobGpus(wanted, self._env(), self.given.held)
         if devices:
-            gpus.hold_again(devices, self.status.values.get("slots") or {})
+            gpus.hold_again(devices, (self.status.values.get("slots") or {}).get("gpus", ""))
         return gpus
 
     def _queue(self) -> bool:
@@ -143,8 +145,9 @@ class JobRun:
         number = int(self.status.values["attempt"])
         self.attempt = attempt = Attempt(
             self.job,
-            self.input,
+            self.given,
             number,
+            restarted=self._restarted,
             status=self.status,
             turn=self._turn,
             gpus=self.gpus,
@@ -161,7 +164,7 @@ class JobRun:
     # --- between the attempts ---
 
     def _why_no_restart(self) -> Optional[str]:
-        if self.adopted and self.plan.get("secret_names"):
+        if self.given.adopt and self.plan.secret_names:
             return "the supervisor that knew its secrets was killed; resume it"
         from . import restarts  # a job that does not fail starts sooner
 
@@ -170,8 +173,8 @@ class JobRun:
         return restarts.why_no_restart(
             history,
             restarts=int(self.status.values["attempt"]) - first,
-            max_restarts=int(self.policy["max_restarts"]),
-            is_trainer=self._is_trainer,
+            max_restarts=self._max_restarts,
+            is_trainer=is_trainer(self.plan),
         )
 
     def _back_off(self) -> Optional[StopRequest]:
@@ -189,9 +192,9 @@ class JobRun:
             stalled=None,
             resumed_from=progress.resumes_from(self.job, self.plan, restarted=True),
         )
-        if self.adopted:
+        if self.given.adopt:
             self._take_over_input()
-        self.input = {**self.input, "restarted": True}
+        self._restarted = True
         until = time.monotonic() + wait_s
         while self._turn.asked.read() is None and time.monotonic() < until:
             for hook in self._hooks():
@@ -203,13 +206,13 @@ class JobRun:
         """What the killed supervisor had been given, as far as it is kept."""
         from ..host import environment
 
-        env = (read_json(self.job.record) or {}).get("env")
+        record = known_record(self.job)
         base_env = environment.job_environment(dict(os.environ), environment.container_env())
-        self.input = {"env": env if isinstance(env, dict) else {}, "secrets": {}, "base_env": base_env, **self.input}
+        self.given = self.given._replace(env=record.env if record else {}, base_env=base_env)
 
     def _limit_runtime(self) -> None:
         """Asks for an orderly stop once all attempts together have run for so long."""
-        limit_s = stall.limit_of(self.policy, "max_runtime_s")
+        limit_s = self.plan.policy.max_runtime_s
         began_s = self.status.values.get("began_mono_s")
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
             return
@@ -219,7 +222,7 @@ class JobRun:
     # --- end ---
 
     def _env(self) -> Dict[str, str]:
-        return self.input.get("base_env") or dict(os.environ)
+        return self.given.base_env or dict(os.environ)
 
     def _sweep(self) -> None:
         """Ends what the attempt left running."""
@@ -255,10 +258,10 @@ class JobRun:
 
     def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
-        if self.plan.get("device") != "cuda" or self.attempt is None:
+        if wanted_gpus(self.plan) is None or self.attempt is None:
             return None, []
         from ..gpus.freed import wait_until_free
 
         pids = {process.pid for process in self._seen}
         names = gpus_of(self.plan, self.status.values)
-        return wait_until_free(names, self._env(), pids, allow_busy=bool(self.plan.get("allow_busy")))
+        return wait_until_free(names, self._env(), pids, allow_busy=self.plan.allow_busy)

@@ -10,6 +10,7 @@ from ..host.layout import Job
 from ..host.processes import is_running
 from ..job import progress
 from ..job.ending import Ending, RankRecord
+from ..job.plan import Plan, is_trainer, main_role
 from ..job.status import FAILED
 from .stop_stages import child_of
 
@@ -45,15 +46,15 @@ class StallWatch:
 class Stall:
     """What is known of one attempt's stall: its `ending` once one was found, and what the `ranks` did then."""
 
-    def __init__(self, job: Job, attempt: int, plan: Dict[str, Any], ranks: Callable[[], Sequence[RankRecord]]) -> None:
+    def __init__(self, job: Job, attempt: int, plan: Plan, ranks: Callable[[], Sequence[RankRecord]]) -> None:
         self.ending: Optional[Ending] = None
         self.ranks: List[Dict[str, Any]] = []
         self._job = job
         self._attempt = attempt
         self._read_ranks = ranks
-        self._nproc = int(plan.get("nproc") or 1)
-        self._is_trainer = plan.get("kind") == "trainer"
-        self._timeout_s = limit_of(plan.get("policy") or {}, "stall_timeout_s")
+        self._nproc = main_role(plan).nproc
+        self._is_trainer = is_trainer(plan)
+        self._timeout_s = plan.policy.stall_timeout_s
         self._watch: Optional[StallWatch] = None
 
     def find(self) -> bool:
@@ -106,9 +107,3 @@ def duration(seconds: float) -> str:
             text += "%d%s" % (rest // length, unit)
             rest %= length
     return text + "%gs" % rest if rest or not text else text
-
-
-def limit_of(policy: Dict[str, Any], name: str) -> Optional[float]:
-    """A limit in seconds of a plan's policy; None without one."""
-    value = policy.get(name)
-    return float(value) if value else None

@@ -10,19 +10,43 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict
+from typing import Dict, NamedTuple, Optional
 
+from ..gpus.view import Handed
 from ..host.errors import AgentError
 from ..host.layout import SUPERVISOR_ENV, Job
 from ..host.locks import take_lock
 from ..host.processes import own_process_argv
-from ..job.status import read_own_plan, read_status, supervisor_of
+from ..host.typed import parse, to_json
+from ..job.plan import Plan, unreadable_plan
+from ..job.record import known_plan
+from ..job.status import read_status, supervisor_of
 from .children import AWAITED
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class LaunchInput(NamedTuple):
+    """What a supervisor is given: through a pipe and nowhere else, for there are secrets in it."""
+
+    plan: Plan
+    attempt: int
+    env: Dict[str, str] = {}
+    secrets: Dict[str, str] = {}
+    base_env: Dict[str, str] = {}
+    """The session's."""
+    wheels: Optional[str] = None
+    """The folder of those that travelled along."""
+    held: Optional[Handed] = None
+    """Its GPUs, or a place in their queue."""
+    adopt: bool = False
+    """The job runs already, and its supervisor was killed."""
+
+
+MAX_INPUT = 64 << 20
 
 
 # --- the agent's side -------------------------------------------------------------------------------------------------
@@ -55,15 +79,12 @@ class Starting:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
 
-    def go(self, launch_input: Dict[str, Any]) -> None:
-        """Comes back once it has said in status.json who it is.
-
-        `launch_input` (plan, environment, secrets) reaches it through a pipe and nowhere else. AgentError when it does
-        not start; the supervisor's own words are in control/supervisor.log.
-        """
+    def go(self, launch_input: LaunchInput) -> None:
+        """Comes back once it has said in status.json who it is. AgentError when it does not start; the supervisor's own
+        words are in control/supervisor.log."""
         try:
             with self._pipe:
-                self._pipe.write(json.dumps(launch_input).encode("ascii"))
+                self._pipe.write(json.dumps(to_json(launch_input)).encode("ascii"))
         except BrokenPipeError:
             pass  # it has ended; the wait below says so
         _await_identity(self._job, self._process)
@@ -75,16 +96,16 @@ class Starting:
         self._pipe.close()
 
 
-def spawn(job: Job, launch_input: Dict[str, Any]) -> None:
+def spawn(job: Job, launch_input: LaunchInput) -> None:
     """Starts the job's supervisor at once; see Starting.go."""
-    held = launch_input.get("held") or {"fd": -1}
-    Starting(job, held_fd=held["fd"]).go(launch_input)
+    held = launch_input.held
+    Starting(job, held_fd=-1 if held is None or held.fd is None else held.fd).go(launch_input)
 
 
 def adopt(job: Job, *, attempt: int = 1) -> None:
     """Gives a job whose supervisor was killed a new one, which watches what still runs and can stop it. `attempt`: by
     the marks of what runs, for a job whose status does not tell."""
-    spawn(job, {"plan": read_own_plan(job), "adopt": True, "attempt": attempt})
+    spawn(job, LaunchInput(known_plan(job) or unreadable_plan(job.id), attempt, adopt=True))
 
 
 def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
@@ -126,7 +147,7 @@ def main(job_dir: str) -> None:
     given = sys.stdin.buffer.read()
     if not given:
         return  # the launch came to nothing
-    launch_input = json.loads(given)
+    launch_input = parse(given, LaunchInput, most=MAX_INPUT)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployer import terminal
+from deployer.agent.host.typed import to_json
+from deployer.agent.job.plan import Group, Plan, groups_of, wanted_gpus
 from deployer.connection.host import Host
 from deployer.plan.launch_plan import (
     GPUS_RULE,
     PYTHON_HERE,
     PYTHON_RULE,
     has_auto,
-    plan_to_json,
     render_command,
     render_cwd,
     shell_slots,
@@ -27,18 +28,21 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
     plan = prepared.plan
-    slots = shell_slots(plan, root=host.root, agent=agent_hash())
     why = PYTHON_RULE if plan.python.explicit else f"{PYTHON_RULE}. {PYTHON_HERE}"
+    asked: dict[str, str] = {}
     if remote:
-        with host.connect(request={"op": "slots", "plan": plan_to_json(plan)}) as link:
+        with host.connect(request={"op": "slots", "plan": to_json(plan)}) as link:
             answer = link.first.result()
         why = answer.get("no_python", "")
-        slots = {**slots, **{name: shown(value) for name, value in answer["slots"].items()}}
-    command, cwd = render_command(plan, slots), render_cwd(plan, slots)
+        asked = {name: shown(value) for name, value in answer["slots"].items()}
+    ways = []
+    for group in groups_of(plan):
+        slots = {**shell_slots(group, job_id=plan.job_id, root=host.root, agent=agent_hash()), **asked}
+        ways.append(_Way(slots, render_command(plan, group.role, slots), render_cwd(group.role, slots)))
     if as_json:
-        terminal.say_json(_as_json(prepared, host, slots, command=command, cwd=cwd))
+        terminal.say_json(_as_json(prepared, host, ways))
         return
-    terminal.say(shown(f"# job      {plan.job_id} on {host.name}, {_devices(prepared)}"))
+    terminal.say(shown(f"# job      {plan.job_id} on {host.name}, {_devices(plan)}"))
     terminal.say(shown(f"# files    {files_line(prepared)}"))
     if config is not None and config.endswith(".py"):
         terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
@@ -48,33 +52,46 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
-    if has_auto(plan.gpus) and not remote:
+    wanted = wanted_gpus(plan)
+    chooses = wanted is not None and has_auto(wanted.gpus) and not remote
+    if chooses:
         terminal.say(shown(f"# $GPUS    {GPUS_RULE}"))
     if not remote:
         terminal.say_script(f"PYTHON={shlex.quote(plan.python.explicit or 'python3')}")
-        if has_auto(plan.gpus):
-            terminal.say(shown(f"GPUS={','.join(map(str, range(gpu_count(plan.gpus))))}"))
-    terminal.say_script(f"{cwd}\n{command}")
+    if wanted is not None and chooses:
+        terminal.say(shown(f"GPUS={','.join(map(str, range(gpu_count(wanted.gpus))))}"))
+    for way in ways:
+        terminal.say_script(f"{way.cwd}\n{way.command}")
 
 
-def _devices(prepared: Prepared) -> str:
-    plan = prepared.plan
-    processes = f"{plan.nproc} process{'es' if plan.nproc > 1 else ''}"
-    if plan.device == "cpu":
+class _Way(NamedTuple):
+    """How a group's command would be run."""
+
+    slots: dict[str, str]
+    command: str
+    cwd: str
+
+
+def _devices(plan: Plan) -> str:
+    return "; ".join(_devices_of(group, plan) for group in groups_of(plan))
+
+
+def _devices_of(group: Group, plan: Plan) -> str:
+    nproc, devices = group.role.nproc, group.devices
+    processes = f"{nproc} process{'es' if nproc > 1 else ''}"
+    if devices.kind == "cpu":
         return f"{processes} on the CPU"
-    if plan.device == "any":
+    if devices.kind == "any":
         return f"{processes}, GPUs not restricted"
-    return f"{processes} on GPU {', '.join(plan.gpus)}" + (" when they are free" if plan.policy.queue else "")
+    return f"{processes} on GPU {', '.join(devices.gpus)}" + (" when they are free" if plan.policy.queue else "")
 
 
-def _as_json(prepared: Prepared, host: Host, slots: dict[str, str], *, command: str, cwd: str) -> dict[str, Any]:
+def _as_json(prepared: Prepared, host: Host, ways: list[_Way]) -> dict[str, Any]:
     code = prepared.code
     return {
         "target": {"ssh": host.ssh, "root": host.root},
-        "command": command,
-        "cwd": cwd,
-        "slots": slots,
-        "plan": plan_to_json(prepared.plan),
+        **(ways[0]._asdict() if len(ways) == 1 else {"groups": [way._asdict() for way in ways]}),
+        "plan": to_json(prepared.plan),
         "files": {
             "count": len(code.entries),
             "bytes": code.total_bytes,

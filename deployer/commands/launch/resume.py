@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deployer.agent.job.plan import is_alone
 from deployer.commands.launch.run import follow_through
 from deployer.connection.host import Host
 from deployer.errors import UsageError
@@ -42,7 +43,7 @@ def resume(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
         )
 
-    return follow_through(start, host, record, bare=plan.nproc == 1, **ways)
+    return follow_through(start, host, record, bare=is_alone(plan), **ways)
 
 
 def _record(job: Resumable, host: Host) -> JobRecord:
@@ -51,5 +52,4 @@ def _record(job: Resumable, host: Host) -> JobRecord:
     if kept:
         return kept[0]
     place = (host.ssh, host.root, str(Path.cwd() / "results" / job.job_id))
-    name, created = str(job.plan.get("name", "")), str(job.plan.get("created", ""))
-    return JobRecord(job.job_id, name, *place, created, host.ssh_key, host.transport)
+    return JobRecord(job.job_id, job.plan.name, *place, job.plan.created, host.ssh_key, host.transport)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer import terminal
+from deployer.agent.job.plan import is_alone
 from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
@@ -149,7 +150,7 @@ def _launch(
             give_up_s=give_up_s,
         )
 
-    bare = plan.nproc == 1
+    bare = is_alone(plan)
     return follow_through(
         start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
     )

@@ -18,6 +18,8 @@ from deployer.agent.gc.choose import BLOB, SPARE, TREE
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold, is_held, store_alone, store_in_use
+from deployer.agent.host.typed import to_json
+from deployer.agent.job.plan import Plan
 from deployer.agent.requests.launch import launch
 from deployer.agent.store.tree import FILE, Entry, content_hash, dump_entries, root_hash
 from deployer.agent.wire.frames import Frame
@@ -123,13 +125,13 @@ def test_a_launch_does_not_wait_for_ever_for_a_collection_that_hangs(root: Root)
 class Launching:
     """The call of a `launch` request that brings one tree of one file; `free_at`: when the store could be collected."""
 
-    def __init__(self, root: Root, plan: dict[str, Any], content: bytes, entry: Entry) -> None:
+    def __init__(self, root: Root, plan: Plan, content: bytes, entry: Entry) -> None:
         self.root, self.plan, self.content, self.entry = root, plan, content, entry
         self.cancelled, self.revoked, self.head = threading.Event(), False, {}
         self.free_at: dict[str, bool] = {}
 
     def request(self) -> dict[str, Any]:
-        return {"plan": self.plan}
+        return {"plan": to_json(self.plan)}
 
     def send_event(self, name: str, value: Any = None) -> None:
         try:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.gpus.claim import claim_gpus
+from deployer.agent.gpus.view import Wanted
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, begin_as, staying
-from tests.support.jobs import make_plan
 from tests.support.smi import fake_smi
 from tests.support.sshd import login_user
 
@@ -52,7 +52,7 @@ def take_over_and_over(referee: Path, job: str) -> dict[str, int]:
     while time.monotonic() < until:
         gpu = draw.choice("01")
         try:
-            held = claim_gpus(make_plan([], device="cuda", gpus=[gpu], job_id=job), dict(os.environ))
+            held = claim_gpus(Wanted(job, (gpu,)), dict(os.environ))
         except AgentError as error:
             answers[error.message] = answers.get(error.message, 0) + 1
             continue

@@ -19,10 +19,11 @@ import pytest
 
 from deployer.agent.gpus.claim import claim_gpus
 from deployer.agent.gpus.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
+from deployer.agent.gpus.view import Wanted
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account
 from tests.support.ferry import Ferry
-from tests.support.jobs import make_plan, wait_for
+from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S
 from tests.support.smi import fake_smi
 from tests.support.sshd import ALIAS, login_user, start_sshd
@@ -118,7 +119,7 @@ def test_gpu_of_another_user_is_refused_by_name_and_free_when_their_last_process
     folder: Path, tmp_path: Path
 ) -> None:
     env = fake_smi(tmp_path, gpus="0, GPU-0, Fake H100, 81559, 4\n")
-    plan = make_plan([], device="cuda", gpus=["0"], job_id="ours")
+    plan = Wanted("ours", ("0",))
 
     def take() -> int:
         return sleeper(hold("theirs", "GPU-0")).pid

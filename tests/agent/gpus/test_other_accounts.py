@@ -24,9 +24,10 @@ from deployer.agent.gpus.claim import JobGpus, claim_gpus
 from deployer.agent.gpus.leases import LEASE, MAX_NUMBER, TICKET, Claim, claiming, read_claims
 from deployer.agent.gpus.places import MAX_OF_ONE, exposed, opened
 from deployer.agent.gpus.queue import queue_of
+from deployer.agent.gpus.view import Wanted
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account, staying
-from tests.support.jobs import make_plan, wait_for
+from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S
 from tests.support.smi import fake_smi
 
@@ -83,7 +84,7 @@ def hold(job: str = "j1", kind: str = LEASE, number: int = 0) -> str:
 def ask(job: str = "asks") -> str:
     """What a launch for the GPU says: the job that it would hold it for, or why not."""
     try:
-        held = claim_gpus(make_plan([], device="cuda", gpus=["0"], job_id=job), dict(os.environ))
+        held = claim_gpus(Wanted(job, ("0",)), dict(os.environ))
     except AgentError as error:
         return f"{error.message} | {error.hint}"
     held.release()
@@ -114,7 +115,7 @@ def lock(path: Path, how: int = fcntl.LOCK_EX) -> None:
 
 def supervise(job: str) -> None:
     """Holds the GPU as a job's supervisor does."""
-    plan = make_plan([], device="cuda", gpus=["0"], job_id=job)
+    plan = Wanted(job, ("0",))
     KEPT.append(JobGpus(plan, dict(os.environ), claim_gpus(plan, dict(os.environ)).handed()))
 
 
@@ -297,7 +298,7 @@ def test_forged_first_place_in_the_queue_is_seen_and_ends_with_its_process(lease
 
 def test_forged_last_number_leaves_the_order_of_those_after_it(leases: Path) -> None:
     def wait(job: str) -> str:
-        plan = make_plan([], device="cuda", gpus=["0"], job_id=job, policy={"queue": True})
+        plan = Wanted(job, ("0",), queue=True)
         KEPT.append(claim_gpus(plan, dict(os.environ)))
         return KEPT[-1].claim.kind
 

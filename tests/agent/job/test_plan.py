@@ -27,7 +27,7 @@ def plan_of(**changes: Any) -> dict[str, Any]:
 def _request() -> Any:
     from deployer.agent.job.plan import Request
 
-    return Request(("python", "m.py"), ("target.max_restarts=3",))
+    return Request(("python", "m.py"), overrides=("target.max_restarts=3",))
 
 
 @given(values_of(Plan))

@@ -116,8 +116,7 @@ def preparing(root: Path) -> Job:
     slow = root / "slow"
     slow.write_text("#!/bin/sh\necho up; sleep 1000\n")
     slow.chmod(0o700)
-    plan = make_plan(python("open('ran', 'w')"))
-    plan["python"]["explicit"] = str(slow)
+    plan = make_plan(python("open('ran', 'w')"), python={"explicit": str(slow)})
     job = start(make_job(root, "j", plan), plan)
     wait_for(lambda: running(str(slow)))
     return job

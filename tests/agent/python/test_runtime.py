@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -20,6 +19,7 @@ from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.python.build import read_lock
 from deployer.agent.python.find import candidates, find_python, resolve_python
+from deployer.agent.python.spec import PythonSpec
 from tests.support.pythons import make_python, make_wheel
 
 
@@ -28,8 +28,8 @@ def root(tmp_path: Path) -> Root:
     return Root(str(tmp_path / "root"))
 
 
-def spec(*requires: str, **more: str) -> dict[str, Any]:
-    return {"explicit": None, "requires": list(requires), "lock": None, "wheels": None, **more}
+def spec(*requires: str, **more: str) -> PythonSpec:
+    return PythonSpec(requires=requires, **more)
 
 
 def test_the_session_s_environment_comes_first_when_it_has_what_is_needed(tmp_path: Path, root: Root) -> None:

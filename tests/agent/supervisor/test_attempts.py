@@ -283,13 +283,13 @@ def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Pat
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 STARTS_IN_GROUP = """
-import json, os, sys
-from deployer.agent.supervisor.start import spawn
+import os, sys
+from deployer.agent.supervisor.start import LaunchInput, spawn
 from deployer.agent.host.layout import Job
+from deployer.agent.job.record import read_plan
 open(sys.argv[2] + '/cgroup.procs', 'w').write('0')
-plan = json.load(open(sys.argv[1] + '/job.json'))['plan']
-launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-spawn(Job(sys.argv[1]), launch)
+job = Job(sys.argv[1])
+spawn(job, LaunchInput(read_plan(job), 1, base_env=dict(os.environ)))
 """
 
 

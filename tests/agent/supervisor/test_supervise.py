@@ -17,13 +17,20 @@ import pytest
 
 from deployer.agent import rank
 from deployer.agent.host.errors import AgentError
-from deployer.agent.host.layout import AGENT_DIR, ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Job
+from deployer.agent.host.layout import (
+    AGENT_DIR,
+    ATTEMPT_ENV,
+    CACHE_ENV,
+    JOB_ID_ENV,
+    RUN_DIR_ENV,
+    STARTED_ENV,
+    Job,
+)
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, command_of
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import read_status, write_status
 from deployer.agent.job.stop import request_stop
-from deployer.agent.supervisor.command import fill, job_env
 from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO
 from tests.support.jobs import (
@@ -43,41 +50,8 @@ from tests.support.jobs import (
 )
 from tests.support.limits import FOREVER_S, HANG_S, PATIENCE
 from trainer import schema
-from trainer.startup import now_s
 
 # --- the environment --------------------------------------------------------------------------------------------------
-
-
-def test_fill_joins_texts_and_slots() -> None:
-    assert fill([{"slot": "agent"}, "/rank.py"], {"agent": "/a b"}) == "/a b/rank.py"
-    assert fill("plain", {}) == "plain"
-
-
-def test_fill_of_an_unknown_slot_names_it() -> None:
-    with pytest.raises(AgentError, match="moon"):
-        fill([{"slot": "moon"}], {"agent": "/a"})
-
-
-def test_environment_is_layered_and_marked() -> None:
-    job = Job("/root/jobs/j1")
-    plan = {"env": {"B": [{"slot": "job"}, "/b"], "C": "plan"}}
-    base = {"A": "base", "B": "base", "RANK": "3", "TORCHELASTIC_RUN_ID": "outer"}
-    given = {"plan": plan, "base_env": base, "env": {"C": "user"}, "secrets": {"S": "x"}, "attempt": 2}
-    assert job_env(job, given, {"job": job.path}) == {
-        "PYTHONUNBUFFERED": "1",
-        "A": "base",
-        "B": "/root/jobs/j1/b",
-        "C": "user",
-        "S": "x",
-        JOB_ID_ENV: "j1",
-        RUN_DIR_ENV: "/root/jobs/j1",
-        ATTEMPT_ENV: "2",
-    }
-
-
-def test_environment_of_a_trainer_says_when_it_was_started() -> None:
-    env = job_env(Job("/root/jobs/j1"), {"plan": {"kind": "trainer"}, "attempt": 1}, {})
-    assert float(env[STARTED_ENV]) == pytest.approx(now_s(), abs=5)
 
 
 def test_names_in_the_environment_are_those_of_the_trainer() -> None:
@@ -442,13 +416,12 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
 
 
 SPAWNS_AND_DIES = """
-import json, os, signal, sys
-from deployer.agent.supervisor.start import spawn
+import os, signal, sys
+from deployer.agent.supervisor.start import LaunchInput, spawn
 from deployer.agent.host.layout import Job
+from deployer.agent.job.record import read_plan
 for path in sys.argv[1:]:
-    plan = json.load(open(path + '/job.json'))['plan']
-    launch = {'plan': plan, 'env': {}, 'secrets': {}, 'base_env': dict(os.environ), 'attempt': 1}
-    spawn(Job(path), launch)
+    spawn(Job(path), LaunchInput(read_plan(Job(path)), 1, base_env=dict(os.environ)))
 os.killpg(0, signal.SIGKILL)
 """
 

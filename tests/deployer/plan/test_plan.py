@@ -6,32 +6,33 @@ from datetime import datetime, timezone
 
 import pytest
 
+from deployer.agent.host.typed import to_json
+from deployer.agent.job.plan import Devices, Plan, fill, groups_of, parse_plan
 from deployer.errors import UsageError
-from deployer.plan.launch_plan import (
-    TRAINER_REQUIRES,
-    Command,
-    LaunchPlan,
-    build_plan,
-    fill,
-    new_job_id,
-    plan_to_json,
-    render_command,
-    shell_slots,
-)
+from deployer.plan.launch_plan import TRAINER_REQUIRES, Command, build_plan, new_job_id, render_command, shell_slots
 from tests.support.ferry import REPO
 from trainer.schema import Config, TargetConfig
 
 SLOTS = {"python": "/py", "root": "/r", "job": "/r/jobs/j1", "agent": "/r/agent/h/agent"}
 
 
-def plan_of(target: TargetConfig | None = None, command: Command | None = None, **options) -> LaunchPlan:
+def plan_of(target: TargetConfig | None = None, command: Command | None = None, **options) -> Plan:
     config = Config(target=target or TargetConfig())
     options.setdefault("own_trainer", True)
     return build_plan(config, job_id="j1", created="2026-01-01T00:00:00Z", tree="aa", command=command, **options)
 
 
-def argv_of(plan: LaunchPlan) -> list[str]:
-    return [fill(text, SLOTS) for text in plan.argv]
+def slots_of(plan: Plan, root: str = "/r") -> dict[str, str]:
+    (group,) = groups_of(plan)
+    return shell_slots(group, job_id=plan.job_id, root=root, agent="abc")
+
+
+def command_of(plan: Plan, slots: dict[str, str] = SLOTS) -> str:
+    return render_command(plan, plan.roles[0], slots)
+
+
+def argv_of(plan: Plan) -> list[str]:
+    return [fill(text, SLOTS) for text in plan.roles[0].argv]
 
 
 def test_four_gpus_torchrun_with_four_processes_and_the_devices_in_the_given_order():
@@ -40,33 +41,34 @@ def test_four_gpus_torchrun_with_four_processes_and_the_devices_in_the_given_ord
         *("/py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=0"),
         *("/r/agent/h/agent/rank.py", "train.py", "/r/jobs/j1/config.yaml"),
     ]
-    assert plan.env["CUDA_VISIBLE_DEVICES"] == "3,1,0,2"
-    assert plan.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert plan.roles[0].nodes == (Devices("cuda", ("3", "1", "0", "2")),)
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,1,0,2 " in command_of(plan, slots_of(plan))
 
 
 def test_number_of_gpus_to_choose_is_a_slot_that_the_host_fills():
     plan = plan_of(TargetConfig(gpu_ranks=["auto:2"]))
     assert argv_of(plan)[4] == "--nproc-per-node=2"
-    assert fill(plan.env["CUDA_VISIBLE_DEVICES"], {"gpus": "1,3"}) == "1,3"
-    shown = shell_slots(plan, root="~/r", agent="abc")
-    assert "CUDA_VISIBLE_DEVICES=$GPUS " in render_command(plan, shown)
-    assert "CUDA_VISIBLE_DEVICES=1,3 " in render_command(plan, {**shown, "gpus": "1,3"})
+    assert fill(plan.roles[0].env["CUDA_VISIBLE_DEVICES"], {"gpus": "1,3"}) == "1,3"
+    shown = slots_of(plan)
+    assert "CUDA_VISIBLE_DEVICES=$GPUS " in command_of(plan, shown)
+    assert "CUDA_VISIBLE_DEVICES=1,3 " in command_of(plan, {**shown, "gpus": "1,3"})
 
 
 def test_one_gpu_without_torchrun():
     plan = plan_of(TargetConfig(gpu_ranks=[1]))
     assert argv_of(plan) == ["/py", "-u", "train.py", "/r/jobs/j1/config.yaml"]
-    assert (plan.nproc, plan.torchrun, plan.env["CUDA_VISIBLE_DEVICES"]) == (1, False, "1")
+    assert (plan.roles[0].nproc, plan.roles[0].torchrun, slots_of(plan)["gpus"]) == (1, False, "1")
 
 
 def test_trainers_of_one_host_share_what_they_compile_and_programs_are_left_alone():
-    assert fill(plan_of().env["TORCHFERRY_CACHE"], SLOTS) == "/r/cache"
-    assert "TORCHFERRY_CACHE" not in plan_of(command=Command(("python", "x.py"), torchrun=False)).env
+    assert fill(plan_of().roles[0].env["TORCHFERRY_CACHE"], SLOTS) == "/r/cache"
+    assert "TORCHFERRY_CACHE" not in plan_of(command=Command(("python", "x.py"), torchrun=False)).roles[0].env
 
 
 def test_cpu_as_many_processes_and_no_visible_gpu():
     plan = plan_of(TargetConfig(gpu_ranks=[0, 1], device="cpu"))
-    assert (plan.nproc, plan.gpus, plan.env["CUDA_VISIBLE_DEVICES"]) == (2, (), "")
+    (role,) = plan.roles
+    assert (role.nproc, role.nodes, role.env["CUDA_VISIBLE_DEVICES"]) == (2, (Devices("cpu"),), "")
 
 
 def test_project_without_a_trainer_runs_the_clients_own():
@@ -96,29 +98,41 @@ def test_torchrun_of_something_that_is_no_python_file_refused():
 
 def test_program_that_names_no_gpu_sees_them_all():
     plan = plan_of(command=Command(("true",), torchrun=False), restrict_gpus=False)
-    assert plan.device == "any"
-    assert "CUDA_VISIBLE_DEVICES" not in plan.env
+    assert plan.roles[0].nodes == (Devices("any"),)
+    assert "CUDA_VISIBLE_DEVICES" not in plan.roles[0].env
 
 
 def test_plan_holds_names_of_secrets_and_never_their_values():
     plan = plan_of(TargetConfig(secrets=["HF_TOKEN"], env={"A": "canary-value"}))
-    text = json.dumps(plan_to_json(plan)) + render_command(plan, SLOTS) + repr(plan)
+    text = json.dumps(to_json(plan)) + command_of(plan, slots_of(plan)) + repr(plan)
     assert "HF_TOKEN" in text and "canary-value" not in text
 
 
 def test_rendered_command_read_by_a_shell_gives_the_same_argv():
     command = Command(("python", "x.py", "it's", "a b", "$(touch pwned)", "", "ü\n"), torchrun=False)
     plan = plan_of(command=command)
-    words = shlex.split(render_command(plan, SLOTS))
-    assert words[len(plan.env) :] == argv_of(plan)
+    words = shlex.split(command_of(plan, {**SLOTS, "gpus": "0"}))
+    assert words[len(plan.roles[0].env) :] == argv_of(plan)
 
 
 def test_shell_slots_leave_the_home_to_the_hosts_shell():
-    text = render_command(
-        plan_of(TargetConfig(gpu_ranks=[0, 1])), shell_slots(plan_of(), root="~/my root", agent="abc")
-    )
+    plan = plan_of(TargetConfig(gpu_ranks=[0, 1]))
+    text = command_of(plan, slots_of(plan, root="~/my root"))
     assert "$PYTHON -m torch.distributed.run" in text
     assert "~/'my root/agent/abc/agent'/rank.py" in text
+
+
+def test_plan_read_by_the_host_is_the_very_plan_and_holds_what_was_asked_for():
+    target = TargetConfig(gpu_ranks=["auto:2"], max_restarts=3, env={"A": "canary"}, ssh="box", log_max_gb=0.5)
+    plan = plan_of(target, Command(("python", "x.py", "a b"), torchrun=True))
+    assert parse_plan(json.loads(json.dumps(to_json(plan)))) == plan
+    assert plan.request.command == ("python", "x.py", "a b") and plan.request.torchrun
+    assert plan.request.overrides == (
+        'target.gpu_ranks=["auto:2"]',
+        "target.max_restarts=3",
+        "target.log_max_gb=0.5",
+    )
+    assert plan_of(own_trainer=True).request.own_trainer and not plan_of(own_trainer=True).request.command
 
 
 def test_job_ids_carry_name_and_time_and_differ():

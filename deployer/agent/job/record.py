@@ -1,0 +1,82 @@
+"""job.json: what a job was launched with. Its plan is kept as it came, for whoever knows more of it, and for its hash.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import json
+from typing import Any, Dict, NamedTuple, Optional, Tuple
+
+from ..host.files import blake2b, write_json
+from ..host.layout import FORMAT_VERSION, Job
+from ..host.typed import Damage, read_typed, to_json
+from .plan import Plan, parse_plan
+
+RawPlan = Dict[str, Any]
+MAX_BYTES = 64 << 20
+
+
+class Resumed(NamedTuple):
+    """A resume: the attempt that it began, and the plan before it."""
+
+    attempt: int
+    plan_hash: str
+    resumed_at: float = 0.0
+    """Unix time."""
+    plan_before: Optional[RawPlan] = None
+
+
+class Record(NamedTuple):
+    plan: RawPlan
+    plan_hash: str = ""
+    env: Dict[str, str] = {}
+    """Values of --env; secrets are names in the plan."""
+    git: Optional[Dict[str, Any]] = None
+    created_at: Optional[float] = None
+    """Unix time, by this host's clock."""
+    agent_python: str = ""
+    resumed: Tuple[Resumed, ...] = ()
+    format: int = FORMAT_VERSION
+
+
+def read_record(job: Job) -> Record:
+    """Damage, with what is wrong, when there is none to go by."""
+    try:
+        return read_typed(job.record, Record, most=MAX_BYTES)
+    except FileNotFoundError:
+        raise Damage("its job.json is missing") from None
+    except OSError as error:
+        raise Damage("its job.json cannot be read: %s" % error.strerror) from None
+    except Damage as damage:
+        raise Damage("its job.json is damaged: %s" % damage) from None
+
+
+def known_record(job: Job) -> Optional[Record]:
+    """The record; None where there is none to go by."""
+    try:
+        return read_record(job)
+    except Damage:
+        return None
+
+
+def write_record(job: Job, record: Record) -> None:
+    write_json(job.record, to_json(record))
+
+
+def read_plan(job: Job) -> Plan:
+    """The plan of this very job. Damage, with what is wrong, when there is none to go by."""
+    plan = parse_plan(read_record(job).plan)
+    if plan.job_id != job.id:
+        raise Damage("its job.json is of another job, %s" % plan.job_id[:80])
+    return plan
+
+
+def known_plan(job: Job) -> Optional[Plan]:
+    """The plan; None where there is none to go by."""
+    try:
+        return read_plan(job)
+    except Damage:
+        return None
+
+
+def plan_hash(plan: RawPlan) -> str:
+    return blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
