@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,22 +41,27 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
         raise HostError(f"{host.name} tells of {job_id} what is not understood: {error!r}") from error
 
 
-def plan_next(job: Resumable, options: Options, *, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
+def plan_next(
+    job: Resumable, options: Options, *, known: Collection[str], tell: Callable[[str], None] = lambda note: None
+) -> tuple[LaunchPlan, dict[str, Any]]:
     """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
-    secret that the host asks for though it is not among `known`: those that this client has given the job before."""
+    secret that the host asks for though it is not among `known`: those that this client has given the job before.
+    `tell` hears what the config has without effect."""
     try:
-        return _plan_next(job, options, known)
+        return _plan_next(job, options, known, tell)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     except (KeyError, TypeError, AttributeError) as error:
         raise HostError(f"the plan of {job.job_id} is not understood: {error!r}") from error
 
 
-def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tuple[LaunchPlan, dict[str, Any]]:
+def _plan_next(
+    job: Resumable, options: Options, known: Collection[str], tell: Callable[[str], None]
+) -> tuple[LaunchPlan, dict[str, Any]]:
     old, job_id = job.plan, job.job_id
     is_trainer = old["kind"] == "trainer"
     if is_trainer:
-        config = _config_of(old, job_id, options, has_saved=job.from_step is not None)
+        config = _config_of(old, job_id, options, has_saved=job.from_step is not None, tell=tell)
     else:
         config = _target_of(old, options)
     config = with_options(config, options)
@@ -113,12 +118,14 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
-def _config_of(old: dict[str, Any], job_id: str, options: Options, *, has_saved: bool) -> Config:
+def _config_of(
+    old: dict[str, Any], job_id: str, options: Options, *, has_saved: bool, tell: Callable[[str], None]
+) -> Config:
     file = f"config.yaml of {job_id}"
     overrides = options.overrides
     if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
-    config = config_from_yaml(old["config_yaml"], file, overrides)
+    config = config_from_yaml(old["config_yaml"], file, overrides, tell=tell)
     before = local_data_paths(config_from_yaml(old["config_yaml"], file))
     new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
     if new:

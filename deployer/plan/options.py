@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,37 +41,40 @@ class Options:
     yes: bool = False
 
 
-def read_config(options: Options) -> tuple[Config, Command | None]:
-    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
+def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> tuple[Config, Command | None]:
+    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake.
+
+    `tell` hears what the config has without effect.
+    """
     config = None if options.config else with_options(_config_of_command(options), options)
     if config is None or not is_plain(config.run.name, config.target):
-        config = _checked(config, options)
+        config = _checked(config, options, tell=tell)
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
     return config, command
 
 
-def _checked(config: Config | None, options: Options) -> Config:
+def _checked(config: Config | None, options: Options, *, tell: Callable[[str], None]) -> Config:
     """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
     from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
 
     try:
-        config = config or with_options(_config_of_file(options), options)
+        config = config or with_options(_config_of_file(options, tell=tell), options)
         check_config(config)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     return config
 
 
-def _config_of_file(options: Options) -> Config:
+def _config_of_file(options: Options, *, tell: Callable[[str], None]) -> Config:
     from trainer.config.load import load_config
 
     assert options.config is not None
     overrides = options.overrides
     if options.fsdp_config is not None and options.gpus is not None:  # its num_processes is judged by these
         overrides = (*overrides, f"target.gpu_ranks={options.gpus}")
-    return load_config(options.config, overrides, fsdp_config=options.fsdp_config)
+    return load_config(options.config, overrides, fsdp_config=options.fsdp_config, tell=tell)
 
 
 def _config_of_command(options: Options) -> Config:

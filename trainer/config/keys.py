@@ -1,12 +1,14 @@
-"""The keys of the schema by dotted name, the places where a config gives them, and the error for a wrong one."""
+"""The keys of the schema by dotted name, and those it had; where a config gives them; the error for a wrong one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
+from trainer.config.dropped import Becomes, Dropped
+from trainer.config.fsdp1 import DROPPED_WORDS
 from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config
 
@@ -64,6 +66,12 @@ ALIASES = {
     "target_modules": "lora.targets",
     "lora_target_modules": "lora.targets",
 }
+
+DROPPED: dict[str, Dropped] = {
+    "train.nonfinite": Dropped(Literal["skip", "abort"], "skip", {"abort": Becomes("train.max_nonfinite_steps", 1)}),
+    **DROPPED_WORDS,
+}
+"""Keys that the schema has no longer."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,9 @@ def unknown_key(key: str, places: Places, *, siblings: Sequence[str] = ()) -> Co
     where = places.of(key)
     if siblings:
         return ConfigError(f"{key} is not a key", where=where, hint=f"keys here: {', '.join(siblings)}")
+    for name, dropped in DROPPED.items():
+        if key in (name, name.rpartition(".")[2]):
+            return ConfigError(f"{key} is no key any more", where=where, hint=f"drop it; {dropped.render()}")
     if key in known_keys():
         section, _, leaf = key.partition(".")
         return ConfigError(f"{key} is not a key here", where=where, hint=f"nest it: {section}: {{{leaf}: …}}")

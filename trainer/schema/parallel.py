@@ -25,8 +25,6 @@ class ParallelConfig:
     """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
-    buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Only fp32: the one buffer, the rotary frequencies, would lose positions in less."""
     wrap_policy: Literal["transformer", "size", "classes"] = "transformer"
     """FSDP: what is gathered together. `transformer`: each block; `size`: modules of at least `min_num_params`;
     `classes`: the modules of `wrap_classes`. What is in no group is in the root's."""
@@ -36,25 +34,15 @@ class ParallelConfig:
     """Class names for `wrap_policy` classes: Block, Attention, MLP …, or Hugging Face's, such as Qwen3DecoderLayer."""
     ignored_modules: list[str] = field(default_factory=list)
     """FSDP: patterns of Hugging Face module names (*.embed_tokens, *.mlp) that every rank holds whole."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE"] | None = None
-    """FSDP1's word. BACKWARD_PRE is built in; the others are refused: see `backward_prefetch_depth`."""
     forward_prefetch: bool | int = False
     """FSDP: how many groups ahead of the running one are gathered in the forward; true: 1."""
     backward_prefetch_depth: int = 1
     """FSDP: the same in the backward; 1 is built in."""
-    limit_all_gathers: bool | None = None
-    """FSDP1's word. true is built in, false is refused."""
-    use_orig_params: bool | None = None
-    """FSDP1's word, without effect: FSDP2 has no flat parameter."""
     sync_module_states: bool = False
     """Rank 0 alone reads the pretrained weights and sends them; false: every rank reads its own share."""
     cpu_offload: bool | None = None
     """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps. None: false, unless
     `memory` is auto and nothing else fits."""
-    state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"] = "SHARDED_STATE_DICT"
-    """Checkpoints are sharded always and load at any number of ranks. FULL_STATE_DICT asks for the weights in one
-    piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`.
-    LOCAL_STATE_DICT is refused."""
     memory: Literal["auto", "manual"] = "auto"
     """On a GPU, auto: what is not set of `activation_checkpointing`, `reshard_after_forward`,
     `reduce_every_micro_batch` and `cpu_offload` is chosen so that the run fits with the least recomputation, and after

@@ -60,11 +60,9 @@ class TrainConfig:
     resume: str = "auto"
     """`auto`: from the newest complete checkpoint of the run folder, if any; a damaged one is named, set aside as
     `.bad_step_N`, and the one before is taken. `never`; or a checkpoint's path, which must be whole."""
-    nonfinite: Literal["skip", "abort"] = "skip"
-    """A step whose loss or gradient is NaN or infinite never touches the weights. `skip`: it is told and the run goes
-    on; `abort`: the first one ends the run."""
     max_nonfinite_steps: int = 10
-    """Skipped non-finite steps in a row before the run ends with an error."""
+    """Steps in a row whose loss or gradient is NaN or infinite after which the run ends with an error. Each is skipped
+    and told, and never touches the weights. 1: the first one ends the run, and a step is judged before it is saved."""
     early_stop_patience: int | None = None
     """End the run, as if this were its last step, after so many evaluations in a row that were no better than the
     best; None: never."""
