@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.schema.data import DataConfig
+from trainer.schema.key import key
 from trainer.schema.model import LoraConfig, ModelConfig
 from trainer.schema.optim import OptimConfig
 from trainer.schema.parallel import ParallelConfig
@@ -19,7 +20,7 @@ class RunConfig:
 
     name: str = "run"
     """Begins the name of the run folder and the id of a job."""
-    dir: str = "runs"
+    dir: str = key("runs", aliases=("output_dir",))
     """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
     export: bool = True
     """Write the final model in Hugging Face format, reopened and compared."""
