@@ -7,7 +7,7 @@ names the key, the value, the place and the way out. Imports neither torch nor (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -26,7 +26,7 @@ from trainer.config.keys import (
 from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
 from trainer.config.target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import Config, as_sources
+from trainer.schema import Config, as_sources, with_key
 
 __all__ = [
     "ConfigError",
@@ -133,7 +133,7 @@ def _one_length(config: Config, given: set[str]) -> Config:
     """Of steps and epochs, drop the one that this source leaves out when it gives the other."""
     for own, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
         if own in given and other not in given and get_key(config, own) is not None:
-            config = _set_key(config, other, None)
+            config = with_key(config, other, None)
     return config
 
 
@@ -145,7 +145,7 @@ def _apply_settings(config: Config, accelerate: Accelerate, *, places: Places) -
     own = {setting.key: setting.place for setting in accelerate.settings}
     for setting in accelerate.settings:
         value = fit(setting.value, known_keys()[setting.key], setting.key, places=Places("", own))
-        config = _set_key(config, setting.key, value)
+        config = with_key(config, setting.key, value)
     return config, Places(places.source, {**places.by_key, **own})
 
 
@@ -153,7 +153,7 @@ def _apply_overrides(config: Config, overrides: Sequence[str], *, places: Places
     given = set()
     for override in overrides:
         key, value = _parse_override(override)
-        config = _set_key(config, key, value)
+        config = with_key(config, key, value)
         given.add(key)
     config = _one_length(config, given)
     return config, Places(places.source, {**places.by_key, **dict.fromkeys(given, COMMAND_LINE)})
@@ -197,14 +197,3 @@ def _read_override(text: str, kind: Any, key: str) -> object:
     if kind is str and not text:
         return ""
     return Word(text)
-
-
-def _set_key(config: Config, key: str, value: Any) -> Config:
-    section, _, name = key.partition(".")
-    if not name:
-        return replace(config, **{section: value})
-    name, _, entry = name.partition(".")
-    inner = getattr(config, section)
-    if entry:
-        value = {**getattr(inner, name), entry: value}
-    return replace(config, **{section: replace(inner, **{name: value})})

@@ -72,11 +72,8 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
 def _limits(config: Config) -> Iterator[Broken]:
     for key, limit in limits().items():
         value = get_key(config, key)
-        if isinstance(value, list):
-            wrong = [number for number in value if not limit.holds(number)]
-            yield from (Broken(key, f"{key} holds {number}, must be {limit.words}") for number in wrong)
-        elif value is not None and not limit.holds(value):
-            yield Broken(key, f"{key} is {value}, must be {limit.words}")
+        verb = "holds" if isinstance(value, list) else "is"
+        yield from (Broken(key, f"{key} {verb} {n}, must be {limit.words}") for n in limit.broken_by(value))
 
 
 def _texts(config: Config) -> Iterator[Broken]:

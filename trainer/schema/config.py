@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from trainer.schema.data import DataConfig
 from trainer.schema.key import key
@@ -52,3 +52,15 @@ class Config:
     """Arguments of `script`."""
     torchrun: bool = True
     """Start `script` under torchrun, one process per entry of gpu_ranks."""
+
+
+def with_key(config: Config, key: str, value: Any) -> Config:
+    """The config with another value of a dotted key, or of an entry such as target.env.NAME; nothing is checked."""
+    section, _, name = key.partition(".")
+    if not name:
+        return replace(config, **{section: value})
+    name, _, entry = name.partition(".")
+    inner = getattr(config, section)
+    if entry:
+        value = {**getattr(inner, name), entry: value}
+    return replace(config, **{section: replace(inner, **{name: value})})

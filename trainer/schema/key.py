@@ -21,6 +21,11 @@ class Limit(NamedTuple):
     words: str
     holds: Callable[[float], bool]
 
+    def broken_by(self, value: float | list[float] | None) -> list[float]:
+        """Those of a key's numbers that it does not take."""
+        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        return [number for number in numbers if not self.holds(number)]
+
 
 AT_LEAST_0 = Limit("0 or more", lambda v: v >= 0)
 AT_LEAST_1 = Limit("1 or more", lambda v: v >= 1)
