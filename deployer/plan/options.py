@@ -10,7 +10,7 @@ from typing import Any
 
 from deployer.errors import UsageError
 from deployer.plan.launch_plan import Command
-from trainer.schema import AUTO_GPUS, Config, RunConfig, TargetConfig, with_key
+from trainer.schema import AUTO_GPUS, Config, RunConfig, TargetConfig, with_changes
 from trainer.schema.key import Limit, facts_of
 
 
@@ -50,24 +50,17 @@ def read_config(options: Options) -> tuple[Config, Command | None]:
 
 def _checked(config: Config | None, options: Options) -> Config:
     """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
-    from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
+    from trainer.config.load import ConfigError, check_config, load_config  # a plain program does not wait for them
 
     try:
-        config = config or with_options(_config_of_file(options), options)
+        if config is None:
+            assert options.config is not None
+            changes = key_changes(options)
+            return load_config(options.config, options.overrides, fsdp_config=options.fsdp_config, changes=changes)
         check_config(config)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     return config
-
-
-def _config_of_file(options: Options) -> Config:
-    from trainer.config.load import load_config
-
-    assert options.config is not None
-    overrides = options.overrides
-    if options.fsdp_config is not None and "target.gpu_ranks" in options.keys:  # its num_processes is judged by these
-        overrides = (*overrides, f"target.gpu_ranks={','.join(map(str, options.keys['target.gpu_ranks']))}")
-    return load_config(options.config, overrides, fsdp_config=options.fsdp_config)
 
 
 def _config_of_command(options: Options) -> Config:
@@ -82,12 +75,7 @@ def _config_of_command(options: Options) -> Config:
 
 def with_options(config: Config, options: Options) -> Config:
     """The config as the command line's options change it; not checked yet."""
-    for key, value in key_changes(options).items():
-        if key == "target.secrets":  # it adds to those of the config
-            old = config.target.secrets
-            value = [*old, *(name for name in value if name not in old)]
-        config = with_key(config, key, value)
-    return config
+    return with_changes(config, key_changes(options))
 
 
 # --- what is right at a glance ----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from trainer.config.accelerate import Accelerate, check_processes, read_fsdp_config
@@ -26,7 +27,7 @@ from trainer.config.keys import (
 from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
 from trainer.config.target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import Config, as_sources, with_key
+from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
     "ConfigError",
@@ -43,12 +44,20 @@ __all__ = [
 
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, fsdp_config: str | Path | None = None) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    fsdp_config: str | Path | None = None,
+    changes: Mapping[str, Any] = NO_CHANGES,
+) -> Config:
     """The checked Config of a `.py` or YAML file with `a.b=c` overrides applied in order; the last one of a key wins.
 
     `fsdp_config`: a file as `accelerate config` writes it; what it says goes before the config and after the overrides.
+    `changes`: what further options of the command line say, for `with_changes`; they come last.
     Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
     Raises ConfigError.
     """
@@ -62,6 +71,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, fsdp_config:
     accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
     config, places = _apply_settings(config, accelerate, places=places)
     config, places = _apply_overrides(config, overrides, places=places)
+    config, places = _apply_changes(config, changes, places=places)
     check_config(config, places=places)
     check_processes(accelerate, num_processes(config))
     return config
@@ -157,6 +167,13 @@ def _apply_overrides(config: Config, overrides: Sequence[str], *, places: Places
         given.add(key)
     config = _one_length(config, given)
     return config, Places(places.source, {**places.by_key, **dict.fromkeys(given, COMMAND_LINE)})
+
+
+def _apply_changes(config: Config, changes: Mapping[str, Any], *, places: Places) -> tuple[Config, Places]:
+    changed, names = with_changes(config, changes), len(config.target.secrets)
+    added = [f"target.secrets[{i}]" for i in range(names, len(changed.target.secrets))]
+    own = dict.fromkeys([*added, *(key for key in changes if key != "target.secrets")], COMMAND_LINE)
+    return changed, Places(places.source, {**places.by_key, **own})
 
 
 def _parse_override(override: str) -> tuple[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -54,9 +55,18 @@ class Config:
     """Start `script` under torchrun, one process per entry of gpu_ranks."""
 
 
-def with_key(config: Config, key: str, value: Any) -> Config:
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of dotted keys; of target.secrets they are names to add. Nothing is checked."""
+    for dotted, value in changes.items():
+        if dotted == "target.secrets":
+            value = [*config.target.secrets, *(name for name in value if name not in config.target.secrets)]
+        config = with_key(config, dotted, value)
+    return config
+
+
+def with_key(config: Config, dotted: str, value: Any) -> Config:
     """The config with another value of a dotted key, or of an entry such as target.env.NAME; nothing is checked."""
-    section, _, name = key.partition(".")
+    section, _, name = dotted.partition(".")
     if not name:
         return replace(config, **{section: value})
     name, _, entry = name.partition(".")
