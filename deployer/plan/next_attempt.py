@@ -69,7 +69,7 @@ def _plan_next(
     if is_trainer:
         _check_length(job, config)
     if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
-        _check_secrets(job_id, config.target.secrets, known={*known, *options.secrets})
+        _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
     python = old["python"]
     plan = build_plan(
         config,
@@ -81,7 +81,7 @@ def _plan_next(
         python=PythonSpec(config.target.python, tuple(python["requires"]), python["lock"], python["wheels"]),
         includes=[Include(**include) for include in old["includes"]],
         allow_busy=bool(old["allow_busy"]) or options.allow_busy,
-        restrict_gpus=is_trainer or options.gpus is not None or old["device"] != "any",
+        restrict_gpus=is_trainer or "target.gpu_ranks" in options.keys or old["device"] != "any",
         config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer else None,
     )
     names = {*old["env_names"], *plan.env_names}

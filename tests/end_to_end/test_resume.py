@@ -83,7 +83,7 @@ def test_plan_of_an_older_client_comes_back_as_it_was(changes: dict[str, Any]) -
 
 
 def test_other_gpus_change_the_number_of_ranks_and_nothing_else_of_the_program() -> None:
-    plan = plan_to_json(next_of(RANKS, gpus="3,1,2"))
+    plan = plan_to_json(next_of(RANKS, keys={"target.gpu_ranks": [3, 1, 2]}))
     assert (plan["nproc"], plan["gpus"], plan["env"]["CUDA_VISIBLE_DEVICES"]) == (3, ["3", "1", "2"], "3,1,2")
     assert plan["argv"][4] == "--nproc-per-node=3"
     assert plan["argv"][5:] == RANKS["argv"][5:]
@@ -182,7 +182,7 @@ def test_host_gets_no_secret_that_the_job_was_never_given(changes: Any, monkeypa
     job = Resumable("old-1", {**OLD, **changes, "secret_names": ["CLOUD_KEY"]}, 1, None)
     with pytest.raises(UsageError, match="needs the secret CLOUD_KEY, which this client has never given it"):
         plan_next(job, Options(), known=("HF_TOKEN",))
-    _, payload = plan_next(job, Options(secrets=("CLOUD_KEY",)), known=())
+    _, payload = plan_next(job, Options(keys={"target.secrets": ["CLOUD_KEY"]}), known=())
     assert payload["secrets"] == {"CLOUD_KEY": "canary"}
 
 

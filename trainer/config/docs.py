@@ -1,7 +1,7 @@
 """docs/config.md from the schema itself: `python -m trainer.config.docs --write`; without --write to standard output.
 
 What a key means is the docstring below it in `trainer/schema/`; its type and its default are the dataclass's own;
-its limits are those that the config is checked against; its names elsewhere are those that an error would correct.
+its limit and its names elsewhere are those that `key` says beside the field, as the rules and the errors read them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, get_args
 from trainer import schema
 from trainer.config.fields import describe
 from trainer.config.fsdp1 import DROPPED_WORDS, render_words
-from trainer.config.keys import ALIASES, DROPPED, field_kinds, is_section
-from trainer.config.rules import LIMITS
+from trainer.config.keys import DROPPED, field_kinds, is_section, known_facts
 from trainer.schema import Config
+from trainer.schema.key import NONE
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 
@@ -38,28 +38,6 @@ what a config comes to.
 
 "Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
 """
-
-ELSEWHERE = {
-    "target.gpu_ranks": ("torchrun --nproc-per-node", "CUDA_VISIBLE_DEVICES", "gpu_ids", "num_processes"),
-    "target.max_restarts": ("torchrun --max-restarts",),
-    "target.train_backend": ("distributed_type",),
-    "target.device": ("use_cpu",),
-    "train.precision": ("mixed_precision", "MixedPrecision.param_dtype"),
-    "parallel.sharding_strategy": ("fsdp_sharding_strategy", "ShardingStrategy"),
-    "parallel.reshard_after_forward": ("fsdp_reshard_after_forward",),
-    "parallel.reduce_dtype": ("MixedPrecision.reduce_dtype",),
-    "parallel.wrap_policy": ("fsdp_auto_wrap_policy", "auto_wrap_policy"),
-    "parallel.min_num_params": ("fsdp_min_num_params",),
-    "parallel.wrap_classes": ("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls"),
-    "parallel.ignored_modules": ("fsdp_ignored_modules",),
-    "parallel.forward_prefetch": ("fsdp_forward_prefetch",),
-    "parallel.sync_module_states": ("fsdp_sync_module_states",),
-    "parallel.cpu_offload": ("fsdp_offload_params", "CPUOffload"),
-    "parallel.activation_checkpointing": ("fsdp_activation_checkpointing",),
-    "parallel.compile": ("dynamo_backend",),
-}
-"""Names that are no key anywhere, so that no error has to know them."""
-
 
 FSDP_WORDS = """\
 ## FSDP1's words, and what FSDP2 makes of them
@@ -143,9 +121,10 @@ def _section(title: str, cls: Any, prefix: str, *, only: list[str] | None = None
 
 
 def _row(field: Any, cls: Any, key: str, meaning: str) -> str:
-    kind = field_kinds(cls)[field.name]
-    limit = f"; {LIMITS[key].words}" if key in LIMITS else ""
-    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, _elsewhere(key)]
+    kind, facts = field_kinds(cls)[field.name], known_facts().get(key, NONE)
+    limit = f"; {facts.limit.words}" if facts.limit else ""
+    elsewhere = ", ".join(f"`{name}`" for name in (*facts.aliases, *facts.elsewhere))
+    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, elsewhere]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -168,11 +147,6 @@ def _yaml(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     return "{}" if isinstance(value, Mapping) else str(value)
-
-
-def _elsewhere(key: str) -> str:
-    names = [name for name, meant in ALIASES.items() if meant == key]
-    return ", ".join(f"`{name}`" for name in [*names, *ELSEWHERE.get(key, ())])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ names the key, the value, the place and the way out. Imports neither torch nor (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
@@ -29,7 +30,7 @@ from trainer.config.keys import (
 from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
 from trainer.config.target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import Config, as_sources
+from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
     "ConfigError",
@@ -46,6 +47,7 @@ __all__ = [
 
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_config(
@@ -53,11 +55,13 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     fsdp_config: str | Path | None = None,
+    changes: Mapping[str, Any] = NO_CHANGES,
     tell: Callable[[str], None] = lambda note: None,
 ) -> Config:
     """The checked Config of a `.py` or YAML file with `a.b=c` overrides applied in order; the last one of a key wins.
 
     `fsdp_config`: a file as `accelerate config` writes it; what it says goes before the config and after the overrides.
+    `changes`: what further options of the command line say, for `with_changes`; they come last.
     `tell` hears, in a line each, what of all that has no effect, or is taken for another key.
     Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
     Raises ConfigError.
@@ -71,6 +75,7 @@ def load_config(
     accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
     draft.set_all(accelerate.settings)
     draft.override(overrides)
+    draft.change(changes)
     config = draft.finish(accelerate.notes, tell=tell)
     check_processes(accelerate, num_processes(config))
     return config
@@ -174,6 +179,13 @@ class _Draft:
         self._one_length(given)
         self._add_places(dict.fromkeys(given, COMMAND_LINE))
 
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Take what further options of the command line say."""
+        names, self.config = len(self.config.target.secrets), with_changes(self.config, changes)
+        added = [f"target.secrets[{i}]" for i in range(names, len(self.config.target.secrets))]
+        given = [*added, *(key for key in changes if key != "target.secrets")]
+        self._add_places(dict.fromkeys(given, COMMAND_LINE))
+
     def finish(self, notes: Iterable[str] = (), *, tell: Callable[[str], None] = lambda note: None) -> Config:
         """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError."""
         answers = [self._answer(key, value) for key, value in self.dropped.items()]
@@ -204,7 +216,7 @@ class _Draft:
         if key in DROPPED:
             self.dropped[key] = value
         else:
-            self.config = _set_key(self.config, key, value)
+            self.config = with_key(self.config, key, value)
 
     def _add_places(self, places: Mapping[str, str]) -> None:
         self.places = Places(self.places.source, {**self.places.by_key, **places})
@@ -213,7 +225,7 @@ class _Draft:
         """Of steps and epochs, drop the one that this source leaves out when it gives the other."""
         for own, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
             if own in given and other not in given and get_key(self.config, own) is not None:
-                self.config = _set_key(self.config, other, None)
+                self.config = with_key(self.config, other, None)
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
@@ -262,14 +274,3 @@ def _read_override(text: str, kind: Any, key: str) -> object:
     if kind is str and not text:
         return ""
     return Word(text)
-
-
-def _set_key(config: Config, key: str, value: Any) -> Config:
-    section, _, name = key.partition(".")
-    if not name:
-        return replace(config, **{section: value})
-    name, _, entry = name.partition(".")
-    inner = getattr(config, section)
-    if entry:
-        value = {**getattr(inner, name), entry: value}
-    return replace(config, **{section: replace(inner, **{name: value})})
