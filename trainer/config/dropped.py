@@ -6,7 +6,7 @@ another value is answered. The table is `DROPPED` in `trainer.config.keys`: drop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,20 @@ class Dropped:
             values = ", ".join(text_of(value) for value, own in self.answers.items() if own == answer)
             parts.append(f"{values}: {_words(answer)}")
         return "; ".join(parts)
+
+
+def take_out(tree: Mapping[str, object], keys: Collection[str]) -> tuple[dict[str, object], dict[str, object]]:
+    """The nested values of a config without these dotted keys, and the values of those that it gives."""
+    kept: dict[str, object] = dict(tree)
+    taken: dict[str, object] = {}
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        inner = kept.get(section) if section else kept
+        if isinstance(inner, Mapping) and name in inner:
+            taken[key] = inner[name]
+            left = {other: value for other, value in inner.items() if other != name}
+            kept = {**kept, section: left} if section else left
+    return kept, taken
 
 
 def text_of(value: object) -> str:

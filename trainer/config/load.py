@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
-from trainer.config.dropped import Becomes, Refused, text_of
+from trainer.config.dropped import Becomes, Refused, take_out, text_of
 from trainer.config.fields import NULL_WORDS, Word, build_config, fit
 from trainer.config.files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
 from trainer.config.keys import (
@@ -148,15 +148,8 @@ class _Draft:
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, object], places: Places) -> _Draft:
-        kept: dict[str, object] = dict(tree)
-        dropped: dict[str, object] = {}
-        for key, was in DROPPED.items():
-            section, _, name = key.rpartition(".")
-            inner = kept.get(section) if section else kept
-            if isinstance(inner, Mapping) and name in inner:
-                dropped[key] = fit(inner[name], was.kind, key, places=places)
-                left = {other: value for other, value in inner.items() if other != name}
-                kept = {**kept, section: left} if section else left
+        kept, taken = take_out(tree, DROPPED)
+        dropped = {key: fit(value, DROPPED[key].kind, key, places=places) for key, value in taken.items()}
         draft = cls(build_config(kept, places), places, dropped)
         train = tree.get("train")
         draft._one_length({f"train.{name}" for name in train} if isinstance(train, Mapping) else set())

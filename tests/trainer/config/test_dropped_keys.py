@@ -10,6 +10,7 @@ import yaml
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
 from trainer.config.accelerate import RULES
+from trainer.config.dropped import Dropped, Refused, take_out
 from trainer.config.fsdp1 import ACCELERATE_NAMES, DROPPED_WORDS, STRATEGIES
 from trainer.config.keys import DROPPED, get_key, known_keys
 from trainer.config.load import (
@@ -159,6 +160,19 @@ def test_full_state_needs_the_export_wherever_that_is_turned_off():
     notes: list[str] = []
     config_from_yaml(text, "sft.yaml", tell=notes.append)
     assert "`train.py export RUN --full-state FILE` writes weights and optimizer in one piece" in notes[0]
+
+
+def test_value_that_a_line_of_the_table_does_not_name_is_refused():
+    was = Dropped(int, 5)
+    assert was.answer(5) is None
+    assert was.answer(7) == Refused("nothing does that any more", "drop it")
+
+
+def test_keys_are_taken_out_of_sections_and_of_the_top_level():
+    tree = {"train": {"steps": 3, "gone": 1}, "old": 2, "run": None}
+    kept, taken = take_out(tree, ["train.gone", "old", "run.gone", "data.gone"])
+    assert (kept, taken) == ({"train": {"steps": 3}, "run": None}, {"train.gone": 1, "old": 2})
+    assert tree["train"] == {"steps": 3, "gone": 1}
 
 
 # --- train.nonfinite --------------------------------------------------------------------------------------------------
