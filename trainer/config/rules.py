@@ -32,15 +32,15 @@ from trainer.config.train import (
     watching_without_effect,
 )
 from trainer.errors import ConfigError
-from trainer.schema import Config, ModelConfig, as_sources
+from trainer.schema import Config, ModelConfig, RunConfig, as_sources
 from trainer.schema.key import EVEN
 
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja", TOKEN_SUFFIX, *TEXT_SUFFIXES)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-RUN_OUTPUTS = ("export", "trackers", "tracker_project")
-"""Of `run`, what the trainer alone writes."""
+RUN_OF_ANY_PROGRAM = ("name", "dir")
+"""Of `run`, what does not speak of the trainer's outputs."""
 
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
@@ -98,7 +98,8 @@ def _script(config: Config) -> Iterator[Broken]:
     default = Config()
     sections = ("recipe", "model", "lora", "data", "optim", "train", "parallel")
     changed = [s for s in sections if getattr(config, s) != getattr(default, s)]
-    changed += [f"run.{name}" for name in RUN_OUTPUTS if getattr(config.run, name) != getattr(default.run, name)]
+    outputs = [name for name in field_kinds(RunConfig) if name not in RUN_OF_ANY_PROGRAM]
+    changed += [f"run.{name}" for name in outputs if getattr(config.run, name) != getattr(default.run, name)]
     if changed:
         message = (
             f"script is {config.script!r}, so the trainer does not run, but it is configured in: {', '.join(changed)}"

@@ -29,7 +29,7 @@ class TrainConfig:
     precision: Literal["auto", "bf16", "fp32"] = key(
         "auto",
         aliases=("dtype", "mixed_precision", "bf16"),
-        elsewhere=("mixed_precision", "MixedPrecision.param_dtype"),
+        elsewhere=("MixedPrecision.param_dtype",),
     )
     """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always. `auto`: that of the
     checkpoint that the run resumes; else bf16 where every device has it in hardware (NVIDIA from Ampere on, CPUs with
