@@ -72,7 +72,7 @@ def root_of(server: SshServer, number: int) -> str:
 
 
 def prepared_job(project: Path) -> Prepared:
-    options = Options(command=("true",), device="cpu", name="fan")
+    options = Options(command=("true",), keys={"target.device": "cpu", "run.name": "fan"})
     return prepare(*read_config(options), options=options, project=project)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
 from deployer.terminal import as_invoked
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
-DEFAULT_ROOT = "~/.torchferry"
 WAYS = ("auto", "fabric", "openssh")
 """How to connect by SSH; `make_transport` says what they are."""
 
@@ -105,12 +105,10 @@ class WithProgram(Command):
 
 # --- options -------------------------------------------------------------------------------------------------------
 
-SSH = click.option("--ssh", metavar="[USER@]HOST[:PORT]", help="Where: an address or an alias of ~/.ssh/config.")
 SSH_KEY = click.option("--ssh-key", metavar="FILE", help="Private key for this connection.")
 ACCEPT = click.option(
     "--accept-new-host-key", is_flag=True, help="Trust a host seen for the first time (a changed key is refused)."
 )
-ROOT = click.option("--remote-root", "root", metavar="DIR", help=f"Torchferry's folder on the host [{DEFAULT_ROOT}].")
 TRANSPORT = click.option(
     "--transport",
     type=click.Choice(WAYS),
@@ -136,16 +134,7 @@ def with_access(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which host is meant and how to get in; they reach the command as `**place`."""
-    return SSH(with_access(ROOT(command)))
-
-
-def with_values(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that give a job its environment."""
-    env = click.option("--env", multiple=True, metavar="K=V", help="Environment variable of the job. Repeatable.")
-    secret = click.option(
-        "--secret", "secrets", multiple=True, metavar="NAME", help="Pass on a variable; its value is kept nowhere."
-    )
-    return env(secret(command))
+    return SSH.option()(with_access(ROOT.option("root")(command)))
 
 
 def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,27 +147,14 @@ def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
     return detach(no_pull(pull_max(command)))
 
 
-def with_limits(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_limits(*, resume: bool = False) -> Decorator:
     """The options that say what the host does with a job by itself."""
-    for option in (
-        click.option(
-            "--stall-timeout",
-            "stall_timeout_s",
-            type=parse_duration,
-            metavar="10m",
-            help="Fail without a step for so long.",
-        ),
-        click.option(
-            "--max-runtime", "max_runtime_s", type=parse_duration, metavar="1h30m", help="Then save and stop."
-        ),
-        click.option(
-            "--max-restarts", type=click.IntRange(min=0), metavar="N", help="Start again after a failure, N times."
-        ),
-        click.option("--queue", is_flag=True, help="Wait for the GPUs on the host, first in, first out."),
-        click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using."),
-    ):
-        command = option(command)
-    return command
+    allow_busy = click.option("--allow-busy", is_flag=True, help="Use GPUs that other processes are using.")
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        return allow_busy(with_keys(LIMITS, resume=resume)(command))
+
+    return decorate
 
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")

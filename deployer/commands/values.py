@@ -52,6 +52,28 @@ def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:
         raise UsageError(f"--since {text!r} is neither a duration nor a time", hint=hint) from None
 
 
+def parse_gpus(text: str) -> list[int | str]:
+    """GPUs of `0,2`, `auto:2` or UUIDs; the rules of target.gpu_ranks judge them."""
+    return [_gpu(word.strip()) for word in text.split(",")]
+
+
+def _gpu(text: str) -> int | str:
+    if span := re.fullmatch(r"(\d{1,2})-(\d{1,2})", text):
+        each = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
+        raise UsageError(f"--gpus takes no range, as {text} is", hint=f"--gpus {each}")
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return text
+
+
+def parse_assignment(text: str) -> tuple[str, str]:
+    """The name and the value of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE")
+    return name, value
+
+
 class Seconds(click.FloatRange):
     """A span of time that a clock can wait for: a number, and no more than a year."""
 

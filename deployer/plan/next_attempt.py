@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,20 +47,25 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
         raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
 
 
-def plan_next(job: Resumable, options: Options, *, known: Collection[str]) -> tuple[Plan, dict[str, Any]]:
+def plan_next(
+    job: Resumable, options: Options, *, known: Collection[str], tell: Callable[[str], None] = lambda note: None
+) -> tuple[Plan, dict[str, Any]]:
     """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
-    secret that the host asks for though it is not among `known`: those that this client has given the job before."""
+    secret that the host asks for though it is not among `known`: those that this client has given the job before.
+    `tell` hears what the config has without effect."""
     try:
-        return _plan_next(job, options, known)
+        return _plan_next(job, options, known, tell)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
 
 
-def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tuple[Plan, dict[str, Any]]:
+def _plan_next(
+    job: Resumable, options: Options, known: Collection[str], tell: Callable[[str], None]
+) -> tuple[Plan, dict[str, Any]]:
     old, job_id = job.plan, job.job_id
     role, request = main_role(old), old.request
     if is_trainer(old):
-        config = _config_of(old, job_id, options, has_saved=job.from_step is not None)
+        config = _config_of(old, job_id, options, has_saved=job.from_step is not None, tell=tell)
     else:
         config = _config_of_program(old, options)
     config = with_options(config, options)
@@ -68,7 +73,7 @@ def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tupl
     if is_trainer(old):
         _check_length(job, config)
     if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
-        _check_secrets(job_id, config.target.secrets, known={*known, *options.secrets})
+        _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
     plan = build_plan(
         config,
         job_id=job_id,
@@ -79,7 +84,7 @@ def _plan_next(job: Resumable, options: Options, known: Collection[str]) -> tupl
         python=old.python._replace(explicit=config.target.python),
         includes=old.includes,
         allow_busy=old.allow_busy or options.allow_busy,
-        restrict_gpus=is_trainer(old) or options.gpus is not None or role.nodes[0].kind != "any",
+        restrict_gpus=is_trainer(old) or "target.gpu_ranks" in options.keys or role.nodes[0].kind != "any",
         config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer(old) else None,
     )
     names = {*old.env_names, *plan.env_names}
@@ -116,12 +121,14 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
-def _config_of(old: Plan, job_id: str, options: Options, *, has_saved: bool) -> Config:
+def _config_of(
+    old: Plan, job_id: str, options: Options, *, has_saved: bool, tell: Callable[[str], None]
+) -> Config:
     file = f"config.yaml of {job_id}"
     overrides, text = options.overrides, old.config_yaml or ""
     if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
-    config = config_from_yaml(text, file, overrides)
+    config = config_from_yaml(text, file, overrides, tell=tell)
     before = local_data_paths(config_from_yaml(text, file))
     new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
     if new:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from deployer.errors import UsageError
 from deployer.plan.launch_plan import Command
-from trainer.schema import AUTO_GPUS, Config, RunConfig, TargetConfig
+from trainer.schema import AUTO_GPUS, Config, RunConfig, TargetConfig, with_changes
+from trainer.schema.key import Limit, facts_of
 
 
 @dataclass(frozen=True)
@@ -21,62 +23,53 @@ class Options:
     fsdp_config: str | None = None
     command: tuple[str, ...] = ()
     torchrun: bool = False
-    ssh: str | None = None
-    gpus: str | None = None
-    device: str | None = None
-    name: str | None = None
-    env: tuple[str, ...] = ()
-    secrets: tuple[str, ...] = ()
-    root: str | None = None
-    python: str | None = None
     include: tuple[str, ...] = ()
     wheels: str | None = None
     allow_busy: bool = False
-    queue: bool = False
-    max_restarts: int | None = None
-    max_runtime_s: float | None = None
-    stall_timeout_s: float | None = None
-    log_max_bytes: int | None = None
     yes: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """What the options that mirror keys of the config say, by dotted key, as the schema holds it: target.env.NAME for
+    each --env, the names to add for target.secrets; nothing of what the command line does not say."""
 
 
-def read_config(options: Options) -> tuple[Config, Command | None]:
-    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake."""
+def key_changes(options: Options) -> dict[str, Any]:
+    """What the command line's options change of a config, by dotted key; see `Options.keys`."""
+    return dict(options.keys)
+
+
+def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> tuple[Config, Command | None]:
+    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake.
+
+    `tell` hears what the config has without effect.
+    """
     config = None if options.config else with_options(_config_of_command(options), options)
     if config is None or not is_plain(config.run.name, config.target):
-        config = _checked(config, options)
+        config = _checked(config, options, tell=tell)
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
     return config, command
 
 
-def _checked(config: Config | None, options: Options) -> Config:
+def _checked(config: Config | None, options: Options, *, tell: Callable[[str], None]) -> Config:
     """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
-    from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
+    from trainer.config.load import ConfigError, check_config, load_config  # a plain program does not wait for them
 
     try:
-        config = config or with_options(_config_of_file(options), options)
+        if config is None:
+            assert options.config is not None
+            ways: dict[str, Any] = {"fsdp_config": options.fsdp_config, "changes": key_changes(options), "tell": tell}
+            return load_config(options.config, options.overrides, **ways)
         check_config(config)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
     return config
 
 
-def _config_of_file(options: Options) -> Config:
-    from trainer.config.load import load_config
-
-    assert options.config is not None
-    overrides = options.overrides
-    if options.fsdp_config is not None and options.gpus is not None:  # its num_processes is judged by these
-        overrides = (*overrides, f"target.gpu_ranks={options.gpus}")
-    return load_config(options.config, overrides, fsdp_config=options.fsdp_config)
-
-
 def _config_of_command(options: Options) -> Config:
     if not options.command:
         raise UsageError("nothing to run", hint="deploy.py CONFIG, or deploy.py run -- python my_train.py ARGS")
-    if options.torchrun and options.gpus is None:
+    if options.torchrun and "target.gpu_ranks" not in options.keys:
         raise UsageError("--torchrun needs --gpus: one process starts for each", hint="--gpus 0,1")
     program = next((a for a in options.command if a.endswith((".py", ".sh"))), options.command[0])
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(program).stem).strip("-.") or "job"
@@ -85,47 +78,7 @@ def _config_of_command(options: Options) -> Config:
 
 def with_options(config: Config, options: Options) -> Config:
     """The config as the command line's options change it; not checked yet."""
-    target, run = config.target, config.run
-    if options.ssh is not None:
-        target = replace(target, ssh=options.ssh)
-    if options.gpus is not None:
-        target = replace(target, gpu_ranks=[_gpu(text.strip()) for text in options.gpus.split(",")])
-    if options.device is not None:
-        target = replace(target, device=options.device)  # type: ignore[arg-type]  # click checks the choice
-    if options.root is not None:
-        target = replace(target, root=options.root)
-    if options.python is not None:
-        target = replace(target, python=options.python)
-    target = _with_policy(target, options)
-    env = {**target.env, **dict(_assignment(text) for text in options.env)}
-    secrets = [*target.secrets, *(name for name in options.secrets if name not in target.secrets)]
-    if options.name is not None:
-        run = replace(run, name=options.name)
-    return replace(config, target=replace(target, env=env, secrets=secrets), run=run)
-
-
-def _with_policy(target: TargetConfig, options: Options) -> TargetConfig:
-    given = {name: getattr(options, name) for name in ("max_restarts", "max_runtime_s", "stall_timeout_s")}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if options.log_max_bytes is not None:
-        changes["log_max_gb"] = options.log_max_bytes / 1e9
-    return replace(target, queue=target.queue or options.queue, **changes)
-
-
-def _gpu(text: str) -> int | str:
-    if span := re.fullmatch(r"(\d{1,2})-(\d{1,2})", text):
-        each = ",".join(map(str, range(int(span[1]), int(span[2]) + 1)))
-        raise UsageError(f"--gpus takes no range, as {text} is", hint=f"--gpus {each}")
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    return text
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE")
-    return name, value
+    return with_changes(config, key_changes(options))
 
 
 # --- what is right at a glance ----------------------------------------------------------------------------------------
@@ -146,10 +99,7 @@ def is_plain(name: str, target: TargetConfig) -> bool:
         and _are_plain_gpus(target.gpu_ranks)
         and len(set(variables)) == len(variables)
         and all(_VARIABLE.fullmatch(variable) for variable in variables)
-        and all(text is None or _is_plain_text(text) for text in (target.ssh, target.python, target.root))
-        and target.max_restarts >= 0
-        and target.log_max_gb >= 0
-        and all(seconds is None or seconds > 0 for seconds in (target.max_runtime_s, target.stall_timeout_s))
+        and all(_is_plain_value(getattr(target, f.name), facts_of(f).limit) for f in fields(target))
     )
 
 
@@ -159,5 +109,7 @@ def _are_plain_gpus(gpus: list[int | str]) -> bool:
     return len(set(gpus)) == len(gpus) > 0 and all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus)
 
 
-def _is_plain_text(text: str) -> bool:
-    return bool(text.strip()) and not text.startswith("-")
+def _is_plain_value(value: Any, limit: Limit | None) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip()) and not value.startswith("-")
+    return limit is None or not limit.broken_by(value)

@@ -81,7 +81,7 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
             Include(path, root_hash(scan.entries), (project / path).is_file()) for path, scan in includes.items()
         ],
         allow_busy=options.allow_busy,
-        restrict_gpus=command is None or options.gpus is not None or options.config is not None,
+        restrict_gpus=command is None or "target.gpu_ranks" in options.keys or options.config is not None,
         config_yaml=None if command else _yaml_for_host(config),
     )
     return Prepared(plan, Shipment(trees, sources), code, payload)

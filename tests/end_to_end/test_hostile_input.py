@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from deployer.commands.values import parse_assignment, parse_gpus
 from deployer.connection.command import build_command, build_word
 from deployer.errors import FerryError, UsageError
 from deployer.plan.launch_plan import new_job_id
@@ -61,10 +62,11 @@ def test_names_of_the_environment_are_plain_or_refused() -> None:
     taken = []
     for text in STRINGS:
         try:
-            read_config(Options(command=("true",), env=(f"{text}=value",)))
+            name, value = parse_assignment(f"{text}=value")
+            read_config(Options(command=("true",), keys={f"target.env.{name}": value}))
         except UsageError:
             continue
-        taken.append(text.partition("=")[0])
+        taken.append(name)
     assert [name for name in taken if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] == []
 
 
@@ -89,7 +91,7 @@ def test_names_of_runs_become_plain_ids_or_are_refused() -> None:
     for text in STRINGS:
         assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", new_job_id(text)), text
         try:
-            config, _ = read_config(Options(command=("true",), name=text))
+            config, _ = read_config(Options(command=("true",), keys={"run.name": text}))
         except UsageError:
             continue
         assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", config.run.name), text
@@ -156,9 +158,13 @@ def test_ids_that_are_none_are_refused_everywhere(ferry: Ferry) -> None:
             assert done.returncode == 2 and b"Traceback" not in done.stderr and b"\x1b" not in done.stderr
 
 
+def config_on_gpus(text: str) -> object:
+    return read_config(Options(command=("true",), keys={"target.gpu_ranks": parse_gpus(text)}))
+
+
 def test_errors_are_ours() -> None:
     for text in STRINGS:
-        for make in (parse_target, lambda text: read_config(Options(command=("true",), gpus=text))):
+        for make in (parse_target, config_on_gpus):
             try:
                 make(text)
             except FerryError as error:

@@ -258,7 +258,9 @@ def launch_prepared(ferry: Ferry, prepared: Prepared) -> None:
 
 
 def test_launch_of_the_same_plan_twice_is_one_job(ferry):
-    options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
+    options = Options(
+        command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), keys={"target.root": str(ferry.root)}
+    )
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
     for _ in range(2):
@@ -268,7 +270,9 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
 
 
 def test_connection_that_breaks_after_the_acknowledgement_of_a_detached_job_is_no_error(ferry):
-    options = Options(command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), root=str(ferry.root))
+    options = Options(
+        command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), keys={"target.root": str(ferry.root)}
+    )
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
     links = []
@@ -292,7 +296,7 @@ def test_connection_that_breaks_after_the_acknowledgement_of_a_detached_job_is_n
 def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     for name, size in (("a", 1), ("b", 4 << 20)):
         (ferry.project / name).write_bytes(b"a" * size)
-    options = Options(command=("true",), root=str(ferry.root))
+    options = Options(command=("true",), keys={"target.root": str(ferry.root)})
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
     change(ferry.project / "a")
@@ -305,7 +309,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
 
 def test_client_gone_in_the_midst_of_a_file_leaves_nothing_behind(ferry):
     (ferry.project / "a").write_bytes(bytes(2_000_000))
-    options = Options(command=("true",), root=str(ferry.root))
+    options = Options(command=("true",), keys={"target.root": str(ferry.root)})
     config, command = read_config(options)
     prepared = prepare(config, command, options=options, project=ferry.project)
     request = {"op": "launch", "plan": to_json(prepared.plan), "git": None, "follow": False}

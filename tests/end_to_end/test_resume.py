@@ -93,7 +93,7 @@ def test_plan_of_an_older_client_comes_back_as_it_was(changes: dict[str, Any]) -
 
 
 def test_other_gpus_change_the_number_of_ranks_and_nothing_else_of_the_program() -> None:
-    (role,) = next_of(RANKS, gpus="3,1,2").roles
+    (role,) = next_of(RANKS, keys={"target.gpu_ranks": [3, 1, 2]}).roles
     assert (role.nproc, role.nodes) == (3, (Devices("cuda", ("3", "1", "2")),))
     assert role.argv[4] == "--nproc-per-node=3"
     assert to_json(role.argv[5:]) == RANKS["argv"][5:]
@@ -132,6 +132,19 @@ def test_next_attempt_goes_on_from_what_the_job_has_saved_unless_told_otherwise(
     job = resumable(changes, from_step)
     plan, _ = plan_next(job, Options(overrides=override), known=())
     assert beginning(job, plan) == words
+
+
+def test_keys_that_are_gone_are_told_of_a_resume_and_only_where_they_say_something() -> None:
+    tree = yaml.safe_load(TRAINER["config_yaml"])
+    tree["parallel"] |= {"use_orig_params": None, "state_dict_type": "SHARDED_STATE_DICT"}
+    tree["train"] |= {"nonfinite": "skip"}
+    job = Resumable("old-1", {**OLD, **TRAINER, "config_yaml": yaml.safe_dump(tree)}, 1, None)
+    notes: list[str] = []
+    plan_next(job, Options(), known=(), tell=notes.append)
+    assert notes == []
+    plan, _ = plan_next(job, Options(overrides=("train.nonfinite=abort",)), known=(), tell=notes.append)
+    assert notes == ["train.nonfinite is abort, which is train.max_nonfinite_steps=1 now"]
+    assert plan.config_yaml is not None and yaml.safe_load(plan.config_yaml)["train"]["max_nonfinite_steps"] == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +194,7 @@ def test_host_gets_no_secret_that_the_job_was_never_given(changes: Any, monkeypa
     job = resumable({**changes, "secret_names": ["CLOUD_KEY"]})
     with pytest.raises(UsageError, match="needs the secret CLOUD_KEY, which this client has never given it"):
         plan_next(job, Options(), known=("HF_TOKEN",))
-    _, payload = plan_next(job, Options(secrets=("CLOUD_KEY",)), known=())
+    _, payload = plan_next(job, Options(keys={"target.secrets": ["CLOUD_KEY"]}), known=())
     assert payload["secrets"] == {"CLOUD_KEY": "canary"}
 
 

@@ -23,16 +23,18 @@ class Ferry:
     ssh: str | None = None
     transport: str | None = None
     env: dict[str, str] = field(default_factory=dict)
+    source: Path = REPO
+    """The tree whose `deploy.py` it runs."""
 
     def write(self, name: str, text: str) -> None:
         """A file of the project."""
         (self.project / name).write_text(text)
 
     def argv(self, *words: str) -> list[str]:
-        return [sys.executable, str(REPO / "deploy.py"), *words]
+        return [sys.executable, str(self.source / "deploy.py"), *words]
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "TORCHFERRY_STATE_DIR": str(self.state), "PYTHONPATH": str(REPO), **self.env}
+        return {**os.environ, "TORCHFERRY_STATE_DIR": str(self.state), "PYTHONPATH": str(self.source), **self.env}
 
     def where(self) -> list[str]:
         way = ["--transport", self.transport] if self.transport else []

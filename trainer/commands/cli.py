@@ -16,7 +16,6 @@ import click
 
 import trainer
 from trainer.commands.interruptible import interruptible
-from trainer.config.accelerate import read_fsdp_config
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.console import shown, tame_others, write_json, write_line
 from trainer.errors import UserError
@@ -140,10 +139,7 @@ def train_command(
     if run_dir is not None and (inspect or calibrate):
         raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
     check_torch()
-    config = load_config(config_path, overrides, fsdp_config=fsdp_config)
-    if fsdp_config is not None and os.environ.get("RANK", "0") == "0":
-        for note in read_fsdp_config(fsdp_config).notes:
-            write_line(sys.stderr, f"note: {shown(note)}")
+    config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
     if inspect:
         show_inspection(config, samples=3 if samples is None else samples, card_gib=card_gib, as_json=as_json)
         return
@@ -153,6 +149,12 @@ def train_command(
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
     start(config, run_dir or _run_dir_of_env(), debug=debug)
+
+
+def tell_note(note: str) -> None:
+    """Says once, not on every rank, what a config has without effect."""
+    if os.environ.get("RANK", "0") == "0":
+        write_line(sys.stderr, f"note: {shown(note)}")
 
 
 def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_json: bool) -> None:

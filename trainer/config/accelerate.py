@@ -6,16 +6,17 @@ Every key is mapped, told to have no effect here, or refused; none is dropped wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import get_args
 
 from trainer.config.fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
 from trainer.config.files import read_yaml
-from trainer.config.keys import Places
+from trainer.config.fsdp1 import ACCELERATE_NAMES, STRATEGIES
+from trainer.config.keys import DROPPED, Places
 from trainer.errors import ConfigError
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 BACKENDS = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "pytorch"}
 PRECISIONS = {"bf16": "bf16", "no": "fp32"}
 
@@ -163,8 +164,15 @@ def _maps_bool(key: str) -> Rule:
     return lambda given, reading: reading.put(given, key, given.boolean())
 
 
-def _maps_choice(key: str, *choices: str) -> Rule:
-    return lambda given, reading: reading.put(given, key, given.one_of(*choices))
+def _maps_dropped(key: str) -> Rule:
+    """A word of FSDP1 that is no key here: what it says is answered together with the config."""
+    members = get_args(DROPPED[key].kind)
+    choices = [choice for member in members for choice in get_args(member)] or members
+
+    def rule(given: Given, reading: _Reading) -> None:
+        reading.put(given, key, given.boolean() if bool in members else given.one_of(*choices))
+
+    return rule
 
 
 def _idle(given: Given, reading: _Reading) -> None:
@@ -222,7 +230,7 @@ def _version(given: Given, reading: _Reading) -> None:
 
 def _strategy(given: Given, reading: _Reading) -> None:
     if given.text.isdigit() and 1 <= int(given.text) <= len(STRATEGIES):  # files of accelerate before 0.22
-        reading.put(given, "parallel.sharding_strategy", STRATEGIES[int(given.text) - 1])
+        reading.put(given, "parallel.sharding_strategy", list(STRATEGIES)[int(given.text) - 1])
     else:
         reading.put(given, "parallel.sharding_strategy", given.one_of(*STRATEGIES))
 
@@ -252,11 +260,8 @@ def _wrap_classes(given: Given, reading: _Reading) -> None:
 
 
 def _backward_prefetch(given: Given, reading: _Reading) -> None:
-    if given.is_null:
-        reading.put(given, "parallel.backward_prefetch", "NONE")  # FSDP1's null is no prefetch, ours is not given
-    else:
-        words = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-        reading.put(given, "parallel.backward_prefetch", given.one_of(*words))
+    # FSDP1's null is no prefetch, ours was "not given"
+    _maps_dropped("parallel.backward_prefetch")(replace(given, value="NONE") if given.is_null else given, reading)
 
 
 def _activation_checkpointing(given: Given, reading: _Reading) -> None:
@@ -331,6 +336,7 @@ RULES: dict[str, Rule] = {
         ),
         _idle,
     ),
+    **{name: _maps_dropped(key) for name, key in ACCELERATE_NAMES.items()},
     "fsdp_version": _version,
     "fsdp_sharding_strategy": _strategy,
     "fsdp_reshard_after_forward": _reshard,
@@ -341,13 +347,8 @@ RULES: dict[str, Rule] = {
     "fsdp_auto_wrap_policy": _wrap_policy,
     "fsdp_transformer_layer_cls_to_wrap": _wrap_classes,
     "fsdp_min_num_params": _min_num_params,
-    "fsdp_use_orig_params": _maps_bool("parallel.use_orig_params"),
-    "fsdp_limit_all_gathers": _maps_bool("parallel.limit_all_gathers"),
     "fsdp_sync_module_states": _maps_bool("parallel.sync_module_states"),
     "fsdp_cpu_ram_efficient_loading": _ram_efficient,
-    "fsdp_state_dict_type": _maps_choice(
-        "parallel.state_dict_type", "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
-    ),
     "fsdp_activation_checkpointing": _activation_checkpointing,
     "fsdp_ignored_modules": _ignored_modules,
 }

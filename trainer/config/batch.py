@@ -76,7 +76,7 @@ def micro_batch_tokens_rules(config: Config) -> Iterator[Broken]:
     if budget is None:
         return
     if data.packing:
-        rows = max(1, budget // data.seq_len)
+        rows = BatchRules.of(config).rows
         message = f"{KEY} is {budget}, but with data.packing every row has data.seq_len tokens, {data.seq_len}"
         yield Broken(
             KEY, message, f"set train.micro_batch_size={rows} instead, or data.packing=false", ("data.packing",)

@@ -1,7 +1,7 @@
 """docs/config.md from the schema itself: `python -m trainer.config.docs --write`; without --write to standard output.
 
 What a key means is the docstring below it in `trainer/schema/`; its type and its default are the dataclass's own;
-its limits are those that the config is checked against; its names elsewhere are those that an error would correct.
+its limit and its names elsewhere are those that `key` says beside the field, as the rules and the errors read them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, get_args
 
 from trainer import schema
 from trainer.config.fields import describe
-from trainer.config.keys import ALIASES, field_kinds, is_section
-from trainer.config.rules import LIMITS
+from trainer.config.fsdp1 import DROPPED_WORDS, render_words
+from trainer.config.keys import DROPPED, field_kinds, is_section, known_facts
 from trainer.schema import Config
+from trainer.schema.key import NONE
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "config.md"
 
@@ -38,54 +39,25 @@ what a config comes to.
 "Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
 """
 
-ELSEWHERE = {
-    "target.gpu_ranks": ("torchrun --nproc-per-node", "CUDA_VISIBLE_DEVICES", "gpu_ids", "num_processes"),
-    "target.max_restarts": ("torchrun --max-restarts",),
-    "target.train_backend": ("distributed_type",),
-    "target.device": ("use_cpu",),
-    "train.precision": ("mixed_precision", "MixedPrecision.param_dtype"),
-    "parallel.sharding_strategy": ("fsdp_sharding_strategy", "ShardingStrategy"),
-    "parallel.reshard_after_forward": ("fsdp_reshard_after_forward",),
-    "parallel.reduce_dtype": ("MixedPrecision.reduce_dtype",),
-    "parallel.buffer_dtype": ("MixedPrecision.buffer_dtype",),
-    "parallel.wrap_policy": ("fsdp_auto_wrap_policy", "auto_wrap_policy"),
-    "parallel.min_num_params": ("fsdp_min_num_params",),
-    "parallel.wrap_classes": ("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls"),
-    "parallel.ignored_modules": ("fsdp_ignored_modules",),
-    "parallel.backward_prefetch": ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
-    "parallel.forward_prefetch": ("fsdp_forward_prefetch",),
-    "parallel.limit_all_gathers": ("fsdp_limit_all_gathers",),
-    "parallel.use_orig_params": ("fsdp_use_orig_params",),
-    "parallel.sync_module_states": ("fsdp_sync_module_states",),
-    "parallel.cpu_offload": ("fsdp_offload_params", "CPUOffload"),
-    "parallel.state_dict_type": ("fsdp_state_dict_type", "StateDictType"),
-    "parallel.activation_checkpointing": ("fsdp_activation_checkpointing",),
-    "parallel.compile": ("dynamo_backend",),
-}
-"""Names that are no key anywhere, so that no error has to know them."""
-
-
 FSDP_WORDS = """\
 ## FSDP1's words, and what FSDP2 makes of them
 
 A file of `accelerate config` is taken as it is: `python train.py CONFIG --fsdp-config FILE`, and `deploy.py` alike.
-Its settings go over those of the config, and overrides go over both.
+Its settings go over those of the config, and overrides go over both. A word whose values are listed here is no key:
+given as `parallel.WORD`, in YAML or on the command line, it is answered in the same way.
 
-| word | meaning here |
+| word | meaning here | elsewhere |
+|---|---|---|
+"""
+
+FORMER_KEYS = """\
+## Keys of earlier versions
+
+YAML and the command line may still give them. Their former default, which each config.yaml of an earlier version
+holds, is passed over in silence.
+
+| key | what its values come to |
 |---|---|
-| FULL_SHARD | gathered parameters are freed after a group's forward |
-| SHARD_GRAD_OP | they are kept until the step's last backward |
-| NO_SHARD | ddp: every rank holds everything |
-| HYBRID_SHARD, _HYBRID_SHARD_ZERO2 | the first two, within each of `parallel.dp_replicate` replicas |
-| backward_prefetch BACKWARD_PRE | built in; said in a line. BACKWARD_POST and none are refused: FSDP2 has neither |
-| forward_prefetch true | one group is gathered ahead; a number: so many |
-| limit_all_gathers | true is built in; false is refused |
-| use_orig_params | no effect: FSDP2 has no flat parameter |
-| sync_module_states true | rank 0 reads the weights and sends them; false: every rank reads its own share |
-| buffer_dtype | fp32; anything less is refused |
-| state_dict_type | SHARDED_STATE_DICT always; FULL_STATE_DICT asks for the export too; LOCAL_STATE_DICT is refused |
-| fsdp_cpu_ram_efficient_loading | no effect: no rank reads more than its share |
-| fsdp_version 1 | FSDP2 runs it, with these meanings |
 """
 
 
@@ -97,7 +69,9 @@ def render_page() -> str:
     for name, kind in sections:
         parts.append(_section(f"`{name}`", kind, f"{name}."))
         parts += [_section(f"An entry of `{key}`", entry, "") for key, entry in _entries(kind, f"{name}.")]
-    return "\n".join([*parts, FSDP_WORDS])
+    former = [f"| `{key}` | {gone.render()} |" for key, gone in DROPPED.items() if key not in DROPPED_WORDS]
+    parts += [FSDP_WORDS + "\n".join(render_words()) + "\n", FORMER_KEYS + "\n".join(former) + "\n"]
+    return "\n".join(parts)
 
 
 def field_docs() -> dict[tuple[str, str], str]:
@@ -147,9 +121,10 @@ def _section(title: str, cls: Any, prefix: str, *, only: list[str] | None = None
 
 
 def _row(field: Any, cls: Any, key: str, meaning: str) -> str:
-    kind = field_kinds(cls)[field.name]
-    limit = f"; {LIMITS[key].words}" if key in LIMITS else ""
-    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, _elsewhere(key)]
+    kind, facts = field_kinds(cls)[field.name], known_facts().get(key, NONE)
+    limit = f"; {facts.limit.words}" if facts.limit else ""
+    elsewhere = ", ".join(f"`{name}`" for name in (*facts.aliases, *facts.elsewhere))
+    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, elsewhere]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -172,11 +147,6 @@ def _yaml(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     return "{}" if isinstance(value, Mapping) else str(value)
-
-
-def _elsewhere(key: str) -> str:
-    names = [name for name, meant in ALIASES.items() if meant == key]
-    return ", ".join(f"`{name}`" for name in [*names, *ELSEWHERE.get(key, ())])
 
 
 if __name__ == "__main__":

@@ -1,69 +1,23 @@
-"""The keys of the schema by dotted name, the places where a config gives them, and the error for a wrong one."""
+"""The keys of the schema by dotted name, and those it had; where a config gives them; the error for a wrong one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
+from trainer.config.dropped import Becomes, Dropped
+from trainer.config.fsdp1 import DROPPED_WORDS
 from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config
+from trainer.schema.key import Facts, Limit, facts_of
 
-# What people write who come from transformers, TRL or torchrun.
-ALIASES = {
-    "lr": "optim.learning_rate",
-    "clip_grad_norm": "optim.max_grad_norm",
-    "grad_clip": "optim.max_grad_norm",
-    "batch_size": "train.micro_batch_size",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "max_tokens": "train.micro_batch_tokens",
-    "gradient_accumulation_steps": "train.grad_accum_steps",
-    "max_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "dtype": "train.precision",
-    "logging_steps": "train.log_every",
-    "eval_steps": "train.eval_every",
-    "save_steps": "train.save_every",
-    "save_total_limit": "train.keep_last",
-    "max_length": "data.seq_len",
-    "max_seq_len": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "dataset": "data.train",
-    "gpus": "target.gpu_ranks",
-    "devices": "target.gpu_ranks",
-    "nproc_per_node": "target.gpu_ranks",
-    "backend": "target.train_backend",
-    "host": "target.ssh",
-    "model_name": "model.name",
-    "model_name_or_path": "model.name",
-    "num_hidden_layers": "model.num_layers",
-    "num_attention_heads": "model.num_heads",
-    "num_key_value_heads": "model.num_kv_heads",
-    "gradient_checkpointing": "parallel.activation_checkpointing",
-    "mixed_precision": "train.precision",
-    "auto_wrap_policy": "parallel.wrap_policy",
-    "transformer_layer_cls_to_wrap": "parallel.wrap_classes",
-    "offload_params": "parallel.cpu_offload",
-    "output_dir": "run.dir",
-    "lr_scheduler_type": "optim.schedule",
-    "adam_beta1": "optim.beta1",
-    "adam_beta2": "optim.beta2",
-    "adam_epsilon": "optim.eps",
-    "bf16": "train.precision",
-    "resume_from_checkpoint": "train.resume",
-    "dataloader_num_workers": "data.workers",
-    "torch_compile": "parallel.compile",
-    "assistant_only_loss": "data.loss_on",
-    "r": "lora.rank",
-    "lora_r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "use_rslora": "lora.rslora",
-    "target_modules": "lora.targets",
-    "lora_target_modules": "lora.targets",
+DROPPED: dict[str, Dropped] = {
+    "train.nonfinite": Dropped(Literal["skip", "abort"], "skip", {"abort": Becomes("train.max_nonfinite_steps", 1)}),
+    **DROPPED_WORDS,
 }
+"""Keys that the schema has no longer."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +61,27 @@ def known_keys() -> dict[str, Any]:
 
 
 @cache
+def known_facts() -> dict[str, Facts]:
+    """What the schema says beside the field of each key, by its dotted name."""
+    prefixed = [(f"{name}.", kind) for name, kind in field_kinds(Config).items() if is_section(kind)]
+    return {
+        f"{prefix}{leaf.name}": facts_of(leaf) for prefix, kind in [("", Config), *prefixed] for leaf in fields(kind)
+    }
+
+
+@cache
+def limits() -> dict[str, Limit]:
+    """The limit of each key that has one."""
+    return {key: facts.limit for key, facts in known_facts().items() if facts.limit is not None}
+
+
+@cache
+def aliases() -> dict[str, str]:
+    """The key that somebody means who writes another tool's name of it."""
+    return {alias: key for key, facts in known_facts().items() for alias in facts.aliases}
+
+
+@cache
 def section_of_class() -> dict[str, str]:
     """Prefix of the dotted names by the name of the class: `{"Config": "", "TargetConfig": "target.", …}`."""
     sections = {kind.__name__: f"{name}." for name, kind in field_kinds(Config).items() if is_section(kind)}
@@ -118,8 +93,8 @@ def nearest_keys(key: str, *, sections: bool = False) -> list[str]:
     from difflib import SequenceMatcher  # not needed by a config without mistakes
 
     section, _, leaf = key.rpartition(".")
-    if leaf in ALIASES:
-        return [ALIASES[leaf]]
+    if leaf in aliases():
+        return [aliases()[leaf]]
     names = [*known_keys(), *(_section_names() if sections else ())]
 
     def score(name: str) -> float:
@@ -136,6 +111,9 @@ def unknown_key(key: str, places: Places, *, siblings: Sequence[str] = ()) -> Co
     where = places.of(key)
     if siblings:
         return ConfigError(f"{key} is not a key", where=where, hint=f"keys here: {', '.join(siblings)}")
+    for name, dropped in DROPPED.items():
+        if key in (name, name.rpartition(".")[2]):
+            return ConfigError(f"{key} is no key any more", where=where, hint=f"drop it; {dropped.render()}")
     if key in known_keys():
         section, _, leaf = key.partition(".")
         return ConfigError(f"{key} is not a key here", where=where, hint=f"nest it: {section}: {{{leaf}: …}}")

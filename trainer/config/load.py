@@ -6,15 +6,19 @@ names the key, the value, the place and the way out. Imports neither torch nor (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
-from trainer.config.accelerate import Accelerate, check_processes, read_fsdp_config
+from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
+from trainer.config.dropped import Becomes, Refused, take_out, text_of
 from trainer.config.fields import NULL_WORDS, Word, build_config, fit
 from trainer.config.files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
 from trainer.config.keys import (
+    DROPPED,
+    Broken,
     Places,
     field_kinds,
     get_key,
@@ -26,7 +30,7 @@ from trainer.config.keys import (
 from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
 from trainer.config.target import num_processes
 from trainer.errors import COMMAND_LINE, ConfigError
-from trainer.schema import Config, as_sources
+from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
     "ConfigError",
@@ -43,44 +47,52 @@ __all__ = [
 
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, fsdp_config: str | Path | None = None) -> Config:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    fsdp_config: str | Path | None = None,
+    changes: Mapping[str, Any] = NO_CHANGES,
+    tell: Callable[[str], None] = lambda note: None,
+) -> Config:
     """The checked Config of a `.py` or YAML file with `a.b=c` overrides applied in order; the last one of a key wins.
 
     `fsdp_config`: a file as `accelerate config` writes it; what it says goes before the config and after the overrides.
+    `changes`: what further options of the command line say, for `with_changes`; they come last.
+    `tell` hears, in a line each, what of all that has no effect, or is taken for another key.
     Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
     Raises ConfigError.
     """
     path = Path(path)
     if path.suffix in YAML_SUFFIXES:
-        tree, places = read_yaml(path)
-        config = _config_from_tree(tree, places)
+        draft = _Draft.of_tree(*read_yaml(path))
     else:
         written, places = read_python(path)
-        config = build_config({name: getattr(written, name) for name in field_kinds(Config)}, places)
+        draft = _Draft(build_config({name: getattr(written, name) for name in field_kinds(Config)}, places), places)
     accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
-    config, places = _apply_settings(config, accelerate, places=places)
-    config, places = _apply_overrides(config, overrides, places=places)
-    check_config(config, places=places)
+    draft.set_all(accelerate.settings)
+    draft.override(overrides)
+    draft.change(changes)
+    config = draft.finish(accelerate.notes, tell=tell)
     check_processes(accelerate, num_processes(config))
     return config
 
 
-def config_from_yaml(text: str, file: str, overrides: Sequence[str] = ()) -> Config:
+def config_from_yaml(
+    text: str, file: str, overrides: Sequence[str] = (), *, tell: Callable[[str], None] = lambda note: None
+) -> Config:
     """The checked Config of a YAML text with overrides, as `load_config` gives it; `file` names the text in errors."""
-    tree, places = parse_yaml(text.encode(), file)
-    config, places = _apply_overrides(_config_from_tree(tree, places), overrides, places=places)
-    check_config(config, places=places)
-    return config
+    draft = _Draft.of_tree(*parse_yaml(text.encode(), file))
+    draft.override(overrides)
+    return draft.finish(tell=tell)
 
 
 def config_from_dict(values: Mapping[str, object], where: str = "") -> Config:
     """The checked Config of nested plain values, as `config_to_dict` gives them; `where` names them in errors."""
-    places = Places(where)
-    config = _config_from_tree(values, places)
-    check_config(config, places=places)
-    return config
+    return _Draft.of_tree(values, Places(where)).finish()
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -122,41 +134,94 @@ def _is_local(entry: str, root: Path) -> bool:
     return entry.startswith(LOCAL_STARTS) or entry.endswith(LOCAL_SUFFIXES) or (root / entry).exists()
 
 
-def _config_from_tree(tree: Mapping[str, object], places: Places) -> Config:
-    config = build_config(tree, places)
-    section = tree.get("train")
-    given = {f"train.{name}" for name in section} if isinstance(section, Mapping) else set()
-    return _one_length(config, given)
+# --- a config on the way ----------------------------------------------------------------------------------------------
 
 
-def _one_length(config: Config, given: set[str]) -> Config:
-    """Of steps and epochs, drop the one that this source leaves out when it gives the other."""
-    for own, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
-        if own in given and other not in given and get_key(config, own) is not None:
-            config = _set_key(config, other, None)
-    return config
+@dataclass
+class _Draft:
+    """What has been given so far, not yet checked."""
+
+    config: Config
+    places: Places
+    dropped: dict[str, object] = field(default_factory=dict)
+    """Values of keys that the schema has no longer: what they come to is decided once all have been given."""
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, object], places: Places) -> _Draft:
+        kept, taken = take_out(tree, DROPPED)
+        dropped = {key: fit(value, DROPPED[key].kind, key, places=places) for key, value in taken.items()}
+        draft = cls(build_config(kept, places), places, dropped)
+        train = tree.get("train")
+        draft._one_length({f"train.{name}" for name in train} if isinstance(train, Mapping) else set())
+        return draft
+
+    def set_all(self, settings: Sequence[Setting]) -> None:
+        """Take what another file says, each value in its key's type."""
+        own = {setting.key: setting.place for setting in settings}
+        for setting in settings:
+            self._put(setting.key, fit(setting.value, _kind_of(setting.key), setting.key, places=Places("", own)))
+        self._add_places(own)
+
+    def override(self, overrides: Sequence[str]) -> None:
+        """Take `a.b=c` in order."""
+        given = set()
+        for override in overrides:
+            key, value = _parse_override(override)
+            self._put(key, value)
+            given.add(key)
+        self._one_length(given)
+        self._add_places(dict.fromkeys(given, COMMAND_LINE))
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Take what further options of the command line say."""
+        names, self.config = len(self.config.target.secrets), with_changes(self.config, changes)
+        added = [f"target.secrets[{i}]" for i in range(names, len(self.config.target.secrets))]
+        given = [*added, *(key for key in changes if key != "target.secrets")]
+        self._add_places(dict.fromkeys(given, COMMAND_LINE))
+
+    def finish(self, notes: Iterable[str] = (), *, tell: Callable[[str], None] = lambda note: None) -> Config:
+        """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError."""
+        answers = [self._answer(key, value) for key, value in self.dropped.items()]
+        check_config(self.config, places=self.places)
+        for line in (*notes, *filter(None, answers)):
+            tell(line)
+        return self.config
+
+    def _answer(self, key: str, value: object) -> str | None:
+        """Do as the answer to a dropped key's value says; the line about it, None where there is nothing to say."""
+        said, answer = f"{key} is {text_of(value)}", DROPPED[key].answer(value)
+        if isinstance(answer, Refused):
+            raise ConfigError(f"{said}: {answer.why}", where=self.places.of(key), hint=answer.hint)
+        if isinstance(answer, Becomes):
+            if self.places.of(key) != COMMAND_LINE == self.places.of(answer.key):
+                return None  # that key itself was given later
+            self._put(answer.key, answer.value)
+            return f"{said}, which is {answer.setting} now"
+        if answer is None:
+            return None
+        if answer.needs and get_key(self.config, answer.needs.key) != answer.needs.value:
+            there = f"{answer.needs.key} is {text_of(get_key(self.config, answer.needs.key))}"
+            broken = Broken(key, f"{said}, {answer.needs.what}, but {there}", answer.needs.hint, (answer.needs.key,))
+            raise ConfigError(broken.message, where=broken.place(self.places), hint=broken.hint)
+        return f"{key}: no effect{answer.why}"
+
+    def _put(self, key: str, value: object) -> None:
+        if key in DROPPED:
+            self.dropped[key] = value
+        else:
+            self.config = with_key(self.config, key, value)
+
+    def _add_places(self, places: Mapping[str, str]) -> None:
+        self.places = Places(self.places.source, {**self.places.by_key, **places})
+
+    def _one_length(self, given: set[str]) -> None:
+        """Of steps and epochs, drop the one that this source leaves out when it gives the other."""
+        for own, other in ((STEPS, EPOCHS), (EPOCHS, STEPS)):
+            if own in given and other not in given and get_key(self.config, own) is not None:
+                self.config = with_key(self.config, other, None)
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
-
-
-def _apply_settings(config: Config, accelerate: Accelerate, *, places: Places) -> tuple[Config, Places]:
-    """The config with what another file says, each value in its field's type."""
-    own = {setting.key: setting.place for setting in accelerate.settings}
-    for setting in accelerate.settings:
-        value = fit(setting.value, known_keys()[setting.key], setting.key, places=Places("", own))
-        config = _set_key(config, setting.key, value)
-    return config, Places(places.source, {**places.by_key, **own})
-
-
-def _apply_overrides(config: Config, overrides: Sequence[str], *, places: Places) -> tuple[Config, Places]:
-    given = set()
-    for override in overrides:
-        key, value = _parse_override(override)
-        config = _set_key(config, key, value)
-        given.add(key)
-    config = _one_length(config, given)
-    return config, Places(places.source, {**places.by_key, **dict.fromkeys(given, COMMAND_LINE)})
 
 
 def _parse_override(override: str) -> tuple[str, object]:
@@ -171,10 +236,15 @@ def _parse_override(override: str) -> tuple[str, object]:
     return key, fit(_read_override(text.strip(), kind, key), kind, key, places=places)
 
 
+def _kind_of(key: str) -> Any:
+    """The type of a key that is or was."""
+    return DROPPED[key].kind if key in DROPPED else known_keys()[key]
+
+
 def _override_kind(key: str) -> Any:
     kinds = known_keys()
-    if key in kinds:
-        return kinds[key]
+    if key in kinds or key in DROPPED:
+        return _kind_of(key)
     parent, _, name = key.rpartition(".")
     if name and get_origin(kinds.get(parent)) is dict:
         return get_args(kinds[parent])[1]
@@ -197,14 +267,3 @@ def _read_override(text: str, kind: Any, key: str) -> object:
     if kind is str and not text:
         return ""
     return Word(text)
-
-
-def _set_key(config: Config, key: str, value: Any) -> Config:
-    section, _, name = key.partition(".")
-    if not name:
-        return replace(config, **{section: value})
-    name, _, entry = name.partition(".")
-    inner = getattr(config, section)
-    if entry:
-        value = {**getattr(inner, name), entry: value}
-    return replace(config, **{section: replace(inner, **{name: value})})

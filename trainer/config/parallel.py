@@ -1,4 +1,4 @@
-"""What the keys of `parallel` mean together: FSDP1's words for FSDP2, and which of them cannot be honoured. Pure."""
+"""What the keys of `parallel` mean together, and what contradicts or cannot be honoured. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.config.fsdp1 import STRATEGIES
 from trainer.config.keys import Broken
 from trainer.schema import Config, ParallelConfig, gpu_count
 
 STRATEGY, RESHARD, REPLICAS = "parallel.sharding_strategy", "parallel.reshard_after_forward", "parallel.dp_replicate"
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-WHOLE_STATE = "`train.py export RUN --full-state FILE` writes weights and optimizer in one piece"
-KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
 
 FSDP_KEYS = [
     f"parallel.{name}"
@@ -47,8 +45,8 @@ def sharding(options: ParallelConfig) -> Sharding:
     """What `sharding_strategy` and `reshard_after_forward` say together; they are known not to contradict."""
     reshard = options.reshard_after_forward
     word = options.sharding_strategy or ("SHARD_GRAD_OP" if reshard is False else "FULL_SHARD")
-    default = word not in KEEPING
-    return Sharding(word, word == "NO_SHARD", word in HYBRID, default if reshard is None else reshard)
+    how = STRATEGIES[word]
+    return Sharding(word, how.replicated, how.hybrid, not how.keeps if reshard is None else reshard)
 
 
 def backend_of(config: Config, world_size: int) -> str:
@@ -85,20 +83,12 @@ def why_no_graphs(config: Config, backend: str) -> str | None:
 
 def broken_rules(config: Config) -> Iterator[Broken]:
     """The rules of the section that do not hold."""
-    yield from _refused(config.parallel)
     yield from _contradictions(config.parallel)
     if config.parallel.activation_checkpointing == "budget" and not is_compiled(config):
         why = "parallel.compile is false" if config.parallel.compile is False else "target.device is cpu"
         message = f"parallel.activation_checkpointing is budget, which the compiler keeps to, but {why}"
         hint = "set parallel.compile=true, or activation_checkpointing=selective"
         yield Broken("parallel.activation_checkpointing", message, hint, ("parallel.compile", "target.device"))
-    if config.parallel.state_dict_type == "FULL_STATE_DICT" and not config.run.export:
-        yield Broken(
-            "parallel.state_dict_type",
-            "parallel.state_dict_type is FULL_STATE_DICT, all weights in one piece, but run.export is false",
-            f"set run.export=true, which writes them, or drop state_dict_type: {WHOLE_STATE}",
-            ("run.export",),
-        )
     world_size = gpu_count(config.target.gpu_ranks) if config.target.gpu_ranks else 1
     no_graphs = why_no_graphs(config, backend_of(config, world_size))
     if config.parallel.cuda_graphs and no_graphs:
@@ -108,46 +98,18 @@ def broken_rules(config: Config) -> Iterator[Broken]:
         yield from _sizes(config.parallel, world_size)
 
 
-def _refused(options: ParallelConfig) -> Iterator[Broken]:
-    """What FSDP2 cannot do."""
-    depth = "to gather further ahead set parallel.backward_prefetch_depth=2"
-    if options.backward_prefetch == "BACKWARD_POST":
-        message = (
-            "parallel.backward_prefetch is BACKWARD_POST: FSDP2 has none, and FSDP1's was wrong for nested modules"
-        )
-        yield Broken("parallel.backward_prefetch", message, f"drop it: BACKWARD_PRE is built in; {depth}")
-    elif options.backward_prefetch in ("NONE", "NO_PREFETCH"):
-        message = f"parallel.backward_prefetch is {options.backward_prefetch}: FSDP2 gathers one group ahead always"
-        yield Broken("parallel.backward_prefetch", message, f"drop it; {depth}")
-    if options.limit_all_gathers is False:
-        message = "parallel.limit_all_gathers is false: FSDP2 frees memory in a fixed order and has no such choice"
-        hint = "drop it; to gather further ahead set parallel.forward_prefetch and backward_prefetch_depth"
-        yield Broken("parallel.limit_all_gathers", message, hint)
-    if options.buffer_dtype != "fp32":
-        message = (
-            f"parallel.buffer_dtype is {options.buffer_dtype}: the rotary frequencies stay fp32, less loses positions"
-        )
-        yield Broken("parallel.buffer_dtype", message, "drop it")
-    if options.state_dict_type == "LOCAL_STATE_DICT":
-        message = (
-            "parallel.state_dict_type is LOCAL_STATE_DICT: it loads at one number of ranks only, and FSDP2 has none"
-        )
-        yield Broken("parallel.state_dict_type", message, "use SHARDED_STATE_DICT")
-
-
 def _contradictions(options: ParallelConfig) -> Iterator[Broken]:
     word, reshard = options.sharding_strategy, options.reshard_after_forward
     if word is not None and reshard is not None:
         shown = str(reshard).lower()
         both = f"{STRATEGY} is {word}, but {RESHARD} is {shown}"
-        if word == "NO_SHARD":
+        how = STRATEGIES[word]
+        if how.replicated:
             yield Broken(RESHARD, f"{both}: nothing is sharded", f"drop {RESHARD}", (STRATEGY,))
-        elif (word in KEEPING) != (reshard is False):
-            meant = (
-                "keeps gathered parameters until the backward" if word in KEEPING else "frees them after the forward"
-            )
+        elif how.keeps != (reshard is False):
+            meant = "keeps gathered parameters until the backward" if how.keeps else "frees them after the forward"
             yield Broken(RESHARD, f"{both}: {word} {meant}", "keep one of the two", (STRATEGY,))
-    if options.dp_replicate is not None and word not in HYBRID:
+    if options.dp_replicate is not None and not sharding(options).hybrid:
         message = f"{REPLICAS} is {options.dp_replicate}, but {STRATEGY} is {word or 'not given'}"
         yield Broken(REPLICAS, message, f"set {STRATEGY}=HYBRID_SHARD, or drop dp_replicate", (STRATEGY,))
     if options.wrap_policy == "classes" and not options.wrap_classes:
@@ -191,8 +153,7 @@ def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], st
     if backend == "pytorch":
         yield [STRATEGY, *FSDP_KEYS, "parallel.reduce_dtype", "parallel.sync_module_states"], " with pytorch"
     elif backend == "ddp":
-        no_shard = options.sharding_strategy == "NO_SHARD"
-        yield [*([] if no_shard else [STRATEGY]), *FSDP_KEYS], " with ddp"
+        yield [*([] if sharding(options).replicated else [STRATEGY]), *FSDP_KEYS], " with ddp"
     else:
         if options.wrap_policy != "size":
             yield ["parallel.min_num_params"], f", parallel.wrap_policy is {options.wrap_policy}"
@@ -210,10 +171,3 @@ def without_effect(config: Config, backend: str) -> Iterator[tuple[list[str], st
         yield ["parallel.memory"], " on the CPU: it is about a GPU's memory"
     if config.model.init == "random" or config.model.name is None:
         yield ["parallel.sync_module_states"], ", random weights follow from the seed on every rank"
-    yield ["parallel.backward_prefetch"], ", it is built in: the backward gathers one group ahead always"
-    yield ["parallel.limit_all_gathers"], ", it is built in: FSDP2 frees memory in a fixed order"
-    yield ["parallel.use_orig_params"], ", FSDP2 has no flat parameter and the mathematics is the same"
-    yield (
-        ["parallel.state_dict_type"],
-        f" on checkpoints, which are sharded always: the export has all weights (of LoRA the adapter), {WHOLE_STATE}",
-    )

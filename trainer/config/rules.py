@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from trainer.config import parallel as config_parallel
 from trainer.config.batch import batch_rules, micro_batch_tokens_rules, micro_batch_without_effect
@@ -17,7 +16,7 @@ from trainer.config.data import (
     data_without_effect,
 )
 from trainer.config.fields import show
-from trainer.config.keys import Broken, Places, field_kinds, get_key, scalar_texts
+from trainer.config.keys import Broken, Places, field_kinds, get_key, known_facts, limits, scalar_texts
 from trainer.config.target import environment_rules, gpu_rules
 from trainer.config.train import (
     best_rules,
@@ -33,101 +32,15 @@ from trainer.config.train import (
     watching_without_effect,
 )
 from trainer.errors import ConfigError
-from trainer.schema import Config, ModelConfig, as_sources
+from trainer.schema import Config, ModelConfig, RunConfig, as_sources
+from trainer.schema.key import EVEN
 
 LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja", TOKEN_SUFFIX, *TEXT_SUFFIXES)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Which numbers a key takes; `words` completes `KEY is VALUE, must be …`."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-AT_LEAST_0 = Limit("0 or more", lambda v: v >= 0)
-AT_LEAST_1 = Limit("1 or more", lambda v: v >= 1)
-AT_LEAST_2 = Limit("2 or more", lambda v: v >= 2)
-ABOVE_0 = Limit("more than 0", lambda v: v > 0)
-SHARE = Limit("0 or more and less than 1", lambda v: 0 <= v < 1)
-SEED = Limit("0 to 4294967295", lambda v: 0 <= v < 2**32)
-EVEN = Limit("an even number of 2 or more (rotary embeddings turn pairs)", lambda v: v >= 2 and v % 2 == 0)
-
-LIMITS = {
-    "model.hidden_size": AT_LEAST_1,
-    "model.intermediate_size": AT_LEAST_1,
-    "model.num_layers": AT_LEAST_1,
-    "model.num_heads": AT_LEAST_1,
-    "model.num_kv_heads": AT_LEAST_1,
-    "model.head_dim": EVEN,
-    "model.rope_theta": ABOVE_0,
-    "model.rms_norm_eps": ABOVE_0,
-    "model.max_position_embeddings": AT_LEAST_2,
-    "lora.rank": AT_LEAST_1,
-    "lora.alpha": ABOVE_0,
-    "lora.dropout": SHARE,
-    "data.eval_fraction": SHARE,
-    "data.seq_len": AT_LEAST_2,
-    "data.max_train_rows": AT_LEAST_1,
-    "data.max_eval_rows": AT_LEAST_1,
-    "data.workers": AT_LEAST_0,
-    "data.stream_window": AT_LEAST_1,
-    "optim.learning_rate": ABOVE_0,
-    "optim.min_learning_rate": AT_LEAST_0,
-    "optim.warmup_steps": AT_LEAST_0,
-    "optim.decay_steps": AT_LEAST_1,
-    "optim.beta1": SHARE,
-    "optim.beta2": SHARE,
-    "optim.eps": ABOVE_0,
-    "optim.weight_decay": AT_LEAST_0,
-    "optim.max_grad_norm": AT_LEAST_0,
-    "optim.base_batch_size": AT_LEAST_1,
-    "train.steps": AT_LEAST_1,
-    "train.epochs": ABOVE_0,
-    "train.micro_batch_size": AT_LEAST_1,
-    "train.micro_batch_tokens": AT_LEAST_1,
-    "train.grad_accum_steps": AT_LEAST_1,
-    "train.global_batch_size": AT_LEAST_1,
-    "train.seed": SEED,
-    "train.log_every": AT_LEAST_1,
-    "train.eval_every": AT_LEAST_0,
-    "train.eval_batches": AT_LEAST_1,
-    "train.save_every": AT_LEAST_0,
-    "train.keep_last": AT_LEAST_0,
-    "train.keep_best": AT_LEAST_0,
-    "train.keep_every": AT_LEAST_0,
-    "train.max_nonfinite_steps": AT_LEAST_1,
-    "train.profile_steps": AT_LEAST_1,
-    "train.memory_snapshot_steps": AT_LEAST_1,
-    "train.early_stop_patience": AT_LEAST_1,
-    "train.early_stop_min_delta": AT_LEAST_0,
-    "train.hang_timeout_s": AT_LEAST_0,
-    "train.stop_after_steps": AT_LEAST_1,
-    "parallel.reshard_after_forward": AT_LEAST_0,
-    "parallel.dp_replicate": AT_LEAST_1,
-    "parallel.min_num_params": AT_LEAST_1,
-    "parallel.forward_prefetch": AT_LEAST_0,
-    "parallel.backward_prefetch_depth": AT_LEAST_1,
-    "parallel.checkpoint_every": AT_LEAST_1,
-    "parallel.activation_budget": Limit("0 to 1", lambda v: 0 <= v <= 1),
-    "target.max_restarts": AT_LEAST_0,
-    "target.max_runtime_s": ABOVE_0,
-    "target.stall_timeout_s": ABOVE_0,
-    "target.log_max_gb": AT_LEAST_0,
-}
-
-
-POLICY_KEYS = (
-    "target.queue",
-    "target.max_restarts",
-    "target.max_runtime_s",
-    "target.stall_timeout_s",
-    "target.log_max_gb",
-)
-RUN_OUTPUTS = ("export", "trackers", "tracker_project")
-"""Of `run`, what the trainer alone writes."""
+RUN_OF_ANY_PROGRAM = ("name", "dir")
+"""Of `run`, what does not speak of the trainer's outputs."""
 
 
 def check_config(config: Config, *, places: Places | None = None) -> None:
@@ -157,13 +70,10 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
 
 
 def _limits(config: Config) -> Iterator[Broken]:
-    for key, limit in LIMITS.items():
+    for key, limit in limits().items():
         value = get_key(config, key)
-        if isinstance(value, list):
-            wrong = [number for number in value if not limit.holds(number)]
-            yield from (Broken(key, f"{key} holds {number}, must be {limit.words}") for number in wrong)
-        elif value is not None and not limit.holds(value):
-            yield Broken(key, f"{key} is {value}, must be {limit.words}")
+        verb = "holds" if isinstance(value, list) else "is"
+        yield from (Broken(key, f"{key} {verb} {n}, must be {limit.words}") for n in limit.broken_by(value))
 
 
 def _texts(config: Config) -> Iterator[Broken]:
@@ -188,7 +98,8 @@ def _script(config: Config) -> Iterator[Broken]:
     default = Config()
     sections = ("recipe", "model", "lora", "data", "optim", "train", "parallel")
     changed = [s for s in sections if getattr(config, s) != getattr(default, s)]
-    changed += [f"run.{name}" for name in RUN_OUTPUTS if getattr(config.run, name) != getattr(default.run, name)]
+    outputs = [name for name in field_kinds(RunConfig) if name not in RUN_OF_ANY_PROGRAM]
+    changed += [f"run.{name}" for name in outputs if getattr(config.run, name) != getattr(default.run, name)]
     if changed:
         message = (
             f"script is {config.script!r}, so the trainer does not run, but it is configured in: {', '.join(changed)}"
@@ -271,4 +182,5 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         yield ["run.dir"], ", a deployed job has a folder of its own"
     else:
         yield ["target.ssh", "target.python", "target.root"], ", train.py runs here and under this Python"
-        yield list(POLICY_KEYS), ", train.py has no supervisor: deploy.py does that"
+        supervised = [key for key, facts in known_facts().items() if facts.supervised]
+        yield supervised, ", train.py has no supervisor: deploy.py does that"

@@ -116,8 +116,6 @@ def watching_rules(config: Config) -> Iterator[Broken]:
 
 def watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
     train = config.train
-    if train.nonfinite == "abort":
-        yield ["train.max_nonfinite_steps"], ", train.nonfinite is abort: the first such step ends the run"
     if train.early_stop_patience is None:
         yield ["train.early_stop_min_delta"], " without train.early_stop_patience"
     if "wandb" not in config.run.trackers:

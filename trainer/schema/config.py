@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from trainer.schema.data import DataConfig
+from trainer.schema.key import key
 from trainer.schema.model import LoraConfig, ModelConfig
 from trainer.schema.optim import OptimConfig
 from trainer.schema.parallel import ParallelConfig
@@ -19,7 +21,7 @@ class RunConfig:
 
     name: str = "run"
     """Begins the name of the run folder and the id of a job."""
-    dir: str = "runs"
+    dir: str = key("runs", aliases=("output_dir",))
     """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
     export: bool = True
     """Write the final model in Hugging Face format, reopened and compared."""
@@ -51,3 +53,24 @@ class Config:
     """Arguments of `script`."""
     torchrun: bool = True
     """Start `script` under torchrun, one process per entry of gpu_ranks."""
+
+
+def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config with other values of dotted keys; of target.secrets they are names to add. Nothing is checked."""
+    for dotted, value in changes.items():
+        if dotted == "target.secrets":
+            value = [*config.target.secrets, *(name for name in value if name not in config.target.secrets)]
+        config = with_key(config, dotted, value)
+    return config
+
+
+def with_key(config: Config, dotted: str, value: Any) -> Config:
+    """The config with another value of a dotted key, or of an entry such as target.env.NAME; nothing is checked."""
+    section, _, name = dotted.partition(".")
+    if not name:
+        return replace(config, **{section: value})
+    name, _, entry = name.partition(".")
+    inner = getattr(config, section)
+    if entry:
+        value = {**getattr(inner, name), entry: value}
+    return replace(config, **{section: replace(inner, **{name: value})})

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.schema.key import AT_LEAST_0, AT_LEAST_1, AT_LEAST_2, SHARE, key
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -31,13 +33,13 @@ def as_sources(entries: Sequence[str | SourceConfig]) -> list[SourceConfig]:
 class DataConfig:
     """What is read, how it becomes tokens, and which of them are targets."""
 
-    train: list[str | SourceConfig] = field(default_factory=lambda: ["builtin:stdlib-docs"])
+    train: list[str | SourceConfig] = key(["builtin:stdlib-docs"], aliases=("dataset",))
     """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping
     {path, weight, repeat, limit} in place of a text says how much of it. With recipe=pretrain: .tokens files as
     `train.py tokenize` makes them, .txt or .md files or folders of them, or rows with a column `text`."""
     eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
-    eval_fraction: float = 0.05
+    eval_fraction: float = key(0.05, limit=SHARE)
     """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
     train_split: str = "train"
     """Split of the Hugging Face data sets in `train`."""
@@ -53,24 +55,24 @@ class DataConfig:
     """Path of a Jinja file that replaces the tokenizer's template."""
     system_prompt: str | None = None
     """Put before conversations that have no system turn."""
-    loss_on: Literal["assistant", "all"] = "assistant"
+    loss_on: Literal["assistant", "all"] = key("assistant", aliases=("assistant_only_loss",))
     """Which tokens are targets: the assistant's turns with their end token (the template's newline after it is
     none), or everything."""
-    seq_len: int = 512
+    seq_len: int = key(512, limit=AT_LEAST_2, aliases=("max_length", "max_seq_len", "max_seq_length"))
     """Tokens per row of a batch."""
     packing: bool = True
     """Several conversations per row; they never see each other."""
     overlong: Literal["drop", "truncate"] = "truncate"
     """A conversation longer than seq_len: left out and counted, or its end cut off."""
-    max_train_rows: int | None = None
+    max_train_rows: int | None = key(None, limit=AT_LEAST_1)
     """Conversations read from `train` at most; None: all."""
-    max_eval_rows: int | None = 256
+    max_eval_rows: int | None = key(256, limit=AT_LEAST_1)
     """Held-out conversations at most; None: all."""
     shuffle: bool = True
     """A new order of the rows in every epoch, by train.seed; false: as read."""
-    workers: int = 0
+    workers: int = key(0, limit=AT_LEAST_0, aliases=("dataloader_num_workers",))
     """Processes that tokenize the data at the start; 0: the training process does it."""
     streaming: bool = False
     """Begin after the first window instead of reading everything first; each rank reads, needs `train.steps`."""
-    stream_window: int = 4096
+    stream_window: int = key(4096, limit=AT_LEAST_1)
     """Conversations that are shuffled and packed together when streaming; two windows are held in memory."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from trainer.schema.key import AT_LEAST_0, AT_LEAST_1, Limit, key
 
 
 @dataclass(frozen=True)
@@ -12,65 +14,61 @@ class ParallelConfig:
 
     sharding_strategy: (
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] | None
-    ) = None
+    ) = key(None, elsewhere=("fsdp_sharding_strategy", "ShardingStrategy"))
     """FSDP, in any case of letters. FULL_SHARD: a group's gathered parameters are freed after its forward.
     SHARD_GRAD_OP: they are kept until the step's last backward. NO_SHARD: ddp. HYBRID_SHARD and _HYBRID_SHARD_ZERO2:
     the same two within each of `dp_replicate` replicas. None: as `reshard_after_forward` says, else FULL_SHARD."""
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: bool | int | None = key(None, limit=AT_LEAST_0, elsewhere=("fsdp_reshard_after_forward",))
     """FSDP: free a group's gathered parameters after its forward. A number: keep them sharded over so many ranks, so
     that the backward gathers within those only. None: as `sharding_strategy` says, which it may not contradict; where
     that says nothing either, `memory` auto keeps them, from a step's first forward to its last backward, where nothing
     is recomputed and they fit."""
-    dp_replicate: int | None = None
+    dp_replicate: int | None = key(None, limit=AT_LEAST_1)
     """Hybrid sharding: number of replicas, each sharded over the other ranks; it must divide the number of ranks."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = key("fp32", elsewhere=("MixedPrecision.reduce_dtype",))
     """Dtype of the gradient reduction over several ranks (ddp, fsdp)."""
-    buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Only fp32: the one buffer, the rotary frequencies, would lose positions in less."""
-    wrap_policy: Literal["transformer", "size", "classes"] = "transformer"
+    wrap_policy: Literal["transformer", "size", "classes"] = key(
+        "transformer", aliases=("auto_wrap_policy",), elsewhere=("fsdp_auto_wrap_policy",)
+    )
     """FSDP: what is gathered together. `transformer`: each block; `size`: modules of at least `min_num_params`;
     `classes`: the modules of `wrap_classes`. What is in no group is in the root's."""
-    min_num_params: int = 100_000_000
+    min_num_params: int = key(100_000_000, limit=AT_LEAST_1, elsewhere=("fsdp_min_num_params",))
     """Parameters of a group with `wrap_policy` size."""
-    wrap_classes: list[str] = field(default_factory=list)
+    wrap_classes: list[str] = key(
+        [],
+        aliases=("transformer_layer_cls_to_wrap",),
+        elsewhere=("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls"),
+    )
     """Class names for `wrap_policy` classes: Block, Attention, MLP …, or Hugging Face's, such as Qwen3DecoderLayer."""
-    ignored_modules: list[str] = field(default_factory=list)
+    ignored_modules: list[str] = key([], elsewhere=("fsdp_ignored_modules",))
     """FSDP: patterns of Hugging Face module names (*.embed_tokens, *.mlp) that every rank holds whole."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE"] | None = None
-    """FSDP1's word. BACKWARD_PRE is built in; the others are refused: see `backward_prefetch_depth`."""
-    forward_prefetch: bool | int = False
+    forward_prefetch: bool | int = key(False, limit=AT_LEAST_0, elsewhere=("fsdp_forward_prefetch",))
     """FSDP: how many groups ahead of the running one are gathered in the forward; true: 1."""
-    backward_prefetch_depth: int = 1
+    backward_prefetch_depth: int = key(1, limit=AT_LEAST_1)
     """FSDP: the same in the backward; 1 is built in."""
-    limit_all_gathers: bool | None = None
-    """FSDP1's word. true is built in, false is refused."""
-    use_orig_params: bool | None = None
-    """FSDP1's word, without effect: FSDP2 has no flat parameter."""
-    sync_module_states: bool = False
+    sync_module_states: bool = key(False, elsewhere=("fsdp_sync_module_states",))
     """Rank 0 alone reads the pretrained weights and sends them; false: every rank reads its own share."""
-    cpu_offload: bool | None = None
+    cpu_offload: bool | None = key(None, aliases=("offload_params",), elsewhere=("fsdp_offload_params", "CPUOffload"))
     """FSDP: parameters, gradients and optimizer state live on the CPU, where the optimizer steps. None: false, unless
     `memory` is auto and nothing else fits."""
-    state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"] = "SHARDED_STATE_DICT"
-    """Checkpoints are sharded always and load at any number of ranks. FULL_STATE_DICT asks for the weights in one
-    piece, which is the export: it must then be on. The optimizer too: `train.py export RUN --full-state FILE`.
-    LOCAL_STATE_DICT is refused."""
     memory: Literal["auto", "manual"] = "auto"
     """On a GPU, auto: what is not set of `activation_checkpointing`, `reshard_after_forward`,
     `reduce_every_micro_batch` and `cpu_offload` is chosen so that the run fits with the least recomputation, and after
     a failure for want of memory the next attempt in the same run folder takes less. manual: nothing is chosen."""
-    activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = None
+    activation_checkpointing: Literal["none", "budget", "selective", "full"] | None = key(
+        None, aliases=("gradient_checkpointing",), elsewhere=("fsdp_activation_checkpointing",)
+    )
     """`full`: a block's activations are computed again in the backward pass; `selective`: all but the outputs of
     matrix products and attention; `budget`: the compiler keeps `activation_budget` of them. None: `memory` chooses."""
-    activation_budget: float = 0.5
+    activation_budget: float = key(0.5, limit=Limit("0 to 1", lambda v: 0 <= v <= 1))
     """`activation_checkpointing` budget: the share (0 to 1) of a compiled block's activations that is kept; what costs
     most to compute again is kept first."""
     reduce_every_micro_batch: bool | None = None
     """FSDP: whether the gradients of each micro-batch are reduced, or wait, whole, for the step's last one (faster, and
     the memory of a whole gradient). None: they wait, unless `memory` is auto and they do not fit."""
-    checkpoint_every: int = 1
+    checkpoint_every: int = key(1, limit=AT_LEAST_1)
     """Activation checkpointing of every n-th block."""
-    compile: bool | None = None
+    compile: bool | None = key(None, aliases=("torch_compile",), elsewhere=("dynamo_backend",))
     """torch.compile each block. None: on a GPU for which Triton is installed; on the CPU it costs a minute."""
     cuda_graphs: bool | None = None
     """One launch for forward and backward of a micro-batch of packed rows, in one process. None: on a GPU, for models

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainer.schema.key import ABOVE_0, AT_LEAST_0, key
+
 
 def gpu_count(gpu_ranks: Sequence[int | str]) -> int:
     """How many GPUs `target.gpu_ranks` names, or asks for as auto:N."""
@@ -21,14 +23,20 @@ AUTO_GPUS = re.compile(r"auto:([1-9][0-9]?)")
 class TargetConfig:
     """Where the job runs and on which devices."""
 
-    gpu_ranks: list[int | str] = field(default_factory=lambda: [0])
+    gpu_ranks: list[int | str] = key(
+        [0],
+        aliases=("gpus", "devices", "nproc_per_node"),
+        elsewhere=("torchrun --nproc-per-node", "CUDA_VISIBLE_DEVICES", "gpu_ids", "num_processes"),
+    )
     """The host's own GPU indices as nvidia-smi shows them, or UUIDs (GPU-…, MIG-…); one process for each, in order.
     ["auto:2"]: the two freest, chosen on the host when the job starts."""
-    train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = "auto"
+    train_backend: Literal["auto", "pytorch", "ddp", "fsdp"] = key(
+        "auto", aliases=("backend",), elsewhere=("distributed_type",)
+    )
     """`pytorch`: one process. `auto`: pytorch with one GPU, fsdp with several."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = key("auto", elsewhere=("use_cpu",))
     """`auto`: CUDA, and an error where there is none. `cpu`: a gloo process for each of gpu_ranks, no visible GPU."""
-    ssh: str | None = None
+    ssh: str | None = key(None, aliases=("host",))
     """`[user@]host[:port]` or an alias of ~/.ssh/config; None: this machine. `--ssh` overrides it."""
     python: str | None = None
     """The interpreter on the host; None: found or built there."""
@@ -38,13 +46,13 @@ class TargetConfig:
     """Environment variables of the job. Not for secrets: see `secrets`."""
     secrets: list[str] = field(default_factory=list)
     """Names of variables taken from the client's environment; their values are written nowhere."""
-    queue: bool = False
+    queue: bool = key(False, supervised=True)
     """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
-    max_restarts: int = 0
+    max_restarts: int = key(0, limit=AT_LEAST_0, elsewhere=("torchrun --max-restarts",), supervised=True)
     """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
-    max_runtime_s: float | None = None
+    max_runtime_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
-    stall_timeout_s: float | None = None
+    stall_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
-    log_max_gb: float = 10.0
+    log_max_gb: float = key(10.0, limit=AT_LEAST_0, supervised=True)
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from trainer.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SEED, key
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The loop: how long, how large a batch, how often to look and to save."""
 
-    steps: int | None = 200
+    steps: int | None = key(200, limit=AT_LEAST_1, aliases=("max_steps",))
     """Optimizer steps; None: given by `epochs`. A run may be resumed with more or fewer: the learning rate is then
     what a run of the new length has at that step."""
-    epochs: float | None = None
+    epochs: float | None = key(None, limit=ABOVE_0, aliases=("num_epochs", "num_train_epochs"))
     """Passes over the training rows; exclusive with steps."""
-    micro_batch_size: int = 4
+    micro_batch_size: int = key(4, limit=AT_LEAST_1, aliases=("batch_size", "per_device_train_batch_size"))
     """Rows per rank per forward."""
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | None = key(None, limit=AT_LEAST_1, aliases=("max_tokens",))
     """Tokens per rank per forward, padding counted: rows of like length together, instead of `micro_batch_size` rows.
     For unpacked rows (data.packing=false), and with global_batch_size. None: off."""
-    grad_accum_steps: int | None = None
+    grad_accum_steps: int | None = key(None, limit=AT_LEAST_1, aliases=("gradient_accumulation_steps",))
     """Forwards per optimizer step; None: from global_batch_size, else 1."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = key(None, limit=AT_LEAST_1)
     """Rows per optimizer step over all ranks; need not divide by the ranks."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = key(
+        "auto",
+        aliases=("dtype", "mixed_precision", "bf16"),
+        elsewhere=("MixedPrecision.param_dtype",),
+    )
     """Matrix products; parameters, optimizer state, norms, softmax and loss are fp32 always. `auto`: that of the
     checkpoint that the run resumes; else bf16 where every device has it in hardware (NVIDIA from Ampere on, CPUs with
     AVX512-BF16, AMX or ARM's bf16), and fp32 elsewhere, where a product in bf16 takes 50 times as long."""
@@ -32,54 +38,52 @@ class TrainConfig:
     """The products of the blocks in float8, each tensor scaled by its largest value (torchao; extra `lowbit`); those of
     head and adapters stay bf16. Needs compute capability 8.9, compiled blocks, packed rows, sizes that 16 divides.
     `auto`: where a few blocks, timed at the start, are 1.05 times as fast with it. MFU is still of the bf16 peak."""
-    seed: int = 0
+    seed: int = key(0, limit=SEED)
     """Decides first weights, order of the data and dropout."""
     deterministic: bool = False
     """Deterministic kernels (slower on CUDA): bitwise repeatable runs."""
-    log_every: int = 1
+    log_every: int = key(1, limit=AT_LEAST_1, aliases=("logging_steps",))
     """Steps between records of the metrics, each over all steps since the one before; the end of a run adds one.
     Their MFU is (6 N + 12 layers x heads x head size x L) x tokens/s / the card's dense bf16 peak: N the parameters
     that multiply, 4 N of the frozen ones, L the length of the document that a token stands in, averaged over the
     tokens; padding and recomputation count for nothing, and attention is not halved for being causal."""
-    eval_every: int = 50
+    eval_every: int = key(50, limit=AT_LEAST_0, aliases=("eval_steps",))
     """Steps between evaluations; 0: only before the first and after the last step."""
-    eval_batches: int | None = None
+    eval_batches: int | None = key(None, limit=AT_LEAST_1)
     """Batches per rank of one evaluation; None: all."""
-    save_every: int = 100
+    save_every: int = key(100, limit=AT_LEAST_0, aliases=("save_steps",))
     """Steps between checkpoints; 0: only at the end, which a stop is too."""
     async_save: bool = True
     """Checkpoints are written while training goes on, by a process beside each rank (300 MiB) from a copy in the host's
     memory (model and optimizer state of this rank, pinned on CUDA, by way of what GPU memory is free); one at a time.
     False, or too little host memory for the copy: training waits."""
-    keep_last: int = 2
+    keep_last: int = key(2, limit=AT_LEAST_0, aliases=("save_total_limit",))
     """Complete checkpoints kept, the newest; 0: all."""
-    keep_best: int = 0
+    keep_best: int = key(0, limit=AT_LEAST_0)
     """Kept besides: so many checkpoints of the lowest held-out loss, taken where evaluation and save fall together."""
-    keep_every: int = 0
+    keep_every: int = key(0, limit=AT_LEAST_0)
     """Kept besides, for ever: those of steps that this divides; 0: none."""
-    resume: str = "auto"
+    resume: str = key("auto", aliases=("resume_from_checkpoint",))
     """`auto`: from the newest complete checkpoint of the run folder, if any; a damaged one is named, set aside as
     `.bad_step_N`, and the one before is taken. `never`; or a checkpoint's path, which must be whole."""
-    nonfinite: Literal["skip", "abort"] = "skip"
-    """A step whose loss or gradient is NaN or infinite never touches the weights. `skip`: it is told and the run goes
-    on; `abort`: the first one ends the run."""
-    max_nonfinite_steps: int = 10
-    """Skipped non-finite steps in a row before the run ends with an error."""
-    early_stop_patience: int | None = None
+    max_nonfinite_steps: int = key(10, limit=AT_LEAST_1)
+    """Steps in a row whose loss or gradient is NaN or infinite after which the run ends with an error. Each is skipped
+    and told, and never touches the weights. 1: the first one ends the run, and a step is judged before it is saved."""
+    early_stop_patience: int | None = key(None, limit=AT_LEAST_1)
     """End the run, as if this were its last step, after so many evaluations in a row that were no better than the
     best; None: never."""
-    early_stop_min_delta: float = 0.0
+    early_stop_min_delta: float = key(0.0, limit=AT_LEAST_0)
     """By how much an evaluation's loss must lie below the best to count as better."""
-    hang_timeout_s: float = 600.0
+    hang_timeout_s: float = key(600.0, limit=AT_LEAST_0)
     """A run in which no rank gets on for so long ends, naming the late rank with its stack; reading data, saving and
     exporting may take longer. 0: no watchdog."""
-    profile_steps: list[int] = field(default_factory=list)
+    profile_steps: list[int] = key([], limit=AT_LEAST_1)
     """Steps (counted from 1) of which every rank writes a trace for chrome://tracing or Perfetto into RUN/profile/, and
     a table of where the step went, as text and JSON; rank 0 prints its own. Tracing slows such a step down."""
-    memory_snapshot_steps: list[int] = field(default_factory=list)
+    memory_snapshot_steps: list[int] = key([], limit=AT_LEAST_1)
     """Steps of which every rank writes its GPU's allocations into RUN/profile/, for pytorch.org/memory_viz."""
     debug_distributed: Literal["off", "info", "detail"] = "off"
     """What torch and NCCL tell of the ranks' communication: `info`: set-up, and a record of the collectives when one
     hangs; `detail`: every collective is checked over all ranks too (slow)."""
-    stop_after_steps: int | None = None
+    stop_after_steps: int | None = key(None, limit=AT_LEAST_1)
     """End after this many steps of this start though the schedule goes on (for tests and short leases)."""

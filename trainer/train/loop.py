@@ -115,7 +115,7 @@ class Border:
         stopping = bool(asked) or step - run.start_step == run.config.train.stop_after_steps
         ends, evaluates, saves = stopping or step == total, evaluator.is_due(step), saver.is_due(step)
         # a save would have the next attempt start behind a step that ends the run
-        must_judge_first = run.config.train.nonfinite == "abort"
+        must_judge_first = run.config.train.max_nonfinite_steps == 1
         if saves and not (ends or evaluates or must_judge_first) and saver.goes_beside():
             saver.save(step, must_succeed=False)  # without a drain: the device may still be busy with the step
         elif ends or evaluates or saves:

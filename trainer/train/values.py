@@ -119,7 +119,6 @@ class Reader:
         run = self._run
         # a run shorter than the limit has failed too when nothing of it was learned
         limit = min(run.config.train.max_nonfinite_steps, run.data.train.total_steps)
-        limit = 1 if run.config.train.nonfinite == "abort" else limit
         if self._skipped_in_a_row >= limit:
             first = step - self._skipped_in_a_row + 1
             which = f"step {step} was" if first == step else f"steps {first} to {step} were"

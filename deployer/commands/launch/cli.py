@@ -10,13 +10,12 @@ from typing import Any
 
 import click
 
+from deployer.commands.key_options import JOB, SSH, take_changes, with_keys
 from deployer.commands.options import (
     ACCESS,
     CONTEXT,
     GIVE_UP,
     JSON,
-    ROOT,
-    SSH,
     Command,
     WithProgram,
     at_a_place,
@@ -26,7 +25,6 @@ from deployer.commands.options import (
     with_access,
     with_limits,
     with_results,
-    with_values,
 )
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
@@ -35,26 +33,16 @@ from deployer.errors import UsageError
 @click.command(cls=WithProgram, context_settings=CONTEXT)
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@SSH
+@SSH.option()
 @with_access
 @click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
-@click.option("--gpus", metavar="0,2|auto:2", help="GPU indices (nvidia-smi), UUIDs, or the freest; one process each.")
-@click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), help="cpu: as many CPU processes as --gpus names."
-)
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
-@click.option("--name", metavar="NAME", help="Name of the run; begins its id.")
-@with_values
-@ROOT
-@click.option("--python", metavar="PATH", help="The job's interpreter on the host.")
+@with_keys(JOB)
 @click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
 @click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet.")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
 @with_results
-@with_limits
-@click.option(
-    "--log-max", "log_max_bytes", type=parse_size, metavar="SIZE", help="Keep this much of a rank's log [10GB]; 0: all."
-)
+@with_limits()
 @GIVE_UP
 @click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
 @JSON
@@ -81,23 +69,23 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
         raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
-    host = host_of(options["ssh"], options["root"], **access)
-    if options["ssh"] is not None and options["dry_run"] is None:
+    keys = take_changes(options)
+    host = host_of(keys.get("target.ssh"), keys.get("target.root"), **access)
+    if host.ssh is not None and options["dry_run"] is None:
         host.prefetch()  # while the rest is imported and the tree is read
         host.load()
     from deployer.commands.launch import run as command
 
-    sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, **options))
+    sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, keys=keys, **options))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @at_a_place
-@click.option("--gpus", metavar="0,2", help="Other GPUs than before; one process each.")
-@with_values
+@with_keys(JOB, resume=True)
 @with_results
-@with_limits
+@with_limits(resume=True)
 @GIVE_UP
 @JSON
 def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
@@ -113,6 +101,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     ways = {name: options.pop(name) for name in ("detach", "as_json")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
+    changes = {"keys": take_changes(options), **options}
     host, record = find_host(job_id, **place)
     from deployer.commands.launch import resume as command
 
@@ -121,7 +110,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
             host,
             record.job_id if record else job_id,
             overrides=overrides,
-            changes=options,
+            changes=changes,
             give_up_s=give_up_s,
             **ways,
         )

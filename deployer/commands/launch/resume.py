@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.job.plan import is_alone
-from deployer.commands.launch.run import follow_through
+from deployer.commands.launch.run import follow_through, tell_note
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
@@ -33,7 +33,7 @@ def resume(
         raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
     record = _record(job, host)
-    plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets)
+    plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
     record = replace(record, secrets=plan.secret_names)
     attempt = job.attempt + 1
 

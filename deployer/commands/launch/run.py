@@ -44,8 +44,7 @@ def run(
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
-    read, command = read_config(chosen)
-    _tell_fsdp_config(chosen.fsdp_config)
+    read, command = read_config(chosen, tell=tell_note)
     if (host.ssh, host.root) != (read.target.ssh, read.target.root):
         host = host.at(read.target.ssh, read.target.root)
     if host.ssh is None and host.ssh_key is not None:
@@ -75,14 +74,9 @@ def run(
     )
 
 
-def _tell_fsdp_config(path: str | None) -> None:
-    """Says what of such a file has no effect."""
-    if path is None:
-        return
-    from trainer.config.accelerate import read_fsdp_config  # a program of one's own needs none of the trainer's rules
-
-    for note in read_fsdp_config(path).notes:
-        terminal.notice(shown(f"note: {note}"))
+def tell_note(note: str) -> None:
+    """Says what a config has without effect."""
+    terminal.notice(shown(f"note: {note}"))
 
 
 def _check_platform(host: Host) -> None:

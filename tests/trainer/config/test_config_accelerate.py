@@ -64,7 +64,9 @@ def written_by_accelerate(path: Path, fsdp: dict[str, Any], **changes: Any) -> P
 
 
 def test_a_file_of_version_1_is_understood_whole(tmp_path, config_file):
-    config = load_config(config_file, fsdp_config=written_by_accelerate(tmp_path / "a.yaml", FSDP1))
+    notes: list[str] = []
+    file = written_by_accelerate(tmp_path / "a.yaml", FSDP1)
+    config = load_config(config_file, fsdp_config=file, tell=notes.append)
     expected = {
         "target.train_backend": "fsdp",
         "train.precision": "bf16",
@@ -72,14 +74,16 @@ def test_a_file_of_version_1_is_understood_whole(tmp_path, config_file):
         "parallel.cpu_offload": True,
         "parallel.wrap_policy": "classes",
         "parallel.wrap_classes": ["Qwen3DecoderLayer", "Qwen3MLP"],
-        "parallel.backward_prefetch": "BACKWARD_PRE",
-        "parallel.state_dict_type": "FULL_STATE_DICT",
         "parallel.forward_prefetch": True,
-        "parallel.use_orig_params": False,
         "parallel.sync_module_states": True,
         "parallel.activation_checkpointing": "full",
     }
     assert {key: get_key(config, key) for key in expected} == expected
+    assert [note.partition(":")[0] for note in notes if note.startswith("parallel.")] == [
+        "parallel.backward_prefetch",
+        "parallel.state_dict_type",
+        "parallel.use_orig_params",
+    ]
 
 
 def test_a_file_of_version_2_is_understood_whole(tmp_path, config_file):
@@ -97,9 +101,10 @@ def test_the_file_goes_before_the_config_and_after_the_overrides(tmp_path, confi
     assert (config.train.precision, config.parallel.cpu_offload) == ("fp32", True)
 
 
-def test_what_has_no_effect_is_told(tmp_path):
-    notes = read_fsdp_config(written_by_accelerate(tmp_path / "a.yaml", FSDP1)).notes
-    assert [note.removeprefix(f"{tmp_path / 'a.yaml'}: ") for note in notes] == [
+def test_what_has_no_effect_is_told(tmp_path, config_file):
+    notes: list[str] = []
+    load_config(config_file, fsdp_config=written_by_accelerate(tmp_path / "a.yaml", FSDP1), tell=notes.append)
+    assert [note.removeprefix(f"{tmp_path / 'a.yaml'}: ") for note in notes[:3]] == [
         "fsdp_cpu_ram_efficient_loading: no effect, every rank reads only its own share of the weights",
         "fsdp_version: 1, and FSDP2 runs it: the words keep the meaning that docs/config.md gives",
         "debug, enable_cpu_affinity, main_training_function, rdzv_backend, same_network: no effect here,"
@@ -167,12 +172,14 @@ def test_other_backends_precision_and_compile_are_mapped(tmp_path, config_file):
 
 def test_deploy_ships_what_the_file_says_and_counts_the_gpus_of_its_command_line(tmp_path, config_file, monkeypatch):
     path = written_by_accelerate(tmp_path / "a.yaml", FSDP2, num_processes=4)
-    words = [str(config_file), "--fsdp-config", str(path), "--gpus", "0,1,2,3", "--dry-run", "--json"]
+    words = [str(config_file), "parallel.use_orig_params=true", "--fsdp-config", str(path), "--gpus", "0,1,2,3"]
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli, words)
+    done = CliRunner().invoke(cli, [*words, "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
-    assert "note: " in done.stderr
+    assert "note: parallel.use_orig_params: no effect, FSDP2 has no flat parameter" in done.stderr
+    assert f"note: {path}: fsdp_cpu_ram_efficient_loading: no effect" in done.stderr
     assert "min_num_params: 2000" in done.stdout
+    assert "use_orig_params" not in done.stdout
 
 
 def test_deploy_of_a_program_takes_no_fsdp_config(tmp_path):

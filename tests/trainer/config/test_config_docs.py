@@ -6,8 +6,8 @@ import dataclasses
 
 from trainer import schema
 from trainer.config.accelerate import RULES
-from trainer.config.docs import ELSEWHERE, PAGE, field_docs, render_page
-from trainer.config.keys import ALIASES, field_kinds, is_section, known_keys
+from trainer.config.docs import PAGE, field_docs, render_page
+from trainer.config.keys import aliases, field_kinds, is_section, known_facts, known_keys
 
 
 def test_page_is_what_the_schema_gives():
@@ -29,7 +29,7 @@ def test_every_field_has_a_docstring():
 def test_every_key_has_a_row_and_its_other_names_stand_in_it():
     rows = {line.split("`")[1]: line for line in render_page().splitlines() if line.startswith("| `")}
     assert set(known_keys()) <= set(rows)
-    assert [name for name, key in ALIASES.items() if f"`{name}`" not in rows[key]] == []
+    assert [name for name, key in aliases().items() if f"`{name}`" not in rows[key]] == []
 
 
 def test_row_shows_type_limit_default_meaning_and_other_names():
@@ -48,9 +48,6 @@ def test_keys_of_an_entry_of_a_list_have_a_section_of_their_own():
 def test_every_fsdp_key_of_accelerate_is_on_the_page_and_none_that_it_lacks():
     page = render_page()
     assert [name for name in RULES if name.startswith("fsdp_") and name != "fsdp_config" and name not in page] == []
-    named = {name for names in ELSEWHERE.values() for name in names if name.startswith(("fsdp_", "dynamo_"))}
+    elsewhere = {name for facts in known_facts().values() for name in facts.elsewhere}
+    named = {name for name in elsewhere if name.startswith(("fsdp_", "dynamo_"))}
     assert named - set(RULES) == set()
-
-
-def test_other_names_belong_to_keys_that_exist():
-    assert set(ELSEWHERE) <= set(known_keys())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import override
-from trainer.config.keys import ALIASES, known_keys
+from trainer.config.keys import aliases, known_facts, known_keys
 from trainer.config.load import (
     num_processes,
 )
@@ -139,10 +139,11 @@ def test_wrong_override_gives_one_error(text: str, error: str) -> None:
     assert message.startswith(error)
 
 
-def test_every_alias_names_a_known_key_and_is_none_itself() -> None:
+def test_every_alias_names_one_key_and_is_none_itself() -> None:
     leaves = {key.rpartition(".")[2] for key in known_keys()}
-    assert set(ALIASES.values()) <= set(known_keys())
-    assert not leaves & set(ALIASES)
+    given = [alias for facts in known_facts().values() for alias in facts.aliases]
+    assert sorted(given) == sorted(aliases())
+    assert not leaves & set(given)
 
 
 # --- steps or epochs --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FSDP1's words in a config: understood, noted or refused, and never ignored."""
+"""The keys of `parallel` beside each other: understood, noted or refused, and never ignored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config.load import ConfigError, check_config, config_from_dict, config_notes
 from trainer.config.parallel import sharding
-from trainer.schema import Config, ParallelConfig, RunConfig, TargetConfig
+from trainer.schema import Config, ParallelConfig, TargetConfig
 
 
 def config(n: int = 4, **parallel: Any) -> Config:
@@ -51,12 +51,6 @@ def test_strategy_and_reshard_mean_one_thing(options, reshard):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backward_prefetch": "BACKWARD_POST"}, "parallel.backward_prefetch is BACKWARD_POST: FSDP2 has none"),
-        ({"backward_prefetch": "NONE"}, "parallel.backward_prefetch is NONE: FSDP2 gathers one group ahead always"),
-        ({"backward_prefetch": "NO_PREFETCH"}, "parallel.backward_prefetch is NO_PREFETCH: FSDP2 gathers one group"),
-        ({"limit_all_gathers": False}, "parallel.limit_all_gathers is false: FSDP2 frees memory in a fixed order"),
-        ({"buffer_dtype": "bf16"}, "parallel.buffer_dtype is bf16: the rotary frequencies stay fp32"),
-        ({"state_dict_type": "LOCAL_STATE_DICT"}, "parallel.state_dict_type is LOCAL_STATE_DICT: it loads at one"),
         (
             {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
             "parallel.sharding_strategy is FULL_SHARD, but parallel.reshard_after_forward is false: FULL_SHARD frees",
@@ -100,20 +94,9 @@ def test_what_cannot_be_honoured_is_refused(options, message):
     assert caught.value.message.startswith(message)
 
 
-def test_a_full_state_needs_the_export():
-    check_config(config(state_dict_type="FULL_STATE_DICT"))
-    with pytest.raises(ConfigError, match="FULL_STATE_DICT, all weights in one piece, but"):
-        check_config(Config(parallel=ParallelConfig(state_dict_type="FULL_STATE_DICT"), run=RunConfig(export=False)))
-
-
 @pytest.mark.parametrize(
     ("options", "backend", "note"),
     [
-        ({"backward_prefetch": "BACKWARD_PRE"}, "fsdp", "parallel.backward_prefetch: no effect, it is built in"),
-        ({"limit_all_gathers": True}, "fsdp", "parallel.limit_all_gathers: no effect, it is built in"),
-        ({"use_orig_params": True}, "fsdp", "parallel.use_orig_params: no effect, FSDP2 has no flat parameter"),
-        ({"use_orig_params": False}, "fsdp", "parallel.use_orig_params: no effect, FSDP2 has no flat parameter"),
-        ({"state_dict_type": "FULL_STATE_DICT"}, "fsdp", "parallel.state_dict_type: no effect on checkpoints"),
         ({"min_num_params": 1}, "fsdp", "parallel.min_num_params: no effect, parallel.wrap_policy is transformer"),
         ({"wrap_classes": ["MLP"]}, "fsdp", "parallel.wrap_classes: no effect, parallel.wrap_policy is transformer"),
         ({"checkpoint_every": 2}, "fsdp", "parallel.checkpoint_every: no effect, parallel.activation_checkpointing is"),
@@ -138,11 +121,6 @@ def test_memory_has_no_effect_on_the_cpu():
     cpu = Config(target=TargetConfig(device="cpu"), parallel=ParallelConfig(memory="manual"))
     (note,) = (line for line in config_notes(cpu, backend="pytorch", deployed=True) if "parallel." in line)
     assert note == "parallel.memory: no effect on the CPU: it is about a GPU's memory"
-
-
-def test_a_full_state_is_told_how_to_be_had():
-    (note,) = (n for n in config_notes(config(state_dict_type="FULL_STATE_DICT"), backend="fsdp", deployed=True))
-    assert "the export has all weights (of LoRA the adapter), `train.py export RUN --full-state FILE` writes" in note
 
 
 def test_no_shard_in_force_is_nothing_to_note():

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.support.configs import error_of
-from trainer.config.keys import known_keys
+from trainer.config.keys import known_keys, limits
 from trainer.config.load import (
     check_config,
 )
-from trainer.config.rules import LIMITS
 from trainer.schema import (
     Config,
     DataConfig,
@@ -191,7 +190,7 @@ def test_config_at_the_edge_of_the_rules_is_accepted(config: Config) -> None:
 
 def test_every_number_of_the_schema_has_a_limit() -> None:
     numbers = {key for key, kind in known_keys().items() if {int, float} & {kind, *getattr(kind, "__args__", ())}}
-    assert numbers == set(LIMITS)
+    assert numbers == set(limits())
 
 
 def test_rule_names_the_line_of_its_key(load_config_file: Any) -> None:

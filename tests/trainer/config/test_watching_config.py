@@ -43,10 +43,6 @@ def test_broken_rule_is_named_with_its_numbers(config: Config, error: str) -> No
     ("config", "note"),
     [
         (
-            train(nonfinite="abort", max_nonfinite_steps=3),
-            "train.max_nonfinite_steps: no effect, train.nonfinite is abort: the first such step ends the run",
-        ),
-        (
             train(early_stop_min_delta=0.1),
             "train.early_stop_min_delta: no effect without train.early_stop_patience",
         ),

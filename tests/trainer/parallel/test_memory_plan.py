@@ -238,7 +238,16 @@ def test_failure_of_another_batch_is_not_held_against_a_run(tmp_path):
     assert read_failed(tmp_path, smaller, 1) == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"failed": 3}', "no json"])
+def test_failure_that_a_version_with_more_keys_noted_still_counts(tmp_path):
+    Keeper(tmp_path).record_failure()
+    file = tmp_path / MEMORY_PLAN_FILE
+    noted = json.loads(file.read_text())
+    noted["setting"]["parallel"] |= {"use_orig_params": None, "state_dict_type": "SHARDED_STATE_DICT"}
+    file.write_text(json.dumps(noted))
+    assert read_failed(tmp_path, CONFIG, 1) == ["activation_checkpointing=none"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"failed": 3}', '{"failed": [], "setting": 3}', "no json"])
 def test_plan_file_that_is_damaged_is_no_obstacle(tmp_path, text):
     (tmp_path / MEMORY_PLAN_FILE).write_text(text)
     assert Keeper(tmp_path).mode == "none"

@@ -7,6 +7,7 @@ import io
 import json
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import FORKED, run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, poison, train, training_on
 from trainer.batch import LossSum
@@ -28,9 +29,12 @@ from trainer.profile.trace import step_watchers
 from trainer.recipes import sft
 from trainer.schema import Config
 from trainer.train import loop
+from trainer.train.evaluate import Evaluator
 from trainer.train.plan_log import summarize
 from trainer.train.run import Run
-from trainer.train.values import NonFiniteError, PeakMemory, Window
+from trainer.train.saves import Saver
+from trainer.train.step import train_step
+from trainer.train.values import NonFiniteError, PeakMemory, Reader, Window
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +104,39 @@ def test_nan_of_one_rank_is_skipped_on_all_and_told_with_rank_and_rows(rows, tmp
     assert f"rows of rank 1: {', '.join(ids[:8])}" in told
 
 
-def test_nonfinite_abort_ends_the_run_at_the_first_such_step(rows, tmp_path):
-    run = build(rows, tmp_path, micro_batch_size=6, nonfinite="abort")
+def test_limit_of_one_nonfinite_step_ends_the_run_at_the_first(rows, tmp_path):
+    run = build(rows, tmp_path, micro_batch_size=6, max_nonfinite_steps=1)
     poison(run, steps={2})
     with pytest.raises(NonFiniteError, match=r"^step 2 was skipped: loss sum nan"):
         loop.train(run)
+
+
+class OnTheDevice:
+    """The event of a step whose values are still on their way when the step has been launched."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def cross_after_a_nan(rows: str, run_dir: Path, limit: int) -> None:
+    """The border behind step 2, whose loss is NaN and not yet read, with a save due beside the training."""
+    run = build(rows, run_dir, micro_batch_size=6, save_every=2, eval_every=0, max_nonfinite_steps=limit)
+    poison(run, steps={2})
+    steps, saver = Reader(run, PeakMemory(torch.device("cpu"))), Saver(run, beside=FORKED)
+    for step in (0, 1):
+        steps.push(replace(train_step(run, step, lr=1e-3), ready=OnTheDevice()))
+    try:
+        loop.Border(run, steps, Evaluator(run), saver, lambda: False).cross(2)
+    finally:
+        saver.finish()
+
+
+def test_step_is_judged_before_its_save_where_one_nonfinite_step_ends_the_run(rows, tmp_path):
+    with pytest.raises(NonFiniteError, match=r"^step 2 was skipped"):
+        cross_after_a_nan(rows, tmp_path / "one", limit=1)
+    assert not (tmp_path / "one" / "checkpoints").exists()
+    cross_after_a_nan(rows, tmp_path / "two", limit=2)
+    assert [path.name for path in (tmp_path / "two" / "checkpoints").iterdir()] == ["step_000002"]
 
 
 # --- ranks and their speed --------------------------------------------------------------------------------------------

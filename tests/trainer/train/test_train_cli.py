@@ -195,6 +195,14 @@ def test_unknown_key_ends_with_2_and_names_the_nearest(tmp_path):
     assert done.stderr == "Error: train.stepz is not a key\n  on the command line\nhint: did you mean train.steps?\n"
 
 
+def test_key_that_is_gone_is_told_of_once(tmp_path):
+    words = ["parallel.use_orig_params=false", "data.train=missing.jsonl", f"run.dir={tmp_path}"]
+    done = run_train(str(REPO / "configs/01_debug_sft.py"), *words)
+    assert done.returncode == 2
+    note = "note: parallel.use_orig_params: no effect, FSDP2 has no flat parameter and the mathematics is the same\n"
+    assert done.stderr.startswith(note) and done.stderr.count("use_orig_params") == 1
+
+
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 

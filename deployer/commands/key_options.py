@@ -1,0 +1,148 @@
+"""The options that mirror keys of the config, one row each. A new one is two edits: a field of the schema, a row here.
+
+A row's `type` reads the word as the schema holds the key's value. The schema itself is not loaded here: no command
+waits for it before it asks its host for a connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from deployer.commands.values import parse_assignment, parse_duration, parse_gpus, parse_size
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+DEFAULT_ROOT = "~/.torchferry"
+
+
+class KeyOption(click.Option):
+    """An option that says what a key says."""
+
+    def __init__(self, *words: Any, key: str, **how: Any) -> None:
+        super().__init__(*words, **how)
+        self.key = key
+
+    def changes(self, value: Any) -> dict[str, Any]:
+        """What the command line changes by it, by dotted key; nothing where it was not given."""
+        if value is None or value is False or value == ():
+            return {}
+        if not self.multiple:
+            return {self.key: value}
+        if isinstance(value[0], tuple):  # entries of a mapping
+            return {f"{self.key}.{name}": entry for name, entry in value}
+        return {self.key: list(value)}
+
+
+class Row(NamedTuple):
+    """One of these options. `at_resume`: what is different of it there; None: a resume does not take it."""
+
+    flag: str
+    key: str
+    help: str
+    how: Mapping[str, Any]
+    at_resume: Mapping[str, Any] | None
+
+    def option(self, *names: str, resume: bool = False) -> Decorator:
+        how = {"help": self.help, **self.how, **((self.at_resume or {}) if resume else {})}
+        return click.option(self.flag, *names, cls=KeyOption, key=self.key, **how)
+
+
+def _row(flag: str, key: str, help: str, *, at_resume: Mapping[str, Any] | None = None, **how: Any) -> Row:
+    return Row(flag, key, help, how, at_resume)
+
+
+SSH = _row("--ssh", "target.ssh", "Where: an address or an alias of ~/.ssh/config.", metavar="[USER@]HOST[:PORT]")
+ROOT = _row("--remote-root", "target.root", f"Torchferry's folder on the host [{DEFAULT_ROOT}].", metavar="DIR")
+JOB = (
+    _row(
+        "--gpus",
+        "target.gpu_ranks",
+        "GPU indices (nvidia-smi), UUIDs, or the freest; one process each.",
+        type=parse_gpus,
+        metavar="0,2|auto:2",
+        at_resume={"metavar": "0,2", "help": "Other GPUs than before; one process each."},
+    ),
+    _row(
+        "--device",
+        "target.device",
+        "cpu: as many CPU processes as --gpus names.",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+    ),
+    _row("--name", "run.name", "Name of the run; begins its id.", metavar="NAME"),
+    _row(
+        "--env",
+        "target.env",
+        "Environment variable of the job. Repeatable.",
+        type=parse_assignment,
+        multiple=True,
+        metavar="K=V",
+        at_resume={},
+    ),
+    _row(
+        "--secret",
+        "target.secrets",
+        "Pass on a variable; its value is kept nowhere.",
+        multiple=True,
+        metavar="NAME",
+        at_resume={},
+    ),
+    ROOT,
+    _row("--python", "target.python", "The job's interpreter on the host.", metavar="PATH"),
+)
+"""What a job is given. A resume finds the job by --ssh and --remote-root: there they change nothing of it."""
+LIMITS = (
+    _row("--queue", "target.queue", "Wait for the GPUs on the host, first in, first out.", is_flag=True, at_resume={}),
+    _row(
+        "--max-restarts",
+        "target.max_restarts",
+        "Start again after a failure, N times.",
+        type=click.IntRange(min=0),
+        metavar="N",
+        at_resume={},
+    ),
+    _row(
+        "--max-runtime",
+        "target.max_runtime_s",
+        "Then save and stop.",
+        type=parse_duration,
+        metavar="1h30m",
+        at_resume={},
+    ),
+    _row(
+        "--stall-timeout",
+        "target.stall_timeout_s",
+        "Fail without a step for so long.",
+        type=parse_duration,
+        metavar="10m",
+        at_resume={},
+    ),
+    _row(
+        "--log-max",
+        "target.log_max_gb",
+        "Keep this much of a rank's log [10GB]; 0: all.",
+        type=lambda text: parse_size(text) / 1e9,
+        metavar="SIZE",
+    ),
+)
+"""What the host does with a job by itself."""
+
+
+def with_keys(rows: Sequence[Row], *, resume: bool = False) -> Decorator:
+    """The options of these rows; of a resume those that it takes."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for row in reversed(rows):
+            if not resume or row.at_resume is not None:
+                command = row.option(resume=resume)(command)
+        return command
+
+    return decorate
+
+
+def take_changes(options: dict[str, Any]) -> dict[str, Any]:
+    """What this command line says of keys, by dotted key; the options that say it leave `options`."""
+    own = [option for option in click.get_current_context().command.params if isinstance(option, KeyOption)]
+    given = [option.changes(options.pop(option.name)) for option in own if option.name in options]
+    return {key: value for changes in given for key, value in changes.items()}
