@@ -121,9 +121,7 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
-def _config_of(
-    old: Plan, job_id: str, options: Options, *, has_saved: bool, tell: Callable[[str], None]
-) -> Config:
+def _config_of(old: Plan, job_id: str, options: Options, *, has_saved: bool, tell: Callable[[str], None]) -> Config:
     file = f"config.yaml of {job_id}"
     overrides, text = options.overrides, old.config_yaml or ""
     if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
