@@ -138,7 +138,7 @@ def test_keys_that_are_gone_are_told_of_a_resume_and_only_where_they_say_somethi
     tree = yaml.safe_load(TRAINER["config_yaml"])
     tree["parallel"] |= {"use_orig_params": None, "state_dict_type": "SHARDED_STATE_DICT"}
     tree["train"] |= {"nonfinite": "skip"}
-    job = Resumable("old-1", {**OLD, **TRAINER, "config_yaml": yaml.safe_dump(tree)}, 1, None)
+    job = resumable({**TRAINER, "config_yaml": yaml.safe_dump(tree)})
     notes: list[str] = []
     plan_next(job, Options(), known=(), tell=notes.append)
     assert notes == []
