@@ -12,12 +12,13 @@ import time
 from typing import Any, Dict, List, NamedTuple, NoReturn, Union
 
 from ..host.errors import AgentError
-from ..host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 
 Text = Union[str, List[Any]]
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_JOB = (RESTARTED_ENV, GROUP_ENV)
 
 
 class Command(NamedTuple):
@@ -44,8 +45,8 @@ def _slot(part: Any, slots: Dict[str, str]) -> str:
 def job_env(job: Job, launch_input: Dict[str, Any], slots: Dict[str, str]) -> Dict[str, str]:
     """The job's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
 
-    What an outer torchrun left in the session's is dropped: the job would take it for its own."""
-    base = {k: v for k, v in launch_input.get("base_env", {}).items() if not _is_torchruns(k)}
+    What an outer torchrun or job left in the session's is dropped: the job would take it for its own."""
+    base = {k: v for k, v in launch_input.get("base_env", {}).items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
     plan = {name: fill(text, slots) for name, text in launch_input["plan"].get("env", {}).items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **plan, **launch_input.get("env", {}), **launch_input.get("secrets", {})}
     restarted = {RESTARTED_ENV: "1"} if launch_input.get("restarted") else {}
