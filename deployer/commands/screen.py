@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deployer import terminal
+from deployer.agent.host.layout import LogName
 from deployer.commands.in_words import attempt_line, number_of
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
@@ -20,7 +20,6 @@ from deployer.printable import shown
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""
-_RANK = re.compile(r"rank_(\d+)\.log\Z")
 
 
 class Screen(Watcher):
@@ -94,8 +93,8 @@ class Screen(Watcher):
             terminal.notice(shown("connected again"))
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
-        rank = _RANK.search(file)
-        who = f"rank {rank.group(1)}" if rank else file
+        name = LogName.parse(file)
+        who = name.writer if name is not None and name.rank is not None else file
         if limit is None:
             what = f"of a longer line only the first {terminal.size(size_bytes)} were searched and are shown"
         else:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from deployer.agent.host.layout import JOB_ID
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.job.groups import Processes
 from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError
@@ -27,6 +29,18 @@ def _understood(found: Any, host: str) -> dict[str, Any]:
     # the id stands in commands that people copy, and in a path
     if not (isinstance(found, dict) and isinstance(found.get("state"), str) and JOB_ID.match(str(found.get("job_id")))):
         raise HostError(f"{host} sent a status that is not understood: {repr(found)[:200]}")
+    return found
+
+
+def processes_in(status: dict[str, Any], host: Host) -> list[Processes]:
+    """The job's groups of processes, as `read_status` brought them. HostError for what are none."""
+    groups = status.get("groups")
+    try:
+        found = [from_json(group, Processes) for group in groups] if isinstance(groups, list) else []
+    except Damage:
+        found = []
+    if not found:
+        raise HostError(f"{host.name} sent a status that is not understood: groups {repr(groups)[:200]}")
     return found
 
 
@@ -88,5 +102,6 @@ def _end_of(call: Call, host: str, on_state: Callable[[dict[str, Any]], None]) -
 
 
 def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:
-    with host.connect(request={"op": "last_lines", "job": job_id, "rank": rank, "lines": lines}) as link:
+    ranks = None if rank is None else [rank]
+    with host.connect(request={"op": "last_lines", "job": job_id, "ranks": ranks, "lines": lines}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")

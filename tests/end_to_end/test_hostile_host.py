@@ -145,6 +145,7 @@ e = {EVIL!r}
 job = dict.fromkeys(["id", "name", "state", "reason", "created", "host", "on_host", "code"], e)
 status = dict.fromkeys(["job_id", "state", "reason", "path", "phase", "started_at"], e)
 status.update(job_id="j1", code=3, nproc=2, latest=json.dumps({{e: e}}), warnings=[e], hint=e)
+status["groups"] = [{{"role": e, "node": 0, "ranks": [0, 1]}}]
 status.update(stalled=[{{"rank": e, "last_line": e}}], remaining=[{{"pid": e, "cmdline": e}}])
 gpu = {{**dict.fromkeys(["index", "name"], e), "memory_used_mib": 1, "memory_total_mib": 2}}
 gpu["held"] = [{{"job": e, "user": e, "shared": True, "since": 0}}]

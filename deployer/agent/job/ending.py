@@ -10,7 +10,7 @@ import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.files import read_json
-from ..host.layout import Job
+from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
 from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED
 
 _ROOT_CAUSE = re.compile(
@@ -36,6 +36,7 @@ class RankRecord(NamedTuple):
     signal: Optional[int] = None
     ended_at_ns: int = 0  # wall clock
     ended_mono_ns: int = 0  # the clock of this boot: comparable between ranks of a host, never set back
+    group: GroupName = ALONE  # by the folder that the record lies in
 
 
 class Ending(NamedTuple):
@@ -68,19 +69,17 @@ def parse_rank_record(data: Dict[str, Any], job_id: str) -> RankRecord:
 
 
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
-    """The ranks that have started, by rank; a broken record counts as none."""
-    folder = job.ranks(attempt)
-    try:
-        names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".json")]
-    except OSError:
-        return []
+    """The ranks that have started, by role, node and rank; a broken record counts as none."""
     ranks = []
-    for name in names:
+    for group, file in group_files(job.ranks(attempt)):
+        if rank_of(file, ".json") is None:
+            continue
         try:
-            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}, job.id))
+            path = os.path.join(job.ranks(attempt, group.folder), file)
+            ranks.append(parse_rank_record(read_json(path) or {}, job.id)._replace(group=group))
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
-    return sorted(ranks, key=lambda record: record.rank)
+    return sorted(ranks, key=lambda record: (record.group.order, record.rank))
 
 
 def exit_code(wait_status: int) -> int:

@@ -15,7 +15,9 @@ from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
 from ..host.marks import Look, job_processes
 from ..host.processes import Process, describe, still_there
+from ..host.typed import to_json
 from ..job import progress
+from ..job.groups import processes_of
 from ..job.judge import judge
 from ..job.plan import main_role
 from ..job.record import Record, known_plan, known_record
@@ -80,7 +82,8 @@ def status(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
     now = judge(job)
     found = {"latest": progress.last_metrics(job), "silent_s": progress.silent_s(job, int(now.get("attempt") or 1))}
-    call.send_event("status", dict(now, job_id=job.id, path=job.path, **found))
+    groups = to_json(processes_of(job, int(now.get("nproc") or 1)))
+    call.send_event("status", dict(now, job_id=job.id, path=job.path, groups=groups, **found))
     return {}
 
 

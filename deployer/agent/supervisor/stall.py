@@ -93,7 +93,7 @@ def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> List[
             "rank": rank.rank,
             "pid": rank.pid,
             "running": rank.code is None and is_running(child_of(rank)),
-            "last_line": progress.last_line(job, rank.rank, attempt),
+            "last_line": progress.last_line(job, rank.rank, attempt, rank.group),
         }
         for rank in ranks
     ]
