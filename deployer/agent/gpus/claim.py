@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import Root
@@ -16,6 +16,7 @@ from . import nvidia
 from .leases import LEASE, MAX_NUMBER, SHARED, TICKET, Claim, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import any_overlap, freest, grant, queue_of, queue_view, refusal
+from .view import QueueView
 
 if TYPE_CHECKING:
     from ..wire.conversation import Call
@@ -144,7 +145,7 @@ def _choose_beside(plan: Dict[str, Any], sight: Sight) -> Any:
     return freest(sight.gpus, count, [*leased, *sight.busy()])
 
 
-def _refused(view: Dict[str, Any], claims: Sequence[Claim], sight: Sight) -> AgentError:
+def _refused(view: QueueView, claims: Sequence[Claim], sight: Sight) -> AgentError:
     taken = [d for c in claims for d in (c.devices or [g.device for g in sight.gpus]) if c.kind != SHARED]
     taken += list(sight.busy())
     free = [gpu.label for gpu in sight.gpus if not any_overlap(gpu.device, taken)]
@@ -166,8 +167,8 @@ class JobGpus:
 
     def __init__(self, plan: Dict[str, Any], env: Dict[str, str], handed: Optional[Dict[str, Any]]) -> None:
         """handed: the claim that the agent made (see leases.Held); None for a job without GPUs."""
-        self.view: Dict[str, Any] = {}
-        """Why it waits: see queue.queue_view."""
+        self.view: Optional[QueueView] = None
+        """Why it waits."""
         self._plan = plan
         self._env = env
         self._held = take_over(handed) if handed else None
@@ -183,8 +184,8 @@ class JobGpus:
         return {"gpus": self._held.visible} if self._held is not None else {}
 
     @property
-    def devices(self) -> List[str]:
-        return list(self._held.claim.devices) if self._held is not None else []
+    def devices(self) -> Tuple[str, ...]:
+        return self._held.claim.devices if self._held is not None else ()
 
     @property
     def stdin(self) -> int:
@@ -204,15 +205,15 @@ class JobGpus:
         try:
             self._look(self._held)
         except AgentError as e:
-            self.view = {**self.view, "trouble": e.message}
+            self.view = (self.view or QueueView())._replace(trouble=e.message)
 
-    def hold_again(self, devices: Sequence[str], slots: Dict[str, str]) -> None:
+    def hold_again(self, devices: Sequence[str], visible: str) -> None:
         """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""
         if not devices:
             return
         claim = Claim(SHARED if self._plan["allow_busy"] else LEASE, self._plan["job_id"], tuple(devices))
         self._held = Held(claim, -1)
-        self._held.visible = slots.get("gpus", "")
+        self._held.visible = visible
         self.keep()
 
     def keep(self) -> None:

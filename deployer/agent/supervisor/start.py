@@ -16,7 +16,7 @@ from ..host.errors import AgentError
 from ..host.layout import SUPERVISOR_ENV, Job
 from ..host.locks import take_lock
 from ..host.processes import own_process_argv
-from ..job.status import read_own_plan, read_status, supervisor_of
+from ..job.status import read_own_plan, read_status
 from .children import AWAITED
 
 START_S = 30.0
@@ -91,8 +91,8 @@ def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
     wait_s = 0.002
     while time.monotonic() < deadline:
-        identity = supervisor_of(read_status(job) or {})
-        if identity is not None and identity.pid == process.pid:
+        status = read_status(job)
+        if status is not None and status.supervisor is not None and status.supervisor.pid == process.pid:
             return
         if process.returncode is not None:
             raise AgentError("host", "the job's supervisor did not start: %s" % _last_words(job))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.status import FINAL
+from deployer.agent.job.status import FINAL, nproc_of
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.connection.host import Host
@@ -38,29 +38,29 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
     _check_words(wanted)
     found = read_status(host, job_id)
-    job_id = found["job_id"]
-    nproc = int(found.get("nproc") or 1)
+    job_id, ended = found.job_id, found.status.state in FINAL
+    nproc = nproc_of(found.status)
     _check_job(wanted, job_id, nproc)
-    live = wanted.follow if wanted.follow is not None else found["state"] not in FINAL
+    live = wanted.follow if wanted.follow is not None else not ended
     view = log_view(bare=wanted.rank is not None or nproc == 1, raw=wanted.raw, launcher=wanted.launcher)
     record = JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport)
     screen = Screen(record, tells_attempts=wanted.attempt is None)
-    screen.folder = found["path"]
-    screen.state(found)
+    screen.folder = found.path
+    screen.state(found.status)
     request = _request(wanted, live=live)
     try:
         final = follow_to_end(
             host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
         )
     except KeyboardInterrupt:
-        if found["state"] in FINAL:
+        if ended:
             raise
         screen.left_behind("", "detached")
         return DETACHED
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
-    if not live or final["state"] not in FINAL:
+    if not live or final.state not in FINAL:
         return 0
     terminal.notice(shown(f"{job_id} {state_line(final)}"))
     return exit_code_of(final)
