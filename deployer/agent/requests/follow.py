@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from ..host.errors import AgentError
 from ..host.layout import ALONE, LAUNCHER_LOG, Job, LogName, Root
+from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
+from ..job.views import JobView
 from ..logs import read
 from ..wire.conversation import Call
 
@@ -97,13 +99,13 @@ def follow_job(
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
             else:
                 _send_matches(call, _in_time(lines.feed, chunk))
-        news = now["state"], now.get("attempt"), now.get("queue")
+        news = now.state, now.attempt, now.queue
         if news != shown and not once:
             shown = news
-            call.send_event("state", now)
-        if not chunks and (once or now["state"] in FINAL):
+            call.send_event("state", to_json(now, sparse=True))
+        if not chunks and (once or now.state in FINAL):
             _send_matches(call, _in_time(lines.end) if lines else [])
-            call.send_event("status", dict(now, job_id=job.id))
+            call.send_event("status", to_json(JobView(job.id, now), sparse=True))
             return {}
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
         call.cancelled.wait(wait_s)

@@ -15,7 +15,7 @@ from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
 from deployer.jobs.registry import JobRecord
-from deployer.jobs.requests import processes_in, read_status
+from deployer.jobs.requests import read_status
 from deployer.launch.follow import follow_to_end
 from deployer.printable import shown
 
@@ -41,31 +41,31 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
     _check_words(wanted)
     found = read_status(host, job_id)
-    job_id = found["job_id"]
-    groups = processes_in(found, host)
+    job_id, ended = found.job_id, found.status.state in FINAL
+    groups = found.groups
     chosen = _choose(groups, wanted, job_id)
     has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # of several more may begin
     bare = len(chosen) == 1 and (has_one or wanted.rank is not None)
-    live = wanted.follow if wanted.follow is not None else found["state"] not in FINAL
+    live = wanted.follow if wanted.follow is not None else not ended
     view = log_view(bare=bare, raw=wanted.raw, launcher=wanted.launcher)
     record = JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport)
     screen = Screen(record, tells_attempts=wanted.attempt is None)
-    screen.folder = found["path"]
-    screen.state(found)
+    screen.folder = found.path
+    screen.state(found.status)
     request = _request(wanted, chosen, live=live)
     try:
         final = follow_to_end(
             host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
         )
     except KeyboardInterrupt:
-        if found["state"] in FINAL:
+        if ended:
             raise
         screen.left_behind("", "detached")
         return DETACHED
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
-    if not live or final["state"] not in FINAL:
+    if not live or final.state not in FINAL:
         return 0
     terminal.notice(shown(f"{job_id} {state_line(final)}"))
     return exit_code_of(final)
