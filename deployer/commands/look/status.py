@@ -7,7 +7,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.gpus.queue import queue_line
-from deployer.agent.host.typed import Damage, from_json, load_json
+from deployer.agent.host.typed import Damage, from_json, load_json, to_json
 from deployer.agent.job.status import FINAL, status_to_json
 from deployer.agent.job.views import JobView
 from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
@@ -51,7 +51,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
 
 def _as_json(view: JobView) -> dict[str, Any]:
     """For a script: one level, as status.json is."""
-    rest = {name: value for name, value in view._asdict().items() if name != "status"}
+    rest = {name: to_json(value) for name, value in view._asdict().items() if name != "status"}
     flat = {**status_to_json(view.status), **rest}
     return {**flat, **{name: flat.get(name) or None for name in NULL_AT_FIRST}}
 

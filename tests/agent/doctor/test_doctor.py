@@ -16,8 +16,8 @@ from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
 from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
-from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
+from deployer.agent.gpus.view import Claim
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root

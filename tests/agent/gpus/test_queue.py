@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deployer.agent.gpus.leases import LEASE, SHARED, TICKET, Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder, Sight
 from deployer.agent.gpus.queue import freest, grant, overlap, queue_line, queue_view, refusal
-from deployer.agent.gpus.view import Waiter
+from deployer.agent.gpus.view import LEASE, SHARED, TICKET, Claim, Waiter
 
 GPUS = [Gpu(n, f"GPU-{n}", "H100", 80000, used) for n, used in enumerate([300, 4, 200, 4])]
 

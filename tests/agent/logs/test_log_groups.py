@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -27,15 +27,16 @@ from deployer.agent.host.layout import (
     group_files,
 )
 from deployer.agent.host.marks import job_processes
+from deployer.agent.host.typed import to_json
 from deployer.agent.job import progress
 from deployer.agent.job.ending import RankRecord, read_ranks
 from deployer.agent.job.groups import MOST_RANKS, Processes, processes_of
-from deployer.agent.job.plan import Devices, RoleName, groups_of
-from deployer.agent.job.plan_version_1 import upgrade
+from deployer.agent.job.plan import Devices, RoleName, groups_of, main_role
 from deployer.agent.logs.keep import LogKeeper
 from deployer.agent.logs.read import ALL, Chosen, LogReader, last_lines, log_names, tail_offsets
 from deployer.agent.logs.times import attempt_at, offsets_at
 from deployer.agent.supervisor.command import job_env
+from deployer.agent.supervisor.start import LaunchInput
 from tests.support.jobs import make_plan, python, run_job, wait_for
 
 ROLES = st.from_regex(r"[a-z][a-z0-9_-]{0,30}", fullmatch=True).filter(
@@ -126,7 +127,7 @@ def test_strange_name_is_no_logs(text):
 @pytest.mark.parametrize(("roles", "nodes"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_every_group_of_a_plan_has_a_folder_that_names_it(roles, nodes):
     assert all(GroupName.parse(name) == (name, None) for name in get_args(RoleName))
-    plan = upgrade({**make_plan(["true"]), "job_id": "j"})
+    plan = make_plan(["true"])
     role = plan.roles[0]._replace(nodes=(Devices("cpu"),) * nodes)
     names = get_args(RoleName)[:roles]
     groups = list(groups_of(plan._replace(roles=tuple(role._replace(name=name) for name in names))))
@@ -275,7 +276,7 @@ def test_records_of_all_groups_are_read_and_say_whose_they_are(job):
 
 def test_groups_are_told_by_the_logs_that_have_begun(job):
     assert processes_of(job, 1) == [("server", 0, (0,)), ("server", 1, (2, 10)), ("trainer", 0, (0,))]
-    record = {"plan": {**make_plan(["true"], nproc=2), "job_id": "j"}}
+    record = {"plan": to_json(make_plan(["true"], nproc=2))}
     Path(job.record).write_text(json.dumps(record))
     assert Processes("program", 0, ()) in processes_of(job, 2)
 
@@ -284,7 +285,7 @@ def test_only_group_has_its_plans_role_and_all_its_ranks(tmp_path):
     job = Root(str(tmp_path)).job("j")
     Path(job.path).mkdir(parents=True)
     assert processes_of(job, 2) == [("", 0, (0, 1))]
-    Path(job.record).write_text(json.dumps({"plan": {**make_plan(["true"]), "job_id": "j"}}))
+    Path(job.record).write_text(json.dumps({"plan": to_json(make_plan(["true"]))}))
     assert processes_of(job, 2) == [("program", 0, (0, 1))]
     assert processes_of(job, 1 << 50) == [("program", 0, tuple(range(MOST_RANKS)))]
 
@@ -312,8 +313,9 @@ def test_wrapper_writes_below_the_folder_of_its_group(tmp_path, folder):
 
 
 def test_environment_has_no_group_of_an_outer_job() -> None:
-    base: dict[str, Any] = {"base_env": {GROUP_ENV: "server/node1", "TORCHFERRY_RESTARTED": "1"}, "attempt": 1}
-    env = job_env(Job("/root/jobs/j"), {**base, "plan": {}}, {})
+    plan, base = make_plan([]), {GROUP_ENV: "server/node1", "TORCHFERRY_RESTARTED": "1"}
+    given = LaunchInput(plan, 1, base_env=base)
+    env = job_env(Job("/root/jobs/j"), main_role(plan), given, {}, attempt=1, restarted=False)
     assert GROUP_ENV not in env and "TORCHFERRY_RESTARTED" not in env
 
 
@@ -321,7 +323,7 @@ def test_job_launched_by_a_job_of_several_groups_writes_its_own_logs(tmp_path):
     env = {**os.environ, GROUP_ENV: "server/node1"}
     status = run_job(tmp_path, "inner", make_plan(python("print('up')")), base_env=env)
     inner = Root(str(tmp_path)).job("inner")
-    assert status["state"] == "succeeded" and (Path(inner.logs(1)) / "rank_0.log").read_text() == "up\n"
+    assert status.state == "succeeded" and (Path(inner.logs(1)) / "rank_0.log").read_text() == "up\n"
 
 
 def test_process_that_writes_into_a_groups_log_is_the_jobs(job):
