@@ -158,7 +158,7 @@ job = dict.fromkeys(["id", "name", "reason", "created", "host", "on_host", "dama
 status = {{"code": 3, "groups": [{{"nproc": 2}}], "warnings": [e], "stalled": [{{"rank": 0, "last_line": e}}]}}
 status.update(dict.fromkeys(["reason", "phase", "started_at", "hint"], e), state=state)
 status.update(remaining=[{{"pid": 1, "start_time": 1, "cmdline": e}}])
-view = {{"job_id": "j1", "groups": [{{"role": e, "node": 0, "ranks": [0, 1]}}], "was": "running", "path": e}}
+view = {{"job_id": "j1", "processes": [{{"role": e, "node": 0, "ranks": [0, 1]}}], "was": "running", "path": e}}
 view.update(latest=json.dumps({{e: e}}), status=status)
 gpu = {{**dict.fromkeys(["index", "name"], e), "memory_used_mib": 1, "memory_total_mib": 2}}
 gpu["held"] = [{{"job": e, "user": e, "shared": True, "since": 0}}]

@@ -16,8 +16,8 @@ class JobView(NamedTuple):
     job_id: str
     status: Status
     path: str = ""
-    groups: Tuple[Processes, ...] = ()
-    """Its processes, by role and node."""
+    processes: Tuple[Processes, ...] = ()
+    """By role and node."""
     latest: Optional[str] = None
     """The last line of metrics.jsonl."""
     silent_s: Optional[float] = None

@@ -42,7 +42,7 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     _check_words(wanted)
     found = read_status(host, job_id)
     job_id, ended = found.job_id, found.status.state in FINAL
-    groups = found.groups
+    groups = found.processes
     chosen = _choose(groups, wanted, job_id)
     has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # of several more may begin
     bare = len(chosen) == 1 and (has_one or wanted.rank is not None)

@@ -132,8 +132,8 @@ def test_dropped_part_is_said_with_whose_it_is(ferry):
 
 def test_status_lists_the_groups(ferry):
     done = ferry.run("status", "j", *ferry.where(), "--json")
-    groups = json.loads(done.stdout)["groups"]
-    assert [(g["role"], g["node"], g["ranks"]) for g in groups] == [
+    processes = json.loads(done.stdout)["processes"]
+    assert [(g["role"], g["node"], g["ranks"]) for g in processes] == [
         ("server", 0, [0, 1]),
         ("server", 1, [0]),
         ("trainer", 0, [0]),
