@@ -14,7 +14,8 @@ from trainer.data.batches.packing import PackedRow, build_row, plan_rows
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.export.model import export_tensors
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import gather_full, init_random
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The weights of a Decoder from and to Hugging Face's files; their shape is `trainer.models.shapes`' matter.
+"""The weights of a model from and to Hugging Face's files; its shape is the family's matter.
 
 Every tensor is spoken of by Hugging Face's name, whatever wraps the model: DDP, FSDP, checkpointing or compile.
 Weights are drawn or read a few million values at a time by several threads: one makes 0.2e9 random values a second,

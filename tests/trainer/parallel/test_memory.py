@@ -16,8 +16,9 @@ from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist
 from trainer.memory.estimate import MemoryEstimate, estimate_memory, savings
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
@@ -110,7 +111,7 @@ def test_8_bit_state_of_large_matrices_takes_a_quarter():
 
 def saved_bytes(config: Config, **shape: Any) -> int:
     """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
-    decoder = build_decoder(config, tiny_shape(**shape))
+    decoder = build_model(config, tiny_shape(**shape))
     recompute_blocks(decoder, recompute_mode(config.parallel), config.parallel.checkpoint_every)
     decoder.to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
