@@ -45,7 +45,7 @@ class Backend:
         self.module: nn.Module = nn.Identity()
 
     def prepare(self, model: Model) -> nn.Module:
-        """The wrapped model on this rank's device, its parameters allocated and undefined; `decoder` is on meta.
+        """The wrapped model on this rank's device, its parameters allocated and undefined; `model` is on meta.
 
         Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Model's arguments.
         Raises ConfigError where `parallel` asks for what this model has not.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.batch import add_terms
 from trainer.dist import FlagBoard, sum_over_ranks
 from trainer.train.run import Evaluated, Run
 
@@ -19,7 +20,7 @@ def never() -> bool:
 
 @torch.no_grad()
 def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Evaluated | None:
-    """The loss per target token of the held-out data over all ranks; None when there is none.
+    """The loss per target token of the held-out data over all ranks, and its terms; None when there is none.
 
     None too when any rank was asked to stop meanwhile: all ranks then leave after the same batch.
     """
@@ -28,11 +29,13 @@ def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Ev
         return None
     run.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)
+    terms: dict[str, torch.Tensor] = {}
     flags, stopping = FlagBoard(run.dist, width=1), 0
     for batch in batches:
         run.dist.progress.enter("evaluation")
         loss = run.loss_fn(run.module, batch.to(run.dist.device))
         sums += torch.stack([loss.total.double(), loss.count.double()])
+        add_terms(terms, loss.terms)
         flags.post([int(is_stop_requested())])
         (stopping,) = flags.read()
         if stopping:
@@ -41,8 +44,9 @@ def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Ev
     run.module.train()
     if stopping:
         return None
-    total, count = sum_over_ranks(sums, run.dist).tolist()
-    return Evaluated(total / max(count, 1.0), int(count))
+    total, count, *rest = sum_over_ranks(torch.cat([sums, *(t[None] for t in terms.values())]), run.dist).tolist()
+    named = {f"eval_{name}": value / max(count, 1.0) for name, value in zip(terms, rest, strict=True)}
+    return Evaluated(total / max(count, 1.0), int(count), named)
 
 
 class Evaluator:

@@ -106,7 +106,8 @@ class GraphedMicroBatches:
         assert self._batch is not None
         loss = self._loss_fn(self._module, self._batch)
         loss.total.backward()
-        return LossSum(loss.total.detach(), loss.count)
+        terms = {name: term.detach() for name, term in loss.terms.items()}
+        return LossSum(loss.total.detach(), loss.count, terms)
 
     def _give_grads(self) -> None:
         for parameter, grad in self._grads:
