@@ -20,7 +20,7 @@ from trainer.words import GIB
 
 def fail_once(run: Run, error: Exception, *, backward: bool) -> None:
     """The second block fails the first time that it is called, or its backward pass is."""
-    block = run.backend._decoder.blocks[1]
+    block = run.backend._model.blocks[1]
 
     def failing(*args: Any) -> Any:
         if not backward:

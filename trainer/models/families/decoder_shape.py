@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainer.dist import Dist, rank0_first
+from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.files import expanded
 from trainer.models.families.decoder import Decoder
+from trainer.models.hf import fetch_model
 from trainer.words import first_line
 
 if TYPE_CHECKING:
@@ -111,33 +112,9 @@ DECODERS = DecoderFamily()
 
 
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first).
-
-    Raises ModelError for one that Decoder does not compute: before its weights are loaded, and nothing of it is run.
-    """
-    folder = expanded(name)
-    if folder.is_dir():
-        read_model_config(folder)
-        return folder
-    if folder.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"model.name={name}: there is no such folder")
-    return rank0_first(dist, lambda: _download(name, weights))
-
-
-def _download(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    small = ["*.json", "*.jinja", "*.txt", "*.model"]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=small))
-        read_model_config(folder)
-        return Path(snapshot_download(name, allow_patterns=[*small, "*.safetensors"])) if weights else folder
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(
-            f"model.name={name} is no folder here and could not be fetched from Hugging Face: {reason};"
-            " give a local folder, or check the name, the network and HF_TOKEN"
-        ) from error
+    """The local folder of a model given by folder or Hugging Face name. Raises ModelError for one that Decoder does not
+    compute."""
+    return fetch_model(name, dist, check=read_model_config, weights=weights)
 
 
 def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
