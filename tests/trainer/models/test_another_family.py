@@ -273,6 +273,13 @@ def test_another_family_spread_over_ranks_has_the_losses_of_one(rows, trained, t
     check_bits(tmp_path / "run")
 
 
+@pytest.mark.soak
+def test_blocks_of_another_family_are_compiled(rows, trained, tmp_path, capsys):
+    assert train_rank(ALONE, str(tmp_path / "run"), rows, "pytorch", {"parallel": {"compile": True}}) == 0
+    assert "compile on" in capsys.readouterr().out
+    assert losses(records(tmp_path / "run")) == pytest.approx(losses(records(trained)), rel=1e-5)
+
+
 def test_state_of_a_recipe_goes_through_checkpoints(rows, trained, tmp_path):
     run_dir = tmp_path / "run"
     for _ in range(2):
