@@ -129,9 +129,8 @@ def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
         if name in value:
             value[name] = to_json(getattr(status, name))
     if len(status.groups) == 1 and not status.groups[0].folder:
-        (group,) = value.pop("groups")
-        group.pop("folder", None)
-        value.update(group)
+        value.pop("groups")
+        value.update({name: to_json(field) for name, field in status.groups[0]._asdict().items() if name != "folder"})
     else:
         value["groups"] = to_json(status.groups)
     return value

@@ -20,7 +20,7 @@ from deployer.jobs.requests import read_status
 from deployer.jobs.roster import unreachable
 from deployer.printable import cells, shown
 
-NULL_AT_FIRST = "job", "attempt", "first_attempt", "max_attempts", "cwd", "reason", "on_host", "damaged"
+NULL_AT_FIRST = "job", "attempt", "first_attempt", "max_attempts", "cwd", "reason", "on_host", "damaged", "stalled"
 """What `status --json` says as null while there is nothing to say."""
 
 
