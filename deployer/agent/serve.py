@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import sys
 import threading
-from typing import Any, BinaryIO, Callable, Dict
+from typing import Any, BinaryIO, Callable, Dict, Mapping, Optional
 
 from .host.layout import AGENT_DIR, Root
 from .host.locks import hold
@@ -90,7 +90,7 @@ def handlers(root: Root) -> Dict[str, Handler]:
     """Request name -> handler; imports wait until a request needs them, so that the usual path starts at once."""
 
     def ask(place: str) -> Handler:
-        def handler(call: Any) -> Dict[str, Any]:
+        def handler(call: Any) -> Optional[Mapping[str, Any]]:
             _write_bytecode_where_there_is_room(root)
             return load_handler(place)(root, call)
 
@@ -99,7 +99,7 @@ def handlers(root: Root) -> Dict[str, Handler]:
     return {name: ask(place) for name, place in HANDLERS.items()}
 
 
-def load_handler(place: str) -> Callable[[Root, Any], Dict[str, Any]]:
+def load_handler(place: str) -> Callable[[Root, Any], Optional[Mapping[str, Any]]]:
     """The function of a place in HANDLERS."""
     from importlib import import_module
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from deployer import terminal
+from deployer.agent.host.layout import ALONE, GroupName
 from deployer.agent.job.status import (
     FAILED,
     FINAL,
@@ -103,10 +104,22 @@ def _goes_on(status: Status) -> str:
     return "starts again" if status.resumed_from is None else f"goes on from step {status.resumed_from}"
 
 
+def group_of(folder: str) -> GroupName:
+    """Role and node of a group of processes, as far as its folder names them; a host may say anything."""
+    return GroupName.parse(folder) or ALONE
+
+
+def failing_rank(status: Status) -> list[str]:
+    """The options by which a command takes the rank that failed first, or its group where no rank is known."""
+    role, node = group_of(status.first_failing_group)
+    named = (("--role", role), ("--node", node), ("--rank", status.first_failing_rank))
+    return [word for option, value in named if value is not None for word in (option, str(value))]
+
+
 def stall_lines(status: Status) -> list[str]:
     """What each rank of a stalled attempt did when it was found; empty for one that did not stall."""
     return [
-        f"rank {rank.rank} {'still ran' if rank.running else 'had ended'}; "
+        f"{group_of(rank.group).rank(rank.rank)} {'still ran' if rank.running else 'had ended'}; "
         + (f"its last line: {rank.last_line}" if rank.last_line else "it had said nothing")
         for rank in status.stalled
     ]

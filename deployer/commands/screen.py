@@ -12,7 +12,7 @@ from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, State, Status
-from deployer.commands.in_words import attempt_line
+from deployer.commands.in_words import attempt_line, failing_rank
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
 from deployer.jobs.registry import JobRecord, note_state, write_record
@@ -141,9 +141,10 @@ def next_commands(job_id: str, final: Status | None = None, *, without: str = ""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
     elif final.state == FAILED:
-        rank = final.first_failing_rank
-        by_launcher = "logs {} --launcher" if final.started_at else "status {}"  # its preparation failed
-        lines = [by_launcher if rank is None else f"logs {{}} --rank {rank}", "exec {} -- ls -l", "pull {}"]
+        which = [*(["--launcher"] if final.first_failing_rank is None else []), *failing_rank(final)]
+        lines = [" ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
+        if final.first_failing_rank is None and not final.started_at:  # its preparation failed
+            lines[0] = "status {}"
     elif final.state == LOST:
         lines = ["logs {}", "resume {}", "pull {}"]
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from deployer.agent.host.layout import JOB_ID
+from deployer.agent.host.layout import JOB_ID, GroupName
 from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.status import Status
 from deployer.agent.job.views import JobView, StopReport
@@ -98,7 +98,8 @@ def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
     return HostError(f"{host} ended the stop without a status")
 
 
-def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:
-    ranks = None if rank is None else [rank]
-    with host.connect(request={"op": "last_lines", "job": job_id, "ranks": ranks, "lines": lines}) as link:
+def last_lines(host: Host, job_id: str, group: GroupName, *, rank: int | None, lines: int) -> bytes:
+    """Of a rank of a group of processes, or of its launcher."""
+    chosen = {**group._asdict(), "ranks": None if rank is None else [rank]}
+    with host.connect(request={"op": "last_lines", "job": job_id, "lines": lines, **chosen}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")

@@ -32,12 +32,11 @@ from .findings import Check, Found, run_check
 Examination = Tuple[str, Callable[[], Found]]
 
 
-def doctor(root: Root, call: Call) -> Dict[str, Any]:
+def doctor(root: Root, call: Call) -> None:
     """Facts about this host and checks of it, each with what to do."""
     env = job_environment(dict(os.environ), container_env())
     facts, checks = examine(root, env, client_time=call.head.get("client_time"))
     call.send_event("doctor", {"facts": facts, "checks": checks})
-    return {}
 
 
 def examine(root: Root, env: Dict[str, str], *, client_time: Optional[float]) -> Tuple[Dict[str, Any], List[Check]]:

@@ -37,7 +37,7 @@ from .choose import (
 from .inventory import read_inventory
 
 
-def gc(root: Root, call: Call) -> Dict[str, Any]:
+def gc(root: Root, call: Call) -> None:
     """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to."""
     head = call.head
     only = None if head.get("only") is None else frozenset(head["only"])
@@ -45,7 +45,6 @@ def gc(root: Root, call: Call) -> Dict[str, Any]:
     seen = read_inventory(root)
     chosen, remaining = (choose(seen, policy), []) if head.get("dry_run") else collect(root, seen, policy)
     call.send_event("gc", report(root, seen, chosen, remaining))
-    return {}
 
 
 def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import Root
@@ -16,7 +16,7 @@ from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
-from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, QueueView, Wanted
+from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, QueueView, Wanted, auto_count
 
 if TYPE_CHECKING:
     from ..wire.conversation import Call
@@ -35,7 +35,7 @@ def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
     with claiming() as claims:
         seen = _of_others(claims.read(), wanted.job)
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
-        mine = Claim(TICKET, wanted.job, _devices(sight), nvidia.auto_count(wanted.gpus), number)
+        mine = Claim(TICKET, wanted.job, _devices(sight), auto_count(wanted.gpus), number)
         mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
         chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
         if chosen is not None:
@@ -61,7 +61,7 @@ def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
     return _visible(wanted, _choose_beside(wanted, sight), sight)
 
 
-def report(root: Root, call: "Call") -> Dict[str, Any]:
+def report(root: Root, call: "Call") -> None:
     """The host's GPUs, who holds and uses each, and the queue."""
     sight, claims = nvidia.see([], dict(os.environ)), read_claims()
     rows = []
@@ -88,7 +88,6 @@ def report(root: Root, call: "Call") -> Dict[str, Any]:
         for t in queue_of(claims)
     ]
     call.send_event("gpus", {"gpus": rows, "queue": queue})
-    return {}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ def _lease(claims: Claims, wanted: Wanted, devices: Devices, sight: Sight, kind:
 
 def _visible(wanted: Wanted, devices: Sequence[str], sight: Sight) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
-    if not nvidia.auto_count(wanted.gpus):
+    if not auto_count(wanted.gpus):
         return ",".join(wanted.gpus)
     return ",".join(gpu.label for gpu in sight.gpus if gpu.device in devices)
 
@@ -130,7 +129,7 @@ def _beside(wanted: Wanted, sight: Sight) -> Held:
 
 
 def _choose_beside(wanted: Wanted, sight: Sight) -> Devices:
-    count = nvidia.auto_count(wanted.gpus)
+    count = auto_count(wanted.gpus)
     if not count:
         return _devices(sight)
     try:

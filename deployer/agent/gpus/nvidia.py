@@ -11,6 +11,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from ..host.errors import AgentError
 from ..host.processes import user_name
+from .view import auto_count
 
 TIMEOUT_S = 10
 BUSY_MIB = 1024
@@ -72,15 +73,6 @@ class Sight(NamedTuple):
         """Who computes on a device, in words, for each that is busy."""
         users = {gpu.device: users_of(gpu, self.using) for gpu in [*self.gpus, *self.named]}
         return {device: who for device, who in users.items() if who}
-
-
-_AUTO = re.compile(r"auto:(\d{1,3})\Z")
-
-
-def auto_count(requested: Sequence[str]) -> int:
-    """How many GPUs `auto:N` asks for; 0 for GPUs that are named."""
-    matches = [_AUTO.match(text) for text in requested]
-    return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
 
 
 def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.device=cpu") -> Sight:

@@ -3,7 +3,8 @@
 Stdlib only, Python 3.8: both ends use it, and a job without GPUs loads nothing else of this folder.
 """
 
-from typing import Literal, NamedTuple, Optional, Tuple
+import re
+from typing import Literal, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.processes import user_name
 
@@ -11,6 +12,15 @@ ClaimKind = Literal["lease", "shared", "ticket"]
 LEASE: ClaimKind = "lease"
 SHARED: ClaimKind = "shared"
 TICKET: ClaimKind = "ticket"
+
+
+_AUTO = re.compile(r"auto:(\d{1,3})\Z")
+
+
+def auto_count(requested: Sequence[str]) -> int:
+    """How many GPUs `auto:N` asks for; 0 for GPUs that are named."""
+    matches = [_AUTO.match(text) for text in requested]
+    return int(matches[0].group(1)) if len(matches) == 1 and matches[0] else 0
 
 
 class Wanted(NamedTuple):

@@ -143,6 +143,10 @@ class GroupName(NamedTuple):
             *(["node%d" % self.node] if self.node is not None else []),
         ]
 
+    def rank(self, rank: int) -> str:
+        """One of its ranks for the eye: `rank 0`, `server node1 rank 0`."""
+        return " ".join([*self.words, "rank %d" % rank])
+
     @property
     def order(self) -> Tuple[str, int]:
         return self.role or "", self.node or 0
@@ -182,8 +186,9 @@ class LogName(NamedTuple):
     @property
     def writer(self) -> str:
         """Whose it is, for the eye: `rank 0`, `server node1 rank 0`, `server node1 launcher`."""
-        what = self.file[: -len(".log")] if self.rank is None else "rank %d" % self.rank
-        return " ".join([*self.group.words, what])
+        if self.rank is not None:
+            return self.group.rank(self.rank)
+        return " ".join([*self.group.words, self.file[: -len(".log")]])
 
 
 def is_log(file: str) -> bool:

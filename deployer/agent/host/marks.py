@@ -12,7 +12,7 @@ import os
 import re
 from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 
-from .layout import ATTEMPT_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
+from .layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
 from .processes import Process, Stat, all_stats
 
 _LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/(?:[^/]+/){0,2}[^/]+\Z")
@@ -28,6 +28,7 @@ class Mark(NamedTuple):
     marked: str  # and where it lay when the process was started
     supervises: bool = False
     attempt: int = 1
+    group: str = ""  # the folder of its group of processes
 
 
 class Found(NamedTuple):
@@ -116,6 +117,14 @@ def job_processes(job: Job, *, supervisor: int = 0) -> List[Process]:
     return Look().of(job, supervisor=supervisor).others
 
 
+def in_group(processes: Iterable[Process], folder: str) -> List[Process]:
+    """Those of a job's processes that are of one of its groups; all are of an only one, which has no folder."""
+    if not folder:
+        return list(processes)
+    marked = ((process, read_mark(process.pid)) for process in processes)
+    return [process for process, mark in marked if mark is not None and mark.group == folder]
+
+
 def is_here(process: Process) -> bool:
     """Whether it runs under this host's name: containers that share their processes are hosts of their own."""
     try:
@@ -150,7 +159,8 @@ def read_mark(pid: int) -> Optional[Mark]:
     path = os.path.realpath(os.fsdecode(marked))
     by_logs = _writes_into(pid, _LOGS, _OWN_LOG) or path
     is_moved = os.path.basename(by_logs) == os.path.basename(path)
-    return Mark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number)
+    group = os.fsdecode(env.get(os.fsencode(GROUP_ENV), b""))
+    return Mark(by_logs if is_moved else path, path, supervises=marked is not folder, attempt=number, group=group)
 
 
 def _writes_into(pid: int, *logs: "Pattern[str]") -> Optional[str]:

@@ -7,12 +7,14 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import re
 import signal
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Collection, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
 from ..host.processes import Process
 from ..host.typed import Damage, read_typed
-from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, State
+from .plan import of_main_role
+from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, State, Status
+from .stop import StopRequest
 
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
@@ -56,6 +58,25 @@ class Outcome(NamedTuple):
         return (self.error.strip().splitlines() or [""])[0]
 
 
+class GroupEnd(NamedTuple):
+    """A group of processes that has ended, as far as its ranks' records do not tell."""
+
+    nproc: int
+    group: GroupName = ALONE
+    launcher_code: Optional[int] = None
+    """Of the process that the supervisor started; None when nobody saw its end."""
+    launcher_log: str = ""
+    ended_mono_ns: int = 0
+    """When that process was seen to have ended."""
+
+
+class Memory(NamedTuple):
+    """The kernel has killed for lack of memory: in words, and what to do."""
+
+    reason: str
+    hint: str
+
+
 class Ending(NamedTuple):
     state: State
     code: Optional[int]
@@ -63,6 +84,25 @@ class Ending(NamedTuple):
     first_failing_rank: Optional[int] = None
     signal: Optional[int] = None
     hint: str = ""
+    first_failing_group: str = ""
+    """Its folder; empty for a job's only one."""
+
+
+class Evidence(NamedTuple):
+    """What is known of an attempt whose processes are gone."""
+
+    ranks: Sequence[RankRecord]
+    groups: Sequence[GroupEnd]
+    """In the plan's order."""
+    stop: Optional[StopRequest] = None
+    outcome: Optional[Outcome] = None
+    stalled: Optional[Ending] = None
+    memory: Optional[Memory] = None
+
+
+def group_ends(status: Status) -> Tuple[GroupEnd, ...]:
+    """The groups of a job of which only its status tells."""
+    return tuple(GroupEnd(max(1, group.nproc), group.name) for group in status.groups) or (GroupEnd(1),)
 
 
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
@@ -93,6 +133,11 @@ def exit_code(wait_status: int) -> int:
     return 128 + (wait_status & 0x7F) if wait_status & 0x7F else (wait_status >> 8) & 0xFF
 
 
+def ranks_of(ranks: Sequence[RankRecord], groups: Collection[GroupName]) -> List[RankRecord]:
+    """The records of these groups; all of them are an only group's, whatever folder they lie in."""
+    return [rank for rank in ranks if ALONE in groups or rank.group in groups]
+
+
 def first_failure(ranks: Sequence[RankRecord]) -> Optional[RankRecord]:
     """The rank that ended first with a code other than 0; the others usually follow because of it."""
     failing = [r for r in ranks if r.code]
@@ -108,30 +153,23 @@ def failure_summary(launcher_log: str) -> Optional[Tuple[int, int]]:
     return rank, code if code >= 0 else 128 - code
 
 
-def decide_ending(
-    ranks: Sequence[RankRecord],
-    *,
-    nproc: int,
-    launcher_code: Optional[int],
-    launcher_log: str = "",
-    stop_requested_mono: Optional[float] = None,
-    stop_reason: str = "",
-) -> Optional[Ending]:
-    """The verdict on a job whose processes are gone.
+def decide_ending(known: Evidence) -> Optional[Ending]:
+    """The verdict on a job whose processes are gone. None when neither a rank's record nor a launcher's code nor the
+    trainer tells.
 
-    launcher_code: of the process that the supervisor started, None when nobody saw its end. stop_requested_mono: on
-    the monotonic clock in seconds, None without a request; stop_reason: why, unless somebody asked for it. None when
-    the ranks' records do not tell and there is no launcher's code.
+    A job ends with its main role, when that has ended on all nodes. Up to then the first failure in any group of
+    processes is the job's; what becomes of other roles afterwards, which are ended then, is no matter.
     """
-    natural = (
-        _by_lost_rank(ranks, launcher_code, launcher_log)
-        or _by_ranks(ranks, nproc, launcher_code)
-        or _by_launcher(launcher_code, launcher_log)
-    )
-    if stop_requested_mono is None or _ended_before(ranks, nproc, stop_requested_mono):
-        return natural
-    code, rank, signum = (natural.code, natural.first_failing_rank, natural.signal) if natural else (None, None, None)
-    return Ending(STOPPED, code, stop_reason or "stopped on request", rank, signum)
+    if known.stalled is not None:
+        return known.stalled
+    ranks = _up_to_the_end(known.ranks, known.groups)
+    ending = _by_groups(ranks, known.groups)
+    if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):
+        reason = known.stop.reason or "stopped on request"
+        ending = (ending or Ending(STOPPED, None, ""))._replace(state=STOPPED, reason=reason)
+    if ending is not None and known.memory is not None:
+        ending = with_oom(ending, known.memory)
+    return with_outcome(ending, known.outcome)
 
 
 def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Optional[Ending]:
@@ -148,54 +186,110 @@ def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Option
     return ending
 
 
-def with_oom(ending: Ending, *, reason: str, hint: str) -> Ending:
+def with_oom(ending: Ending, memory: Memory) -> Ending:
     """The verdict on a rank that the kernel killed for lack of memory; any other one is as it was."""
     if ending.state != FAILED or ending.signal != signal.SIGKILL:
         return ending
-    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + reason), hint=hint)
+    return ending._replace(reason=ending.reason.replace(_MAYBE_OOM, "; " + memory.reason), hint=memory.hint)
 
 
-def _by_ranks(ranks: Sequence[RankRecord], nproc: int, launcher_code: Optional[int]) -> Optional[Ending]:
+# --- several groups ---------------------------------------------------------------------------------------------------
+
+
+def _main(groups: Sequence[GroupEnd]) -> List[GroupEnd]:
+    names = of_main_role([end.group for end in groups])
+    return [end for end in groups if end.group in names]
+
+
+def _ended(ranks: Sequence[RankRecord], main: Sequence[GroupEnd]) -> Optional[List[RankRecord]]:
+    """The main role's ranks once all have ended."""
+    ended = [rank for rank in ranks_of(ranks, [end.group for end in main]) if rank.code is not None]
+    return ended if len(ended) >= sum(end.nproc for end in main) else None
+
+
+def _up_to_the_end(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd]) -> Sequence[RankRecord]:
+    """The records without what came after the main role's end."""
+    main = _main(groups)
+    ended = _ended(ranks, main)
+    if ended is None or len(main) == len(groups):
+        return ranks
+    last_ns = max((rank.ended_mono_ns for rank in ended), default=0)
+    return [rank for rank in ranks if rank in ended or rank.code is None or rank.ended_mono_ns <= last_ns]
+
+
+def _by_groups(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd]) -> Optional[Ending]:
+    """How it ended by itself: as the group that failed first, else as its main role."""
+    found = [(end, _by_group(ranks_of(ranks, [end.group]), end)) for end in groups]
+    failed = [
+        (_failed_ns(ranks, end), ending) for end, ending in found if ending is not None and ending.state == FAILED
+    ]
+    if failed:
+        return min(failed, key=lambda entry: entry[0])[1]
+    endings = [ending for end, ending in found if end in _main(groups)]
+    if len(endings) == 1:
+        return endings[0]
+    return None if None in endings else Ending(SUCCEEDED, 0, _EVERY_RANK)
+
+
+def _failed_ns(ranks: Sequence[RankRecord], end: GroupEnd) -> int:
+    return min((rank.ended_mono_ns for rank in ranks_of(ranks, [end.group]) if rank.code), default=end.ended_mono_ns)
+
+
+# --- one group --------------------------------------------------------------------------------------------------------
+
+_EVERY_RANK = "every rank exited with code 0"
+
+
+def _by_group(ranks: Sequence[RankRecord], end: GroupEnd) -> Optional[Ending]:
+    return _by_lost_rank(ranks, end) or _by_ranks(ranks, end) or _by_launcher(end)
+
+
+def _by_ranks(ranks: Sequence[RankRecord], end: GroupEnd) -> Optional[Ending]:
     failure = first_failure(ranks)
     if failure is not None and failure.code:
-        return _failed_rank(failure.rank, failure.code, failure.signal)
-    all_ended_well = len(ranks) >= nproc and all(r.code == 0 for r in ranks)
-    if all_ended_well and not launcher_code:
-        return Ending(SUCCEEDED, 0, "every rank exited with code 0" if nproc > 1 else "exited with code 0")
+        return _failed_rank(failure.group, failure.rank, failure.code, failure.signal)
+    all_ended_well = len(ranks) >= end.nproc and all(r.code == 0 for r in ranks)
+    if all_ended_well and not end.launcher_code:
+        return Ending(SUCCEEDED, 0, _EVERY_RANK if end.nproc > 1 else "exited with code 0")
     return None
 
 
-def _by_lost_rank(ranks: Sequence[RankRecord], launcher_code: Optional[int], log: str) -> Optional[Ending]:
+def _by_lost_rank(ranks: Sequence[RankRecord], end: GroupEnd) -> Optional[Ending]:
     """A rank that was killed together with its wrapper left no record: torchrun names it, and the records of the
     others, which torchrun has ended then, are not the cause."""
-    rank, code = failure_summary(log) or (0, 0)
-    if launcher_code == 0 or code == 0 or any(r.rank == rank and r.code is not None for r in ranks):
+    rank, code = failure_summary(end.launcher_log) or (0, 0)
+    if end.launcher_code == 0 or code == 0 or any(r.rank == rank and r.code is not None for r in ranks):
         return None
-    return _failed_rank(rank, code, code - 128 if code > 128 else None)
+    return _failed_rank(end.group, rank, code, code - 128 if code > 128 else None)
 
 
-def _by_launcher(code: Optional[int], log: str) -> Optional[Ending]:
+def _by_launcher(end: GroupEnd) -> Optional[Ending]:
+    code = end.launcher_code
     if code is None:
         return None
     if code == 0:
         return Ending(SUCCEEDED, 0, "exited with code 0")
     signum = code - 128 if code > 128 else None
     how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
-    return Ending(FAILED, code, "the launcher %s, no rank's failure is known; see launcher.log" % how, None, signum)
+    who = " ".join([*end.group.words, "launcher"])
+    reason = "the %s %s, no rank's failure is known; see launcher.log" % (who, how)
+    return Ending(FAILED, code, reason, None, signum, first_failing_group=end.group.folder)
 
 
-def _failed_rank(rank: int, code: int, signum: Optional[int]) -> Ending:
-    if signum is None:
-        reason = "rank %d exited with code %d" % (rank, code)
-    else:
-        reason = "rank %d was killed by %s%s" % (rank, signal_name(signum), _LIKELY.get(signum, ""))
-    return Ending(FAILED, code, reason, rank, signum)
+def _failed_rank(group: GroupName, rank: int, code: int, signum: Optional[int]) -> Ending:
+    how = (
+        "exited with code %d" % code
+        if signum is None
+        else "was killed by %s%s" % (signal_name(signum), _LIKELY.get(signum, ""))
+    )
+    reason = "%s %s" % (group.rank(rank), how)
+    return Ending(FAILED, code, reason, rank, signum, first_failing_group=group.folder)
 
 
-def _ended_before(ranks: Sequence[RankRecord], nproc: int, mono_s: float) -> bool:
+def _ended_before(ranks: Sequence[RankRecord], groups: Sequence[GroupEnd], mono_s: float) -> bool:
     """Whether the job's fate was sealed at that time: a rank had failed, or all had ended."""
-    ended: List[RankRecord] = [r for r in ranks if r.code is not None and r.ended_mono_ns < mono_s * 1e9]
-    return any(r.code for r in ended) or len(ended) >= nproc
+    before = [r for r in ranks if r.code is not None and r.ended_mono_ns < mono_s * 1e9]
+    return any(r.code for r in before) or _ended(before, _main(groups)) is not None
 
 
 def signal_name(signum: int) -> str:

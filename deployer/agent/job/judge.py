@@ -13,7 +13,7 @@ from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
 from ..host.marks import Found, Look, is_here, supervises
 from ..host.processes import Process
-from .ending import RankRecord, decide_ending, read_outcome, read_ranks, with_outcome
+from .ending import Evidence, RankRecord, decide_ending, group_ends, read_outcome, read_ranks
 from .status import (
     FINAL,
     LOST,
@@ -127,15 +127,7 @@ def _any_running(status: Status, ranks: List[RankRecord], ours: Set[Process]) ->
 
 
 def _end_of_orphan(job: Job, status: Status, ranks: List[RankRecord], *, rebooted: bool) -> Status:
-    stop = read_stop(job)
-    ending = decide_ending(
-        ranks,
-        nproc=nproc_of(status),
-        launcher_code=None,
-        stop_requested_mono=stop.requested_mono if stop else None,
-        stop_reason=stop.reason if stop else "",
-    )
-    ending = with_outcome(ending, read_outcome(job))
+    ending = decide_ending(Evidence(ranks, group_ends(status), read_stop(job), read_outcome(job)))
     if ending is not None:
         ended_at = max((rank.ended_at_ns for rank in ranks), default=0) / 1e9
         return status._replace(**ending._asdict(), ended_at=utc(ended_at or time.time()))
@@ -147,6 +139,7 @@ def _end_of_orphan(job: Job, status: Status, ranks: List[RankRecord], *, reboote
             code=former.code,
             reason="%s; %s before attempt %d" % (former.reason, how, status.attempt),
             first_failing_rank=former.first_failing_rank,
+            first_failing_group=former.first_failing_group,
             signal=former.signal,
             ended_at=former.ended_at,
         )

@@ -4,9 +4,9 @@ A plan is made of roles; today there is one, on one node. What only the host kno
 it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
 """
 
-from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-from ..gpus.view import Wanted
+from ..gpus.view import Wanted, auto_count
 from ..host.layout import GroupName
 from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
@@ -114,7 +114,8 @@ class Group(NamedTuple):
 
 
 def groups_of(plan: Plan) -> Iterator[Group]:
-    """All groups of processes, role by role."""
+    """All groups of processes, role by role, the main role's first; a plan is of one host, so each has its place
+    there."""
     for role in plan.roles:
         for node, devices in enumerate(role.nodes):
             name = GroupName(role.name if len(plan.roles) > 1 else None, node if len(role.nodes) > 1 else None)
@@ -123,11 +124,26 @@ def groups_of(plan: Plan) -> Iterator[Group]:
 
 def wanted_gpus(plan: Plan) -> Optional[Wanted]:
     """What all its groups together claim on this host; None for a job without GPUs."""
-    gpus = [gpu for group in groups_of(plan) if group.devices.kind == "cuda" for gpu in group.devices.gpus]
+    shares = [group.devices.gpus for group in groups_of(plan) if group.devices.kind == "cuda"]
+    gpus = tuple(gpu for share in shares for gpu in share)
     if not gpus:
         return None
-    on_cpu = "target.device=cpu" if plan.roles[0].name == TRAINER else "--device cpu"
-    return Wanted(plan.job_id, tuple(gpus), plan.policy.queue, plan.allow_busy, on_cpu)
+    if all(map(auto_count, shares)):
+        gpus = ("auto:%d" % sum(map(auto_count, shares)),)
+    on_cpu = "target.device=cpu" if is_trainer(plan) else "--device cpu"
+    return Wanted(plan.job_id, gpus, plan.policy.queue, plan.allow_busy, on_cpu)
+
+
+def visible_to(plan: Plan, group: Group, visible: str) -> str:
+    """A group's CUDA_VISIBLE_DEVICES: its share of what the job's one claim gives, which has them group by group."""
+    left = visible.split(",")
+    for other in groups_of(plan):
+        if other.devices.kind == "cuda":
+            count = auto_count(other.devices.gpus) or len(other.devices.gpus)
+            share, left = left[:count], left[count:]
+            if other.folder == group.folder:
+                return ",".join(share)
+    return ""
 
 
 def trees_of(plan: Plan) -> List[str]:
@@ -137,23 +153,43 @@ def trees_of(plan: Plan) -> List[str]:
 
 
 def main_role(plan: Plan) -> Role:
-    """The role that the job is there for: its end is the job's."""
+    """The role that the job is there for: its end is the job's, and what still runs of other roles is ended then."""
     return plan.roles[0]
 
 
+def of_main_role(names: Sequence[GroupName]) -> List[GroupName]:
+    """Of a job's groups, in the plan's order, those of its main role."""
+    return [name for name in names if name.role == names[0].role]
+
+
+def kind_of(plan: Plan) -> RoleName:
+    """What the job is: a trainer or a program, as which also counts what nobody knows."""
+    return main_role(plan).name if plan.roles else PROGRAM
+
+
 def is_trainer(plan: Plan) -> bool:
-    return main_role(plan).name == TRAINER
+    return kind_of(plan) == TRAINER
+
+
+def max_restarts(plan: Plan) -> int:
+    """How often a failed job starts again: all of it does, as often as its main role may."""
+    return main_role(plan).max_restarts if plan.roles else 0
+
+
+def process_count(plan: Plan) -> int:
+    """Of all its groups together."""
+    return sum(group.role.nproc for group in groups_of(plan))
 
 
 def is_alone(plan: Plan) -> bool:
     """Whether it is one process, whose output needs no name before it."""
-    return sum(group.role.nproc for group in groups_of(plan)) == 1
+    return process_count(plan) == 1
 
 
 def unreadable_plan(job_id: str) -> Plan:
-    """For a supervisor that takes over a job whose plan is none: it watches and stops what runs, and starts nothing."""
-    role = Role(PROGRAM, (), "", {}, (Devices("any"),))
-    return Plan(job_id, "", "", (role,), PythonSpec(), "", Request())
+    """For a supervisor that takes over a job whose plan is none: it watches and stops what its status and /proc name,
+    and starts nothing."""
+    return Plan(job_id, "", "", (), PythonSpec(), "", Request())
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any, Dict, Literal, NamedTuple, Optional, Tuple
 
 from ..gpus.view import GpuHolder, QueueView
 from ..host.files import read_whole, write_json
-from ..host.layout import Job
+from ..host.layout import ALONE, GroupName, Job
 from ..host.machine import Identity
 from ..host.processes import Process, Survivor
 from ..host.typed import MAX_BYTES, Damage, from_json, load_json, to_json
@@ -46,6 +46,7 @@ class AttemptReport(NamedTuple):
     step: Optional[int] = None
     error: str = ""
     """The words by which a failure is known again."""
+    first_failing_group: str = ""
 
 
 class StalledRank(NamedTuple):
@@ -69,6 +70,15 @@ class GroupStatus(NamedTuple):
     cwd: str = ""
     slots: Dict[str, str] = {}
 
+    @property
+    def name(self) -> GroupName:
+        return GroupName.parse(self.folder) or ALONE
+
+    def is_ready(self, begun: int) -> bool:
+        """Whether it counts as running once so many of its processes have begun. All must have: that is the only
+        readiness that a role can ask for (plan.Role)."""
+        return begun >= self.nproc
+
 
 class Status(NamedTuple):
     state: State
@@ -76,6 +86,7 @@ class Status(NamedTuple):
     """The id; the first Torchferry did not say it."""
     supervisor: Optional[Identity] = None
     groups: Tuple[GroupStatus, ...] = ()
+    """In the plan's order."""
     attempt: int = 0
     """0 for a job that never had a supervisor."""
     first_attempt: int = 0
@@ -99,6 +110,8 @@ class Status(NamedTuple):
     code: Optional[int] = None
     reason: str = ""
     first_failing_rank: Optional[int] = None
+    first_failing_group: str = ""
+    """Its folder; empty for a job's only one."""
     signal: Optional[int] = None
     hint: str = ""
     swept: Optional[int] = None
@@ -187,15 +200,20 @@ def write_status(job: Job, status: Status) -> None:
 
 
 def with_group(status: Status, folder: str, **changes: Any) -> Status:
-    """The status with a group's fields changed; a group that it does not have begins with them."""
-    before = next((group for group in status.groups if group.folder == folder), GroupStatus(folder))
-    others = (group for group in status.groups if group.folder != folder)
-    return status._replace(groups=(*others, before._replace(**changes)))
+    """The status with a group's fields changed; a group that it does not have begins with them, as the last one."""
+    groups = {group.folder: group for group in status.groups}
+    groups[folder] = groups.get(folder, GroupStatus(folder))._replace(**changes)
+    return status._replace(groups=tuple(groups.values()))
 
 
 def slot_of(status: Status, name: str) -> str:
     """What a slot was filled with; empty before."""
     return next((group.slots[name] for group in status.groups if name in group.slots), "")
+
+
+def visible_gpus(status: Status) -> str:
+    """CUDA_VISIBLE_DEVICES of all groups together; empty before."""
+    return ",".join(group.slots["gpus"] for group in status.groups if group.slots.get("gpus"))
 
 
 def nproc_of(status: Status) -> int:
@@ -222,5 +240,5 @@ def utc(time_s: float) -> str:
 
 def gpus_of(plan: Optional[Plan], status: Status) -> Tuple[str, ...]:
     """The job's GPUs as this host chose them, else as they were asked for."""
-    chosen, wanted = slot_of(status, "gpus"), wanted_gpus(plan) if plan else None
+    chosen, wanted = visible_gpus(status), wanted_gpus(plan) if plan else None
     return tuple(chosen.split(",")) if chosen else wanted.gpus if wanted else ()

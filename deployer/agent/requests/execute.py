@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from typing import Any, Dict
+from typing import Dict
 
 from ..host import environment
 from ..host.errors import AgentError
@@ -17,7 +17,7 @@ from ..wire.frames import ProtocolError
 from .jobs import find_folder
 
 
-def execute(root: Root, call: Call) -> Dict[str, Any]:
+def execute(root: Root, call: Call) -> Dict[str, int]:
     """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
     argv = call.head["argv"]
     env = environment.job_environment(dict(os.environ), environment.container_env())

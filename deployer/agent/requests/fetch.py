@@ -22,7 +22,7 @@ LINKS = 8
 """So many links are named."""
 
 
-def files(root: Root, call: Call) -> Dict[str, Any]:
+def files(root: Root, call: Call) -> Dict[str, str]:
     """Events `files` with rows [path, size, mtime_ns, inode, stored bytes] of the regular files below the asked parts,
     and an event `links` when there are any: the first names, and how many more.
 
@@ -84,7 +84,7 @@ def _row(base: str, path: str) -> Optional[List[Any]]:
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def fetch(root: Root, call: Call) -> Dict[str, Any]:
+def fetch(root: Root, call: Call) -> None:
     """The asked pieces in order: the bytes of each as data, then an event `piece` that says what became of it.
 
     A piece is [path, inode, version, offset, length, have]. `version` is [size, mtime_ns] of a file that must be the
@@ -98,7 +98,6 @@ def fetch(root: Root, call: Call) -> Dict[str, Any]:
         if call.cancelled.is_set():
             break
         call.send_event("piece", _send_piece(call, job.path, piece))
-    return {}
 
 
 def _send_piece(call: Call, base: str, piece: List[Any]) -> Dict[str, Any]:

@@ -25,7 +25,7 @@ SEARCH_S = 3.0
 nothing else can interrupt a pattern that explodes."""
 
 
-def follow(root: Root, call: Call) -> Dict[str, Any]:
+def follow(root: Root, call: Call) -> None:
     """Streams the job's logs on until it has ended, or to their present end; says first where it begins.
 
     It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, the latest unless given.
@@ -49,7 +49,7 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
     if once:
         reader.stop_here()
-    return follow_job(job, call, reader, once=once, lines=lines)
+    follow_job(job, call, reader, once=once, lines=lines)
 
 
 def _chosen(asked: Dict[str, Any]) -> read.Chosen:
@@ -86,7 +86,7 @@ def _beginning(job: Job, asked: Dict[str, Any], chosen: read.Chosen) -> Dict[str
 
 def follow_job(
     job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: "Optional[LineFilter]" = None
-) -> Dict[str, Any]:
+) -> None:
     wait_s, shown = POLL_MIN_S, None  # type: float, Any
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
@@ -106,10 +106,9 @@ def follow_job(
         if not chunks and (once or now.state in FINAL):
             _send_matches(call, _in_time(lines.end) if lines else [])
             call.send_event("status", to_json(JobView(job.id, now), sparse=True))
-            return {}
+            return
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
         call.cancelled.wait(wait_s)
-    return {}
 
 
 def _in_time(search: "Callable[..., List[Match]]", *chunk: read.Chunk) -> "List[Match]":
@@ -131,11 +130,10 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
     call.send_event("left_out", {"file": file, "size": size, "limit": limit})
 
 
-def last_lines(root: Root, call: Call) -> Dict[str, Any]:
+def last_lines(root: Root, call: Call) -> None:
     """The last lines of the first of the chosen ranks (of the launcher when `ranks` is null)."""
     from .jobs import find_folder
 
     job = find_folder(root, call.head["job"])
     data = read.last_lines(job, _chosen(call.head), int(call.head.get("lines", 20)))
     call.send_data(data[-65536:])
-    return {}

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.killing import SWEEP_S, end_all
@@ -19,7 +19,7 @@ from ..host.typed import Damage, to_json
 from ..job import progress
 from ..job.groups import processes_of
 from ..job.judge import judge
-from ..job.plan import Plan, main_role, parse_plan
+from ..job.plan import Plan, kind_of, parse_plan, process_count
 from ..job.record import read_record
 from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
 from ..job.views import JobView, Row
@@ -74,18 +74,16 @@ def _written_at(job: Job) -> float:
         return 0.0
 
 
-def ps(root: Root, call: Call) -> Dict[str, Any]:
+def ps(root: Root, call: Call) -> None:
     call.send_event("jobs", to_json(list_jobs(root)))
-    return {}
 
 
-def status(root: Root, call: Call) -> Dict[str, Any]:
+def status(root: Root, call: Call) -> None:
     job = find_job(root, call.head["job"])
     now = judge(job)
     latest, silent_s = progress.last_metrics(job), progress.silent_s(job, now.attempt)
     view = JobView(job.id, now, job.path, tuple(processes_of(job, nproc_of(now))), latest, silent_s)
     call.send_event("status", to_json(view, sparse=True))
-    return {}
 
 
 # --- in short, as ps shows them ---------------------------------------------------------------------------------------
@@ -119,11 +117,11 @@ def _row(job: Job, look: Look) -> Row:
         ended_at=status.ended_at,
         unsupervised=status.unsupervised,
         name=plan.name if plan else "",
-        kind=main_role(plan).name if plan else None,
+        kind=kind_of(plan) if plan else None,
         created=plan.created if plan else "",
         age_s=age_s,
         gpus=gpus_of(plan, status),
-        nproc=main_role(plan).nproc if plan else None,
+        nproc=process_count(plan) if plan else None,
         host=status.supervisor.hostname if status.supervisor is not None else None,
         step=progress.last_step(job),
     )

@@ -35,7 +35,7 @@ MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
 
 
-def launch(root: Root, call: Call) -> Dict[str, Any]:
+def launch(root: Root, call: Call) -> None:
     """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
     request = read_request(call)
     plan = plan_in(request.plan)
@@ -57,8 +57,7 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if request.patch:
         _keep_patch(job, call)
     if request.follow:
-        return follow_job(job, call, read.LogReader(job, attempt=1))
-    return {}
+        follow_job(job, call, read.LogReader(job, attempt=1))
 
 
 def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call: Call) -> bool:

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Dict, Optional
+from typing import Optional
 
 from ..host.errors import AgentError
 from ..host.files import remove, write_whole
@@ -27,7 +27,7 @@ from .jobs import GONE_S, find_job
 from .launch import LaunchRequest, check_root, plan_in, read_request, start_next
 
 
-def show_plan(root: Root, call: Call) -> Dict[str, Any]:
+def show_plan(root: Root, call: Call) -> None:
     """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
     job = find_job(root, call.head["job"])
     now = judge(job)
@@ -39,10 +39,9 @@ def show_plan(root: Root, call: Call) -> Dict[str, Any]:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
     found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now.state}
     call.send_event("plan", dict(found, attempt=now.attempt, from_step=progress.newest_checkpoint(job)))
-    return {}
 
 
-def resume(root: Root, call: Call) -> Dict[str, Any]:
+def resume(root: Root, call: Call) -> None:
     """Starts the attempt that the client names or, when this very one was started already, answers with it; then
     follows its log when asked."""
     request = read_request(call)
@@ -63,8 +62,7 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
     begun = read_status(job)
     call.send_event("ack", dict(ack, from_step=begun.resumed_from if begun is not None else None))
     if request.follow:
-        return follow_job(job, call, LogReader(job, attempt=number))
-    return {}
+        follow_job(job, call, LogReader(job, attempt=number))
 
 
 def _is_started(job: Job, plan: RawPlan, number: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import Any, Dict, Optional, Set
+from typing import Optional, Set
 
 from ..host.errors import AgentError
 from ..host.files import remove_folder
@@ -30,7 +30,7 @@ OWN_S = 60.0
 """What a supervisor may take beyond the grace before its job is ended without it."""
 
 
-def stop(root: Root, call: Call) -> Dict[str, Any]:
+def stop(root: Root, call: Call) -> None:
     """Ends the job and reports how it goes until nothing of it is left, whatever its files say. Idempotent.
 
     Its supervisor is asked to; where it does not answer, the processes are ended without it. What a job left running
@@ -48,12 +48,11 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     elif not before.on_host:
         final = sweep_ended(job)
     if final is None:  # the client has gone; the supervisor goes on
-        return {}
+        return
     gone = not has_folder and not final.remaining
     if gone:
         remove_folder(job.path)  # made again for the request and the supervisor's word
     call.send_event("status", to_json(StopReport(job.id, final, was, gone), sparse=True))
-    return {}
 
 
 def _check_here(job: Job, status: Status) -> None:

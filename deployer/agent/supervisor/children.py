@@ -6,6 +6,7 @@ elsewhere. Stdlib only, Python 3.8, Linux.
 
 import os
 import signal
+import time
 from typing import Dict, Optional
 
 from ..job.ending import exit_code
@@ -20,6 +21,7 @@ class Children:
 
     def __init__(self) -> None:
         self._codes: Dict[int, Optional[int]] = {}
+        self._ended_ns: Dict[int, int] = {}
 
     def expect(self, pid: int) -> None:
         self._codes[pid] = None
@@ -27,6 +29,10 @@ class Children:
     def code(self, pid: int) -> Optional[int]:
         """None while it runs; 128 + N for signal N."""
         return self._codes[pid]
+
+    def ended_ns(self, pid: int) -> int:
+        """When its end was seen, by the monotonic clock; 0 while it runs."""
+        return self._ended_ns.get(pid, 0)
 
     def wait(self, timeout_s: float = POLL_S) -> bool:
         """Until a child ends or the time is over. True when this process itself was asked to end (TERM, INT)."""
@@ -45,3 +51,4 @@ class Children:
                 return
             if pid in self._codes:
                 self._codes[pid] = exit_code(wait_status)
+                self._ended_ns[pid] = time.monotonic_ns()

@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn
+from typing import Dict, List, Mapping, NamedTuple, NoReturn, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.typed import parse, to_json
 from ..job import plan
 from ..job.plan import TRAINER, Role, Text
 from ..python.spec import PythonSpec
@@ -40,9 +41,17 @@ def fill(text: Text, slots: Mapping[str, str]) -> str:
 
 
 def job_env(
-    job: Job, role: Role, given: LaunchInput, slots: Mapping[str, str], *, attempt: int, restarted: bool
+    job: Job,
+    role: Role,
+    given: LaunchInput,
+    slots: Mapping[str, str],
+    *,
+    attempt: int,
+    restarted: bool,
+    folder: str = "",
 ) -> Dict[str, str]:
     """A role's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
+    `folder`: of the group of its processes that it is for.
 
     What an outer torchrun or job left in the session's is dropped: the job would take it for its own."""
     base = {k: v for k, v in given.base_env.items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
@@ -52,6 +61,8 @@ def job_env(
         env[RESTARTED_ENV] = "1"
     if role.name == TRAINER:  # whose start is told from here
         env[STARTED_ENV] = "%.2f" % time.clock_gettime(time.CLOCK_BOOTTIME)
+    if folder:
+        env[GROUP_ENV] = folder
     return {**env, **marks(job, attempt)}
 
 
@@ -69,6 +80,13 @@ def job_command(role: Role, env: Dict[str, str], slots: Mapping[str, str]) -> Co
     if not role.torchrun:
         argv = [sys.executable, "-I", "-S", os.path.join(slots["agent"], "rank.py"), "--exec", *argv]
     return Command(argv, fill(role.cwd, slots), env)
+
+
+class _Answer(NamedTuple):
+    """Of the child that resolves: the interpreter, else an AgentError's kind, message and hint."""
+
+    python: str = ""
+    error: Tuple[str, ...] = ()
 
 
 class Resolving:
@@ -91,10 +109,10 @@ class Resolving:
             data = f.read()
         if not data:
             raise AgentError("host", "the preparation of the Python environment was killed", "see prepare.log")
-        answer = json.loads(data)
-        if "python" not in answer:
-            raise AgentError(*answer["error"])
-        return str(answer["python"])
+        answer = parse(data, _Answer)
+        if answer.error:
+            raise AgentError(*answer.error)
+        return answer.python
 
 
 def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
@@ -107,16 +125,16 @@ def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: s
         from ..python.find import resolve_python
 
         with open(output, "ab", buffering=0) as f:
-            found: Dict[str, Any] = {"python": resolve_python(spec, job.code, root, env, f)}
+            found = _Answer(resolve_python(spec, job.code, root, env, f))
     except AgentError as e:
-        found = {"error": [e.kind, e.message[:4000], e.hint[:500]]}  # a pipe holds it until somebody reads
+        found = _Answer(error=(e.kind, e.message[:4000], e.hint[:500]))  # a pipe holds it until somebody reads
     except BaseException as e:
         import traceback
 
         traceback.print_exc()
-        found = {"error": ["host", "the Python environment could not be prepared: %r" % e, "see prepare.log"]}
+        found = _Answer(error=("host", "the Python environment could not be prepared: %r" % e, "see prepare.log"))
     try:
-        os.write(answer, json.dumps(found).encode("ascii"))
+        os.write(answer, json.dumps(to_json(found)).encode("ascii"))
         code = 0
     finally:
         os._exit(code)

@@ -7,13 +7,13 @@ import os
 import time
 from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Set, Tuple
 
-from ..host.killing import end_all
+from ..host.killing import SETTLE_S, SWEEP_S, Subreaper, end_all
 from ..host.layout import Job
 from ..host.machine import own_identity
 from ..host.processes import Process, describe
 from ..job import progress
 from ..job.ending import Ending
-from ..job.plan import is_trainer, main_role, wanted_gpus
+from ..job.plan import groups_of, is_trainer, max_restarts, wanted_gpus
 from ..job.record import known_record
 from ..job.status import (
     FAILED,
@@ -25,14 +25,16 @@ from ..job.status import (
     Status,
     gpus_of,
     read_word,
-    slot_of,
     utc,
+    visible_gpus,
 )
 from ..job.stop import StopRequest
 from . import stall
-from .attempt import GROUP, Attempt, Hook, Turn
+from .attempt import Attempt
+from .running import leftovers
 from .start import LaunchInput
 from .status_file import StatusFile, say
+from .turn import Hook, Turn
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
@@ -49,10 +51,10 @@ class JobRun:
         self.job = job
         self.given = given
         self.plan = given.plan
-        self._max_restarts = main_role(given.plan).max_restarts
+        self._max_restarts = max_restarts(given.plan)
         self._restarted = False
         self.status = StatusFile(job, self._first_status())
-        self._turn = Turn(job, self.status)
+        self._turn = Turn(self.status)
         self.gpus = self._gpus()
         self.attempt: Optional[Attempt] = None
         self._swept = 0
@@ -90,7 +92,10 @@ class JobRun:
     def _begin(self) -> bool:
         if self.gpus is not None and self.gpus.waiting:
             self.status.note(state=QUEUED)
-        self.status.note_group(GROUP, nproc=main_role(self.plan).nproc)
+        for group in groups_of(self.plan):
+            self.status.note_group(group.folder, nproc=group.role.nproc)
+        if not self.status.now.groups:  # neither a plan nor a status tells
+            self.status.note_group("")
         self.status.save(supervisor=own_identity())
         if self.status.unsaved:
             return False
@@ -127,7 +132,7 @@ class JobRun:
 
         gpus = JobGpus(wanted, self._env(), self.given.held)
         if devices:
-            gpus.hold_again(devices, slot_of(self.status.now, "gpus"))
+            gpus.hold_again(devices, visible_gpus(self.status.now))
         return gpus
 
     def _queue(self) -> bool:
@@ -148,12 +153,10 @@ class JobRun:
     def _try(self, *, adopted: bool = False) -> Ending:
         """One attempt, up to its ending, which the status then keeps."""
         self.attempt = attempt = Attempt(
-            self.job,
+            self._turn,
             self.given,
             self.status.now.attempt,
             restarted=self._restarted,
-            status=self.status,
-            turn=self._turn,
             gpus=self.gpus,
             hooks=self._hooks(),
         )
@@ -186,7 +189,8 @@ class JobRun:
 
         now = self.status.now
         wait_s = restarts.backoff_s(now.attempt - now.first_attempt)
-        self.status.note_group(GROUP, main=None)
+        for group in now.groups:
+            self.status.note_group(group.folder, main=None)
         self.status.save(
             state=PREPARING,
             attempt=now.attempt + 1,
@@ -231,15 +235,17 @@ class JobRun:
         """Ends what the attempt left running."""
         if self.attempt is None:
             return
+        stop, request = self.attempt.stop, self._turn.asked.read()
+        self._seen |= stop.seen if stop is not None else set()
         told, self._remaining = end_all(
-            self.attempt.leftovers,
-            term_s=self.attempt.term_s(),
-            settle_s=self.attempt.settle_s(),
-            subreaper=self.attempt.subreaper,
-            seen=self._seen | self.attempt.seen(),
+            lambda: leftovers(self.job),
+            term_s=stop.left_s() if stop is not None else SWEEP_S,
+            settle_s=0.0 if request is not None and request.force else SETTLE_S,
+            subreaper=Subreaper(self.job, self._turn.children.reap),
+            seen=self._seen,
         )
         self._swept += len(told)
-        self._seen |= told | self.attempt.seen()
+        self._seen |= told
 
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""

@@ -10,8 +10,10 @@ from ..host.layout import Job
 from ..host.processes import is_running
 from ..job import progress
 from ..job.ending import Ending, RankRecord
-from ..job.plan import Plan, is_trainer, main_role
+from ..job.plan import Plan, is_trainer
 from ..job.status import FAILED, StalledRank
+from ..job.stop import StopRequest, new_stop
+from .running import Running
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""
@@ -43,21 +45,22 @@ class StallWatch:
 
 
 class Stall:
-    """What is known of one attempt's stall: its `ending` once one was found, and what the `ranks` did then."""
+    """What is known of one attempt's stall: its `ending` once one was found, the `request` to stop it, and what the
+    `ranks` did then."""
 
-    def __init__(self, job: Job, attempt: int, plan: Plan, ranks: Callable[[], Sequence[RankRecord]]) -> None:
+    def __init__(self, job: Job, attempt: int, plan: Plan, running: Running) -> None:
         self.ending: Optional[Ending] = None
+        self.request: Optional[StopRequest] = None
         self.ranks: Tuple[StalledRank, ...] = ()
         self._job = job
         self._attempt = attempt
-        self._read_ranks = ranks
-        self._nproc = main_role(plan).nproc
+        self._running = running
         self._is_trainer = is_trainer(plan)
         self._timeout_s = plan.policy.stall_timeout_s
         self._watch: Optional[StallWatch] = None
 
     def find(self) -> bool:
-        """Whether the attempt has stalled, told once. Never before all its ranks run."""
+        """Whether the attempt has stalled, told once. Never before all its groups count as running."""
         if self._timeout_s is None or self.ending is not None:
             return False
         if self._watch is None:
@@ -65,12 +68,13 @@ class Stall:
         if not self._watch.is_stalled():
             return False
         self.ending = stalled_ending(self._job, self._timeout_s, is_trainer=self._is_trainer)
-        self.ranks = describe_ranks(self._job, self._attempt, self._read_ranks())
+        self.ranks = describe_ranks(self._job, self._attempt, self._running.ranks())
+        self.request = new_stop(STALL_GRACE_S)
         return True
 
     def _mark(self) -> Any:
-        """Changes with the job's progress, and all the time before its ranks run."""
-        if len(self._read_ranks()) < self._nproc:
+        """Changes with the job's progress, and all the time before it runs."""
+        if self._running.unready():
             return time.monotonic()
         if self._is_trainer:
             return progress.trainer_mark(self._job)
@@ -93,6 +97,7 @@ def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> Tuple
             rank.pid,
             running=rank.code is None and is_running(rank.program),
             last_line=progress.last_line(job, rank.rank, attempt, rank.group),
+            group=rank.group.folder,
         )
         for rank in ranks
     )

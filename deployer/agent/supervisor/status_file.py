@@ -24,7 +24,7 @@ class StatusFile:
     def __init__(self, job: Job, now: Status) -> None:
         self.now = now._replace(job=job.id)
         self.unsaved = False
-        self._job = job
+        self.job = job
         self._written = self._look()
 
     def note(self, **changes: Any) -> None:
@@ -39,10 +39,10 @@ class StatusFile:
         """A full disk must not end the job: `keep` and `save_last` try again."""
         self.note(**changes)
         try:
-            write_status(self._job, self.now)
+            write_status(self.job, self.now)
         except OSError as e:
             if not self.unsaved:
-                say("cannot write %s: %s" % (self._job.status, e.strerror))
+                say("cannot write %s: %s" % (self.job.status, e.strerror))
             self.unsaved = True
         else:
             self.unsaved = False
@@ -55,7 +55,7 @@ class StatusFile:
 
     def _look(self) -> Optional[Tuple[int, ...]]:
         try:
-            found = os.stat(self._job.status)
+            found = os.stat(self.job.status)
         except OSError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns
@@ -63,17 +63,17 @@ class StatusFile:
     def reserve(self) -> None:
         """Keeps room on the disk for the last word."""
         try:
-            with open(self._job.reserve, "wb") as f:
+            with open(self.job.reserve, "wb") as f:
                 f.write(os.urandom(RESERVE_BYTES))
         except OSError:
             pass  # then the final status waits for room
 
     def save_last(self) -> None:
         """The last word, in the room that was kept for it."""
-        remove(self._job.reserve)
+        remove(self.job.reserve)
         self.save()
         for _ in range(LAST_TRIES):
-            if not self.unsaved or not os.path.isdir(self._job.path):
+            if not self.unsaved or not os.path.isdir(self.job.path):
                 return
             time.sleep(1)
             self.save()

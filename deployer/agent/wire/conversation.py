@@ -12,7 +12,7 @@ import queue
 import select
 import threading
 import time
-from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
+from typing import Any, BinaryIO, Callable, Dict, Iterator, Mapping, Optional
 
 from ..host.errors import AgentError
 from . import frames
@@ -26,7 +26,8 @@ MAX_CALLS = 32
 END_S = 5.0
 """Once the client is gone, its requests get so long to take back what they had begun."""
 
-Handler = Callable[["Call"], Dict[str, Any]]
+Handler = Callable[["Call"], Optional[Mapping[str, Any]]]
+"""Answers a request: with events and data, and at its end with what it returns."""
 
 
 class Sender:
@@ -200,11 +201,11 @@ class Conversation:
         except (ProtocolError, OSError):
             pass  # nobody listens any more
 
-    def _answer(self, call: Call) -> Dict[str, Any]:
+    def _answer(self, call: Call) -> Mapping[str, Any]:
         handler = self._handlers.get(call.head.get("op", ""))
         if handler is None:
             raise AgentError("bug", "unknown request %r" % call.head.get("op"))
-        return handler(call)
+        return handler(call) or {}
 
 
 def _error(kind: str, message: str, hint: str) -> Dict[str, str]:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from deployer import terminal
+from deployer.agent.host.layout import GroupName
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
-from deployer.commands.in_words import exit_code_of, stall_lines
+from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
 from deployer.connection.host import Host
@@ -221,12 +222,11 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool) -> None:
         ends = {STOPPED: stopped, LOST: f"is lost: {reason}"}
         terminal.notice(shown(f"{job_id} {ends.get(state, state)}"))
         return
-    rank = final.first_failing_rank
     stalled = stall_lines(final)
     for line in stalled:
         terminal.notice(shown(f"  {line}"))
     if not stalled:
-        _show_last_lines(host, job_id, rank)
+        _show_last_lines(host, job_id, group_of(final.first_failing_group), final.first_failing_rank)
     code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
     if final.hint:
@@ -234,11 +234,12 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool) -> None:
     next_commands(job_id, final, without="pull" if pulled else "")
 
 
-def _show_last_lines(host: Host, job_id: str, rank: int | None) -> None:
+def _show_last_lines(host: Host, job_id: str, group: GroupName, rank: int | None) -> None:
     try:
-        text = last_lines(host, job_id, rank=rank, lines=15)
+        text = last_lines(host, job_id, group, rank=rank, lines=15)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
-        terminal.notice(shown(f"--- last lines of {'the launcher' if rank is None else f'rank {rank}'}"))
+        who = " ".join(["the", *group.words, "launcher"]) if rank is None else group.rank(rank)
+        terminal.notice(shown(f"--- last lines of {who}"))
         terminal.notice(*(shown(f"  {line}") for line in shown_lines(text.decode("utf-8", "replace"))))

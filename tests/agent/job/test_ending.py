@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from deployer.agent.host.layout import ALONE
 from deployer.agent.host.processes import Process
 from deployer.agent.job import ending
+from deployer.agent.job.stop import StopRequest
 
 
 def record(number: int, code: int | None, *, at: int = 0, signum: int | None = None) -> ending.RankRecord:
@@ -16,9 +19,17 @@ def record(number: int, code: int | None, *, at: int = 0, signum: int | None = N
 
 def test_first_failing_rank_gives_the_code_whatever_the_launcher_says() -> None:
     ranks = [record(0, 1, at=20), record(1, 137, at=10, signum=9)]
-    found = ending.decide_ending(ranks, nproc=2, launcher_code=1)
+    found = decide(ranks, 2, 1)
     assert found is not None
     assert (found.state, found.code, found.first_failing_rank, found.signal) == ("failed", 137, 1, 9)
+
+
+def decide(
+    ranks: Sequence[ending.RankRecord], nproc: int, code: int | None, log: str = "", stop_s: float | None = None
+) -> ending.Ending | None:
+    """Of a job with one group. `code` and `log`: of its launcher."""
+    stop = None if stop_s is None else StopRequest(1, 1, stop_s, stop_s + 1)
+    return ending.decide_ending(ending.Evidence(ranks, [ending.GroupEnd(nproc, ALONE, code, log)], stop))
 
 
 TORCHRUN_LAST_WORDS = """
@@ -37,18 +48,18 @@ Root Cause (first observed failure):
 
 
 def test_torchruns_summary_is_the_second_source() -> None:
-    found = ending.decide_ending([record(0, None)], nproc=2, launcher_code=1, launcher_log=TORCHRUN_LAST_WORDS)
+    found = decide([record(0, None)], 2, 1, TORCHRUN_LAST_WORDS)
     assert found is not None and (found.code, found.first_failing_rank, found.signal) == (137, 1, 9)
 
 
 def test_rank_that_was_killed_with_its_wrapper_is_the_cause_not_those_that_torchrun_ended_then() -> None:
     ranks = [record(0, 143, at=10, signum=15), record(1, None)]
-    found = ending.decide_ending(ranks, nproc=2, launcher_code=1, launcher_log=TORCHRUN_LAST_WORDS)
+    found = decide(ranks, 2, 1, TORCHRUN_LAST_WORDS)
     assert found is not None and (found.code, found.first_failing_rank, found.signal) == (137, 1, 9)
 
 
 def test_launchers_own_code_is_the_third_source() -> None:
-    found = ending.decide_ending([], nproc=2, launcher_code=143, launcher_log="")
+    found = decide([], 2, 143)
     assert found is not None and (found.state, found.code, found.first_failing_rank) == ("failed", 143, None)
 
 
@@ -58,12 +69,12 @@ def test_launchers_own_code_is_the_third_source() -> None:
 )
 def test_stop_requested_before_the_end_makes_it_stopped(codes: Any, requested_at_s: float, expected: str) -> None:
     ranks = [record(i, code, at=10_000_000_000) for i, code in enumerate(codes)]
-    found = ending.decide_ending(ranks, nproc=2, launcher_code=0, stop_requested_mono=requested_at_s)
+    found = decide(ranks, 2, 0, stop_s=requested_at_s)
     assert found is not None and found.state == expected
 
 
 def test_ranks_without_records_and_no_launcher_tell_nothing() -> None:
-    assert ending.decide_ending([record(0, 0)], nproc=2, launcher_code=None) is None
+    assert decide([record(0, 0)], 2, None) is None
 
 
 @pytest.mark.parametrize(
@@ -91,7 +102,7 @@ def test_reason_of_a_failed_trainer_has_its_own_words() -> None:
 
 
 def test_sigbus_is_told_with_what_it_mostly_comes_from() -> None:
-    found = ending.decide_ending([record(0, 135, signum=7)], nproc=1, launcher_code=1)
+    found = decide([record(0, 135, signum=7)], 1, 1)
     assert found is not None and found.reason == (
         "rank 0 was killed by SIGBUS (often a mapped file became shorter, its disk failed, or /dev/shm is full)"
     )

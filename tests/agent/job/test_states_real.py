@@ -21,7 +21,7 @@ from deployer.agent.job import ending
 from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import RUNNING, Status, read_status, write_status
-from deployer.agent.job.stop import read_stop, request_stop
+from deployer.agent.job.stop import StopRequest, read_stop, request_stop
 from deployer.agent.requests.jobs import adopt_all
 from tests.support import stubborn
 from tests.support.ferry import Ferry
@@ -235,7 +235,8 @@ def test_clock_that_jumped_between_end_and_stop_changes_no_verdict(jump_s: float
     now = time.monotonic()
     wall_ns = int((time.time() + jump_s) * 1e9)
     failed = ending.RankRecord(0, 1, 1, Process(1, 1), 7, None, wall_ns, int((now - 5) * 1e9))
-    found = ending.decide_ending([failed], nproc=1, launcher_code=7, stop_requested_mono=now)
+    stop = StopRequest(1, time.time(), now, now + 1)
+    found = ending.decide_ending(ending.Evidence([failed], [ending.GroupEnd(1, launcher_code=7)], stop))
     assert found is not None and (found.state, found.code) == ("failed", 7)
 
 

@@ -337,7 +337,7 @@ def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
     slow.write_text("#!/bin/sh\nsleep 1000\n")
     slow.chmod(0o700)
     plan = make_plan(python("open('ran', 'w')"))
-    plan["python"]["explicit"] = str(slow)
+    plan = plan._replace(python=plan.python._replace(explicit=str(slow)))
     job = start(make_job(tmp_path, "j", plan), plan)
     wait_for(lambda: [p for p in leftovers(job) if "sleep" in command_of(p.pid)])
     request_stop(job, 0)

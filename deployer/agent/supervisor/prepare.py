@@ -1,0 +1,73 @@
+"""What is started for an attempt, decided before anything is: the folders made, the interpreter resolved, the slots
+filled.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+from typing import Dict, List, NamedTuple, Tuple
+
+from ..guard import secure_root
+from ..host.errors import AgentError
+from ..host.files import remove
+from ..host.layout import AGENT_DIR, Job, Root
+from ..job.plan import Group, groups_of, visible_to
+from ..job.status import slot_of
+from .command import Command, Resolving, fill, job_command, job_env, marks
+from .start import LaunchInput
+from .turn import Turn
+
+
+class Prepared(NamedTuple):
+    """What is started for one group of processes."""
+
+    folder: str
+    command: Command
+    argv: Tuple[str, ...]
+    """The role's words, without the wrapper."""
+    slots: Dict[str, str]
+
+
+def prepare(turn: Turn, given: LaunchInput, number: int, *, restarted: bool, visible: str) -> List[Prepared]:
+    """`visible`: the GPUs that the job has claimed. Stopped when a stop is asked for meanwhile."""
+    job, groups = turn.job, list(groups_of(given.plan))
+    root = os.path.dirname(os.path.dirname(job.path))
+    try:
+        secure_root(root)  # since the last attempt a housekeeper of /tmp may have removed it, for others to make it
+    except OSError as error:
+        raise AgentError("host", "%s cannot be used any more: %s" % (error.filename or root, error.strerror))
+    for group in groups:
+        os.makedirs(job.logs(number, group.folder), mode=0o700, exist_ok=True)
+        os.makedirs(job.ranks(number, group.folder), mode=0o700, exist_ok=True)
+    remove(job.outcome)  # of an earlier attempt
+    python = _resolve_python(turn, given, number, Root(root), restarted=restarted)
+    slots = {"python": python, "root": root, "job": job.path, "agent": AGENT_DIR}
+    return [_prepare_group(job, given, number, group, slots, restarted=restarted, visible=visible) for group in groups]
+
+
+def _prepare_group(
+    job: Job, given: LaunchInput, number: int, group: Group, slots: Dict[str, str], *, restarted: bool, visible: str
+) -> Prepared:
+    share = visible_to(given.plan, group, visible)
+    slots = {**slots, "gpus": share} if share else slots
+    role = group.role
+    env = job_env(job, role, given, slots, attempt=number, restarted=restarted, folder=group.folder)
+    argv = tuple(fill(text, slots) for text in role.argv)
+    return Prepared(group.folder, job_command(role, env, slots), argv, slots)
+
+
+def _resolve_python(turn: Turn, given: LaunchInput, number: int, root: Root, *, restarted: bool) -> str:
+    turn.check()
+    known = slot_of(turn.status.now, "python")
+    if restarted and os.path.exists(known):
+        return known  # the one that the former attempt ran with
+    env = {**given.base_env, **given.env, **given.secrets, **marks(turn.job, number)}
+    log = os.path.join(turn.job.logs(number), "prepare.log")
+    spec = given.plan.python._replace(wheels=given.wheels)
+    resolving = Resolving(spec, turn.job, root, env, log)
+    turn.children.expect(resolving.pid)
+    while turn.children.code(resolving.pid) is None:
+        turn.check()  # the sweep ends the child and what it started
+        turn.wait()
+    turn.check()
+    return resolving.result()

@@ -1,0 +1,44 @@
+"""A supervisor's turns of waiting, whatever it does meanwhile: prepare, watch, wait for GPUs or for the next attempt.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+from typing import Callable
+
+from ..job.stop import Asked
+from .children import Children
+from .status_file import StatusFile, say
+
+Hook = Callable[[], None]
+"""What is looked after between two turns: called every POLL_S or sooner, quick, and does no more than is due."""
+
+
+class Stopped(Exception):
+    """The job was asked to stop before it had started."""
+
+
+class Turn:
+    """At each turn children are reaped, a TERM to the supervisor asks its job to stop, and the status stays as it was
+    written."""
+
+    def __init__(self, status: StatusFile) -> None:
+        self.job = status.job
+        self.status = status
+        self.children = Children()
+        self.asked = Asked(self.job)
+
+    def wait(self) -> None:
+        if self.children.wait():
+            self.ask_to_stop()
+        self.status.keep()
+
+    def ask_to_stop(self, reason: str = "") -> None:
+        """A stop that the supervisor asks for itself."""
+        error = self.asked.ask(reason)
+        if error is not None:
+            say("cannot write %s: %s" % (self.job.stop, error.strerror))
+
+    def check(self) -> None:
+        """Stopped once a stop was asked for."""
+        if self.asked.read() is not None:
+            raise Stopped

@@ -1,0 +1,129 @@
+"""What is looked after while an attempt runs: its stop, a stall, what a failure does to the others, memory, logs.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import time
+from typing import TYPE_CHECKING, List, Optional, Sequence
+
+from ..host.killing import Subreaper
+from ..job.ending import Evidence, Memory, read_outcome, read_ranks
+from ..job.plan import Plan, is_trainer
+from ..job.status import GroupStatus
+from ..logs.keep import LogKeeper
+from .running import Running
+from .stall import Stall
+from .stop_stages import Stopping, kill_ranks
+from .turn import Hook, Turn
+
+if TYPE_CHECKING:
+    from ..host.cgroups import OomWatch
+
+SIBLINGS_S = 5.0
+"""After a trainer's first failure, in whichever group, all other ranks get so long before they are killed."""
+
+
+class Watch:
+    """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
+
+    def __init__(self, turn: Turn, plan: Plan, number: int, running: Running, hooks: Sequence[Hook]) -> None:
+        """`hooks`: what else is looked after meanwhile."""
+        self.stop: Optional[Stopping] = None
+        self.stall = Stall(turn.job, number, plan, running)
+        self._turn = turn
+        self._number = number
+        self._running = running
+        self._is_trainer = is_trainer(plan)
+        self._failed_at: Optional[float] = None
+        self._memory = _MemoryWatch(running, has_gpus=bool(turn.status.now.devices))
+        self._logs = _Logs(turn, plan, number, running.groups)
+        own = [self._find_stall, self._drive_stop, self._kill_siblings, self._memory.look, self._logs.look]
+        self._hooks: List[Hook] = [*hooks, *own]
+
+    def to_the_end(self) -> Evidence:
+        """Comes back when the attempt has ended, or cannot be ended, with all that tells how."""
+        while not self._running.has_ended(all_roles=self.stop is not None):
+            for hook in self._hooks:
+                hook()
+            if self.stop is not None and self.stop.phase == "given up":
+                break
+            self._turn.wait()
+        self._logs.look(now=True)
+        job = self._turn.job
+        return Evidence(
+            ranks=read_ranks(job, self._number),
+            groups=self._running.ends(),
+            stop=self._turn.asked.read(),
+            outcome=read_outcome(job),
+            stalled=self.stall.ending,
+            memory=self._memory.killed(),
+        )
+
+    def _find_stall(self) -> None:
+        if self.stop is None and self.stall.find():
+            self._turn.status.save(stalled=self.stall.ranks)
+
+    def _drive_stop(self) -> None:
+        """For whoever asks, or to end what has stalled; of that the ranks see no flag, for the job may restart."""
+        request = self._turn.asked.read() or self.stall.request
+        if request is None:
+            return
+        if self.stop is None:
+            flagged = self._is_trainer and self.stall.request is None and self._turn.asked.is_flagged()
+            subreaper = Subreaper(self._turn.job, self._turn.children.reap)
+            self.stop = Stopping(self._running, subreaper=subreaper, flagged=flagged)
+        phase = self.stop.advance(request)
+        if phase != self._turn.status.now.phase:
+            self._turn.status.save(phase=phase, grace_s=request.grace_s)
+
+    def _kill_siblings(self) -> None:
+        if not self._is_trainer:
+            return
+        if self._failed_at is None and self.stop is None and self._running.has_failed():
+            self._failed_at = time.monotonic()
+        if self._failed_at is not None and time.monotonic() >= self._failed_at + SIBLINGS_S:
+            kill_ranks(self._running)
+
+
+class _MemoryWatch:
+    """Whether the kernel has killed for lack of memory."""
+
+    def __init__(self, running: Running, *, has_gpus: bool) -> None:
+        self._running = running
+        self._has_gpus = has_gpus
+        self._oom: "Optional[OomWatch]" = None
+
+    def look(self) -> None:
+        if self._oom is None:
+            self._oom = self._load_the_rest()
+        if not self._running.has_failed():
+            self._oom.sample()
+
+    def killed(self) -> Optional[Memory]:
+        oom = self._oom
+        return Memory(oom.REASON, oom.HINT) if oom is not None and oom.has_killed() else None
+
+    def _load_the_rest(self) -> "OomWatch":
+        """What only an end needs: the job has been started by now, and our own files may be gone by then."""
+        from ..host.cgroups import OomWatch
+        from . import restarts  # noqa: F401
+
+        if self._has_gpus:
+            from ..gpus import freed  # noqa: F401
+        return OomWatch()
+
+
+class _Logs:
+    """Every folder of logs of an attempt, with a warning in the status where a limit cannot be kept."""
+
+    def __init__(self, turn: Turn, plan: Plan, number: int, groups: Sequence[GroupStatus]) -> None:
+        folders = {"", *(group.folder for group in groups)}  # the preparation has none
+        limit = plan.policy.log_max_bytes
+        self._keepers = [LogKeeper(turn.job.logs(number, folder), limit) for folder in sorted(folders)]
+        self._status = turn.status
+
+    def look(self, *, now: bool = False) -> None:
+        for keeper in self._keepers:
+            warning = keeper.look(now=now)
+            if warning is not None:
+                self._status.save(warnings=(*self._status.now.warnings, warning))
