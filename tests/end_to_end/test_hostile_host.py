@@ -58,7 +58,7 @@ def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
 @pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a"}], [{"id": "a", "state": "running", "gpus": 3}]])
 def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
     code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
-    odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
+    odd, sound = Host("odd", "/odd", begun=Lying(code)), Host(None, str(tmp_path))
     known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
     hosts = [odd, sound]
     (row,) = rows_of(hosts, ask_all(hosts), [known])

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
 from trainer.config.dropped import Becomes, Refused, take_out, text_of
 from trainer.config.fields import build_config, fit
-from trainer.config.files import YAML_SUFFIXES, dump_yaml, parse_yaml, read_override, read_python, read_yaml
+from trainer.config.files import YAML_SUFFIXES, dump_yaml, read_override, read_python, read_yaml
 from trainer.config.keys import (
     DROPPED,
     Broken,
@@ -33,12 +33,12 @@ from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
+    "COMMAND_LINE",
     "ConfigError",
     "Draft",
     "check_config",
     "config_from_dict",
     "config_notes",
-    "config_from_yaml",
     "config_to_dict",
     "config_to_yaml",
     "key_of",
@@ -102,15 +102,6 @@ def load_given(
 
 def _differs(key: str, config: Config) -> bool:
     return bool(get_key(config, key) != get_key(Config(), key))
-
-
-def config_from_yaml(
-    text: str, file: str, overrides: Sequence[str] = (), *, tell: Callable[[str], None] = lambda note: None
-) -> Config:
-    """The checked Config of a YAML text with overrides, as `load_config` gives it; `file` names the text in errors."""
-    draft = Draft.of_tree(*parse_yaml(text.encode(), file))
-    draft.override(overrides)
-    return draft.finish(tell=tell)
 
 
 def config_from_dict(
