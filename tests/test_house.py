@@ -91,6 +91,11 @@ def test_picture_of_the_house_shows_each_folder_above_what_it_needs(half):
     assert [(f, other) for f in inside for other in needs()[f] & inside if drawn[f] >= drawn[other]] == []
 
 
+def test_kinds_of_models_are_known_to_recipes_alone():
+    kinds = "trainer/models/families"
+    assert [folder for folder, others in needs().items() if kinds in others] == ["trainer/recipes"]
+
+
 def test_deployer_and_trainer_meet_in_the_schema_and_the_config_alone():
     across = {
         (a.split("/")[0], b) for a, others in needs().items() for b in others if a.split("/")[0] != b.split("/")[0]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -68,3 +68,13 @@ class LossSum:
 
     total: torch.Tensor  # scalar fp32, with gradient
     count: torch.Tensor  # scalar int64
+    terms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What is recorded beside the loss, divided by the same count: scalar sums by name, of which every micro-batch of
+    every rank has the same ones in the same order."""
+
+
+def add_terms(sums: dict[str, torch.Tensor], terms: Mapping[str, torch.Tensor]) -> None:
+    """Add a micro-batch's terms to those before, as float64 scalars without gradient."""
+    for name, term in terms.items():
+        value = term.detach().double()
+        sums[name] = sums[name] + value if name in sums else value

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # `typing` alone would delay every start by milliseconds
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in host/layout.py
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"
+GROUP_ENV = "TORCHFERRY_GROUP"
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -40,8 +41,9 @@ def main(args: List[str]) -> int:
         _become(argv)
     attempt = "attempt_" + os.environ.get(ATTEMPT_ENV, "1")
     rank = int(os.environ.get("RANK", "0"))
-    log = os.path.join(run_dir, "logs", attempt, "rank_%d.log" % rank)
-    record = os.path.join(run_dir, "ranks", attempt, "rank_%d.json" % rank)
+    group = os.environ.get(GROUP_ENV, "")
+    log = os.path.join(run_dir, "logs", attempt, group, "rank_%d.log" % rank)
+    record = os.path.join(run_dir, "ranks", attempt, group, "rank_%d.json" % rank)
     code = _run(argv, rank, log, record, os.path.join(run_dir, "control", "stop.json"))
     return 0 if os.path.exists(os.path.join(run_dir, "control", "stop.json")) else code
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.status import FINAL, RUNNING
-from deployer.jobs.registry import Row
+from deployer.agent.job.status import (
+    FAILED,
+    FINAL,
+    LOST,
+    QUEUED,
+    RUNNING,
+    STOPPED,
+    SUCCEEDED,
+    TOOL_FAILED,
+    AttemptReport,
+    Status,
+)
+from deployer.agent.job.views import JobView, Row
+from deployer.jobs.registry import SeenJob
+
+UNREACHABLE = "unreachable"
+"""What stands for the state of a job whose host does not tell now."""
 
 SILENT_S = 120.0
 """A running job that has written nothing for so long is worth a line."""
@@ -16,52 +29,52 @@ SILENT_S = 120.0
 # --- its state -------------------------------------------------------------------------------------------------------
 
 
-def state_line(found: dict[str, Any]) -> str:
+def state_line(status: Status) -> str:
     """A job's state in words."""
-    more = {"failed": f"exit code {found.get('code')}", "lost": found.get("reason")}.get(found["state"])
-    return f"{found['state']} ({more})" if more else str(found["state"])
+    more = {FAILED: f"exit code {status.code}", LOST: status.reason}.get(status.state)
+    return f"{status.state} ({more})" if more else status.state
 
 
-def exit_code_of(final: dict[str, Any]) -> int:
+def exit_code_of(final: Status) -> int:
     """What a command that followed a job to its end returns: the job's own code, 143 when stopped, 125 when lost."""
-    fixed = {"succeeded": 0, "stopped": 143, "lost": 125}
-    return fixed[final["state"]] if final["state"] in fixed else int(final.get("code") or 1)
+    return {SUCCEEDED: 0, STOPPED: 143, LOST: TOOL_FAILED}.get(final.state, final.code or 1)
 
 
-def state_of(row: Row) -> str:
+def state_of(row: SeenJob) -> str:
     """A job's state in the words of the table."""
-    state = str(row["state"])
-    if state == "unreachable":
-        if row.get("last_state") is None:
-            return "unreachable (never seen)"
-        return f"unreachable ({row['last_state']} {terminal.age(_since(row.get('seen_at')) or 0)} ago)"
-    if state == "failed":
-        return f"failed({row.get('code')})"
-    notes = []
-    if row.get("unsupervised"):
-        notes.append("unsupervised")
-    if state not in FINAL and row.get("damaged"):
-        notes.append(str(row["damaged"])[:80])
-    if state not in FINAL and row.get("on_host"):
-        notes.append(f"on {row['on_host']}")
-    position = (row.get("queue") or {}).get("position") if isinstance(row.get("queue"), dict) else None
-    if state == "queued" and position:
-        notes.append(f"position {position}")
-    if state not in FINAL and (row.get("attempt") or 1) != 1:
-        notes.append(f"attempt {row['attempt']}")
-    return f"{state} ({', '.join(notes)})" if notes else state
+    if not row.trouble:
+        return live_state(row.job)
+    if row.seen_at is None:
+        return f"{UNREACHABLE} (never seen)"
+    return f"{UNREACHABLE} ({row.job.state} {terminal.age(_since(row.seen_at) or 0)} ago)"
 
 
-def age_of(row: Row) -> str:
+def live_state(job: Row | Status) -> str:
+    """The state with what a person should know beside it."""
+    if job.state == FAILED:
+        return f"{FAILED}({job.code})"
+    if job.state in FINAL:
+        return job.state
+    notes = [
+        "unsupervised" if job.unsupervised else "",
+        (job.damaged or "")[:80],
+        f"on {job.on_host}" if job.on_host else "",
+        f"position {job.queue.position}" if job.state == QUEUED and job.queue and job.queue.position else "",
+        f"attempt {job.attempt}" if (job.attempt or 1) != 1 else "",
+    ]
+    told = ", ".join(note for note in notes if note)
+    return f"{job.state} ({told})" if told else job.state
+
+
+def age_of(row: SeenJob) -> str:
     """How old a job is, by the host's own clock where it tells; what went by since it was last seen is added."""
-    age_s = row.get("age_s")
-    if isinstance(age_s, (int, float)):
-        return terminal.age(age_s + (_since(row.get("seen_at")) or 0))
-    since = _since(row.get("created"))
+    if row.job.age_s is not None:
+        return terminal.age(row.job.age_s + (_since(row.seen_at) or 0))
+    since = _since(row.job.created)
     return "?" if since is None else terminal.age(since)
 
 
-def _since(then: object) -> float | None:
+def _since(then: str | None) -> float | None:
     try:
         return (datetime.now(timezone.utc) - datetime.fromisoformat(str(then).replace("Z", "+00:00"))).total_seconds()
     except (ValueError, TypeError):
@@ -71,51 +84,36 @@ def _since(then: object) -> float | None:
 # --- its attempts ----------------------------------------------------------------------------------------------------
 
 
-def number_of(status: Mapping[str, Any]) -> int:
-    """The attempt that a status speaks of."""
-    try:
-        return int(status.get("attempt") or 1)
-    except (TypeError, ValueError):
-        return 1
-
-
-def attempt_line(status: Mapping[str, Any]) -> str | None:
+def attempt_line(status: Status) -> str | None:
     """Which attempt this is, how the former one ended, and where this one goes on; None for the first."""
-    number = number_of(status)
-    former = [a for a in status.get("attempts") or [] if isinstance(a, dict) and number_of(a) == number - 1]
-    if number == 1 or not former:
+    number, most = status.attempt, status.max_attempts
+    former = next((report for report in status.attempts if report.attempt == number - 1), None)
+    if former is None:
         return None
-    most, first = status.get("max_attempts"), status.get("first_attempt")
-    limit = f" of at most {most}" if isinstance(most, int) and most != first else ""
-    return f"attempt {number}{limit}, after attempt {number - 1} ended: {_ended(former[0])}; {_goes_on(status)}"
+    limit = f" of at most {most}" if most > status.first_attempt else ""
+    return f"attempt {number}{limit}, after attempt {number - 1} ended: {_ended(former)}; {_goes_on(status)}"
 
 
-def _ended(attempt: Mapping[str, Any]) -> str:
-    reason = str(attempt.get("reason") or attempt.get("state"))
-    step = attempt.get("step")
+def _ended(report: AttemptReport) -> str:
+    reason, step = report.reason or report.state, report.step
     return reason if step is None or f"step {step}" in reason else f"{reason}, at step {step}"
 
 
-def _goes_on(status: Mapping[str, Any]) -> str:
-    step = status.get("resumed_from")
-    if step is not None:
-        return f"goes on from step {step}"
-    return "starts again"
+def _goes_on(status: Status) -> str:
+    return "starts again" if status.resumed_from is None else f"goes on from step {status.resumed_from}"
 
 
-def stall_lines(status: Mapping[str, Any]) -> list[str]:
+def stall_lines(status: Status) -> list[str]:
     """What each rank of a stalled attempt did when it was found; empty for one that did not stall."""
-    ranks = [rank for rank in status.get("stalled") or [] if isinstance(rank, dict)]
     return [
-        f"rank {rank.get('rank')} {'still ran' if rank.get('running') else 'had ended'}; "
-        + (f"its last line: {rank['last_line']}" if rank.get("last_line") else "it had said nothing")
-        for rank in ranks
+        f"rank {rank.rank} {'still ran' if rank.running else 'had ended'}; "
+        + (f"its last line: {rank.last_line}" if rank.last_line else "it had said nothing")
+        for rank in status.stalled
     ]
 
 
-def silence_line(status: Mapping[str, Any]) -> str | None:
+def silence_line(view: JobView) -> str | None:
     """`no log for 10m` of a job that runs without a word."""
-    silent_s = status.get("silent_s")
-    if status.get("state") != RUNNING or not isinstance(silent_s, int | float) or silent_s < SILENT_S:
+    if view.status.state != RUNNING or view.silent_s is None or view.silent_s < SILENT_S:
         return None
-    return f"no log for {terminal.age(silent_s)}"
+    return f"no log for {terminal.age(view.silent_s)}"

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from deployer import terminal
-from deployer.commands.in_words import attempt_line, number_of
+from deployer.agent.gpus.view import QueueView
+from deployer.agent.host.layout import LogName
+from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, State, Status
+from deployer.commands.in_words import attempt_line
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
-from deployer.jobs.registry import JobRecord, note_row, write_record
+from deployer.jobs.registry import JobRecord, note_state, write_record
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 from deployer.printable import shown
 
 DETACHED = 75
 """Exit code of a command that stopped following while the job runs on."""
-_RANK = re.compile(r"rank_(\d+)\.log\Z")
 
 
 class Screen(Watcher):
@@ -36,10 +37,10 @@ class Screen(Watcher):
         self._update: Callable[[int, int], None] | None = None
         self._waiting = False
         self._heard_at = time.monotonic()
-        self._known_state = "running"
+        self._known_state: State = RUNNING
         self._attempt = 1
         self._tells_attempts = tells_attempts
-        self._queue: dict[str, Any] = {}
+        self._queue: QueueView | None = None
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -71,19 +72,20 @@ class Screen(Watcher):
         except OSError as error:
             terminal.notice(shown(f"warning: this client keeps no record of {self.record.job_id}: {error}"))
 
-    def state(self, status: dict[str, Any]) -> None:
-        self._note(status)
-        self._known_state = str(status["state"])
-        attempt = number_of(status)
+    def state(self, status: Status) -> None:
+        # for a `ps` when the host cannot be reached
+        note_state(self.record, self.record.ssh or HERE, status.state)
+        self._known_state = status.state
+        attempt = status.attempt or 1
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
             terminal.notice(shown(attempt_line(status) or f"attempt {attempt}"))
-        queue = status.get("queue") or {}
-        if queue and queue != self._queue:
+        queue = status.queue
+        if queue is not None and queue != self._queue:
             from deployer.agent.gpus.queue import queue_line
 
             terminal.notice(shown(f"queued: {queue_line(queue, time.time())}"))
-        elif self._queue and not queue and status["state"] in ("preparing", "running"):
+        elif self._queue is not None and queue is None and status.state in (PREPARING, RUNNING):
             terminal.notice(shown("the GPUs are free"))
         self._queue = queue
 
@@ -94,8 +96,8 @@ class Screen(Watcher):
             terminal.notice(shown("connected again"))
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
-        rank = _RANK.search(file)
-        who = f"rank {rank.group(1)}" if rank else file
+        name = LogName.parse(file)
+        who = name.writer if name is not None and name.rank is not None else file
         if limit is None:
             what = f"of a longer line only the first {terminal.size(size_bytes)} were searched and are shown"
         else:
@@ -110,12 +112,6 @@ class Screen(Watcher):
         terminal.notice(*map(shown, what))
         terminal.notice(shown(f"{job_id} {when}; it goes on without this client"))
         terminal.notice(shown(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it"))
-
-    def _note(self, status: dict[str, Any]) -> None:
-        """Keeps what the host said, for a `ps` when it cannot be reached."""
-        record = self.record
-        known = {"id": record.job_id, "name": record.name, "created": record.created, "where": record.ssh or HERE}
-        note_row(record.ssh, record.root, {**known, "state": str(status.get("state"))})
 
     def reconnecting(self, error: FerryError, wait_s: float) -> None:
         if not self._waiting:
@@ -139,16 +135,16 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
     )
 
 
-def next_commands(job_id: str, final: Mapping[str, Any] | None = None, *, without: str = "") -> None:
+def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
     """What can be done next with a job that runs, or that has ended with the status `final`; not `without`, the command
     that was just carried out."""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
-    elif final["state"] == "failed":
-        rank = final.get("first_failing_rank")
-        by_launcher = "logs {} --launcher" if final.get("started_at") else "status {}"  # its preparation failed
+    elif final.state == FAILED:
+        rank = final.first_failing_rank
+        by_launcher = "logs {} --launcher" if final.started_at else "status {}"  # its preparation failed
         lines = [by_launcher if rank is None else f"logs {{}} --rank {rank}", "exec {} -- ls -l", "pull {}"]
-    elif final["state"] == "lost":
+    elif final.state == LOST:
         lines = ["logs {}", "resume {}", "pull {}"]
     else:
         lines = ["logs {}", "pull {}"]

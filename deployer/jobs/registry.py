@@ -6,15 +6,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
+from deployer.agent.host.typed import Damage, from_json, load_json, to_json
+from deployer.agent.job.status import State
+from deployer.agent.job.views import Row
 from deployer.errors import UnknownJob
 from deployer.paths import state_dir, write_whole
+
+MAX_NOTE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,8 @@ def write_record(record: JobRecord) -> None:
 def forget(job_id: str, ssh: str | None, root: str) -> bool:
     """Drops what this client knows of a job that its host has no more; whether there was a record of it."""
     rows = recall_rows(ssh, root)
-    if any(row["id"] == job_id for row in rows):
-        remember_rows(ssh, root, [row for row in rows if row["id"] != job_id], asked_at=last_asked(ssh, root))
+    if any(row.job.id == job_id for row in rows):
+        remember_rows(ssh, root, [row for row in rows if row.job.id != job_id], asked_at=last_asked(ssh, root))
     mine = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job_id, ssh, root)]
     for record in mine:
         _file_of(record).unlink(missing_ok=True)
@@ -99,8 +105,25 @@ def find_record(job_id: str) -> JobRecord:
 
 # --- what hosts said last ---------------------------------------------------------------------------------------------
 
-Row = dict[str, Any]
-"""One job as `ps` lists it, with `seen_at`, a time of this client."""
+
+class SeenJob(NamedTuple):
+    """A job as this client sees it: what its host said last."""
+
+    job: Row
+    where: str
+    """The host, as it is spoken of here."""
+    seen_at: str | None = None
+    """A time of this client; None for a job of which no host has told."""
+    trouble: str = ""
+    """Why the host does not tell now how it is."""
+
+
+class _Note(NamedTuple):
+    """A host's answer as it is kept."""
+
+    jobs: list[dict[str, Any]]
+    """Each a row, with `where` and `seen_at`."""
+    asked_at: float | None = None
 
 
 def stamp() -> str:
@@ -108,39 +131,54 @@ def stamp() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def remember_rows(ssh: str | None, root: str, rows: list[Row], *, asked_at: float | None = None) -> None:
+def remember_rows(ssh: str | None, root: str, rows: Sequence[SeenJob], *, asked_at: float | None = None) -> None:
     """Keeps a host's answer, whole or not at all. A disk that takes no note must not end a look at jobs.
 
     asked_at: when the host was asked for all its jobs, in seconds since 1970 on this client.
     """
-    answer = {"ssh": ssh, "root": root, "asked_at": asked_at, "jobs": rows}
+    jobs = [{**to_json(row.job), "where": row.where, "seen_at": row.seen_at} for row in rows if row.seen_at]
+    answer = {"ssh": ssh, "root": root, **to_json(_Note(jobs, asked_at))}
     with suppress(OSError):
         write_whole(_file_of_rows(ssh, root), json.dumps(answer).encode("ascii"))
 
 
-def note_row(ssh: str | None, root: str, row: Row) -> None:
-    """Keeps what is known of one job now; of what is known already only these keys are replaced."""
-    rows = recall_rows(ssh, root)
-    before = next((known for known in rows if known["id"] == row["id"]), None)
-    others = [known for known in rows if known is not before]
-    remember_rows(ssh, root, [*others, {**(before or {}), **row, "seen_at": stamp()}], asked_at=last_asked(ssh, root))
+def note_state(record: JobRecord, where: str, state: State) -> None:
+    """Keeps how a job is now; what else is known of it stays."""
+    rows = recall_rows(record.ssh, record.root)
+    before = next((row.job for row in rows if row.job.id == record.job_id), Row(record.job_id, state))
+    job = before._replace(state=state, name=record.name, created=record.created)
+    others = [row for row in rows if row.job.id != record.job_id]
+    remember_rows(
+        record.ssh,
+        record.root,
+        [*others, SeenJob(job, where, stamp())],
+        asked_at=last_asked(record.ssh, record.root),
+    )
 
 
-def recall_rows(ssh: str | None, root: str) -> list[Row]:
-    """What the host said last; nothing when it was never seen or the note is torn."""
+def recall_rows(ssh: str | None, root: str) -> list[SeenJob]:
+    """What the host said last, as far as it is understood; nothing when it was never seen or the note is torn."""
+    rows = [_seen_job(value) for value in _read_note(ssh, root).jobs]
+    return [row for row in rows if row is not None and row.seen_at]
+
+
+def _seen_job(value: dict[str, Any]) -> SeenJob | None:
     try:
-        data = json.loads(_file_of_rows(ssh, root).read_text())
-        return [row for row in data["jobs"] if {"id", "state", "where", "seen_at"} <= row.keys()]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []
+        return from_json({**value, "job": value}, SeenJob)
+    except Damage:
+        return None
 
 
 def last_asked(ssh: str | None, root: str) -> float | None:
     """When the host told of all its jobs last; None when it never did."""
+    return _read_note(ssh, root).asked_at
+
+
+def _read_note(ssh: str | None, root: str) -> _Note:
     try:
-        return float(json.loads(_file_of_rows(ssh, root).read_text())["asked_at"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        return from_json(load_json(_file_of_rows(ssh, root).read_bytes(), most=MAX_NOTE), _Note)
+    except (OSError, Damage):
+        return _Note([])
 
 
 def _file_of_rows(ssh: str | None, root: str) -> Path:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from deployer.agent.host.layout import JOB_ID
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.job.status import Status
+from deployer.agent.job.views import JobView, StopReport
 from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError
@@ -16,26 +19,32 @@ AT_ONCE = 16
 """Jobs of one host that are stopped at the same time."""
 
 
-def read_status(host: Host, job_id: str) -> dict[str, Any]:
-    """A job's status as its host judges it, with its whole id. HostError for an answer that is none."""
+def read_status(host: Host, job_id: str) -> JobView:
+    """A job as its host judges it, with its whole id. HostError for an answer that is none."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
         found = link.first.result("status")
-    return _understood(found, host.name)
+    return _understood(found, JobView, host.name)
 
 
-def _understood(found: Any, host: str) -> dict[str, Any]:
-    # the id stands in commands that people copy, and in a path
-    if not (isinstance(found, dict) and isinstance(found.get("state"), str) and JOB_ID.match(str(found.get("job_id")))):
-        raise HostError(f"{host} sent a status that is not understood: {repr(found)[:200]}")
-    return found
+V = TypeVar("V", JobView, StopReport)
 
 
-End = dict[str, Any] | FerryError
-"""How a stop went: the job's final status, or why it was not stopped."""
+def _understood(found: Any, kind: type[V], host: str) -> V:
+    try:
+        view = from_json(found, kind)
+    except Damage as damage:
+        raise HostError(f"{host} sent a status that is not understood: {damage}") from None
+    if not JOB_ID.match(view.job_id):  # it stands in commands that people copy, and in a path
+        raise HostError(f"{host} sent a status that is not understood: job_id is {view.job_id[:60]!r}")
+    return view
+
+
+End = StopReport | FerryError
+"""How a stop went, or why the job was not stopped."""
 
 
 def stop_jobs(
-    places: Sequence[tuple[Host, str]], *, grace_s: float, force: bool, on_state: Callable[[str, dict[str, Any]], None]
+    places: Sequence[tuple[Host, str]], *, grace_s: float, force: bool, on_state: Callable[[str, Status], None]
 ) -> list[End]:
     """Stops jobs at the same time, over one connection to each host; how each ended, in their order.
 
@@ -75,18 +84,21 @@ def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
         thread.join()
 
 
-def _end_of(call: Call, host: str, on_state: Callable[[dict[str, Any]], None]) -> End:
+def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
     try:
         for name, value, _ in call.events():
-            if name == "state" and isinstance(value, dict):
-                on_state(value)
+            if name == "state":
+                on_state(from_json(value, Status))
             elif name == "status":
-                return _understood(value, host)
+                return _understood(value, StopReport, host)
+    except Damage as damage:
+        return HostError(f"{host} sent a status that is not understood: {damage}")
     except FerryError as error:
         return error
     return HostError(f"{host} ended the stop without a status")
 
 
 def last_lines(host: Host, job_id: str, *, rank: int | None, lines: int) -> bytes:
-    with host.connect(request={"op": "last_lines", "job": job_id, "rank": rank, "lines": lines}) as link:
+    ranks = None if rank is None else [rank]
+    with host.connect(request={"op": "last_lines", "job": job_id, "ranks": ranks, "lines": lines}) as link:
         return b"".join(data for name, _, data in link.first.events() if name == "data")

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from deployer.agent.job.status import FINAL
+from deployer.agent.host.layout import JOB_ID
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.job.status import FINAL, LOST
+from deployer.agent.job.views import Row
 from deployer.connection.host import HERE, Host
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError
-from deployer.jobs.registry import JobRecord, Row, last_asked, recall_rows, remember_rows, stamp, written_at
+from deployer.jobs.registry import JobRecord, SeenJob, last_asked, recall_rows, remember_rows, stamp, written_at
 
 ANSWER_S = 20.0
 """A host that has not answered by then is shown as it was last seen."""
 
-Answer = list[Row] | FerryError
+Answer = list[SeenJob] | FerryError
 
 
 class Asker:
@@ -48,17 +51,33 @@ class Asker:
     def _ask(self) -> None:
         asked_at = time.time()
         try:
-            jobs = self._call().result("jobs")
-            rows = [_row(job, self.host) for job in jobs]
+            rows = self._rows(self._call().result("jobs"))
         except FerryError as error:
             self.answer = error
             self.close()
-        except (AttributeError, TypeError, ValueError, LookupError) as error:
-            self.answer = HostError(f"{self.host.name} sent a list of jobs that is not understood: {error!r}")
+        except Damage as damage:
+            self.answer = HostError(f"{self.host.name} sent a list of jobs that is not understood: {damage}")
             self.close()
         else:
             self.answer = rows
             remember_rows(self.host.ssh, self.host.root, rows, asked_at=asked_at)
+
+    def _rows(self, jobs: Any) -> list[SeenJob]:
+        """A job of which only the id is understood is shown as it was seen last."""
+        rows: list[SeenJob] = []
+        for value in from_json(jobs, list[dict[str, Any]]):
+            try:
+                rows.append(SeenJob(from_json(value, Row), self.host.name, stamp()))
+            except Damage as damage:
+                trouble = f"{self.host.name} tells of it what is not understood: {damage}"
+                rows.append(self._seen_before(from_json(value, _Named).id)._replace(trouble=trouble))
+        return rows
+
+    def _seen_before(self, job_id: str) -> SeenJob:
+        if not JOB_ID.match(job_id):
+            raise Damage(f"id is {job_id[:60]!r}")
+        seen = (row for row in recall_rows(self.host.ssh, self.host.root) if row.job.id == job_id)
+        return next(seen, _never_seen(Row(job_id, LOST), self.host))
 
     def _call(self) -> Any:
         if self._link is not None and not self._link.lost:
@@ -67,10 +86,8 @@ class Asker:
         return self._link.first
 
 
-def _row(job: dict[str, Any], host: Host) -> Row:
-    gpus = [str(gpu) for gpu in job.get("gpus") or []]
-    own = {"id": str(job["id"]), "state": str(job["state"]), "gpus": gpus, "where": host.name}
-    return {**job, **own, "seen_at": stamp()}
+class _Named(NamedTuple):
+    id: str
 
 
 def ask_all(hosts: Sequence[Host], *, within_s: float = ANSWER_S) -> list[Answer]:
@@ -88,51 +105,43 @@ def ask_all(hosts: Sequence[Host], *, within_s: float = ANSWER_S) -> list[Answer
     ]
 
 
-def rows_of(hosts: Sequence[Host], answers: Sequence[Answer], records: Sequence[JobRecord]) -> list[Row]:
+def rows_of(hosts: Sequence[Host], answers: Sequence[Answer], records: Sequence[JobRecord]) -> list[SeenJob]:
     """Every job of the hosts, newest last; those of a host without an answer as they were last seen."""
-    rows: list[Row] = []
+    rows: list[SeenJob] = []
     for host, answer in zip(hosts, answers, strict=True):
         rows += answer if isinstance(answer, list) else _last_rows(host, answer, records)
-    return sorted(_once_each(rows, records), key=lambda row: str(row.get("created") or ""))
+    return sorted(_once_each(rows, records), key=lambda row: row.job.created)
 
 
-def _once_each(rows: Sequence[Row], records: Sequence[JobRecord]) -> list[Row]:
+def _once_each(rows: Sequence[SeenJob], records: Sequence[JobRecord]) -> list[SeenJob]:
     """Hosts that share a home list the same jobs: each is told by the host that it runs on, or was launched on."""
     launched = {record.job_id: record.ssh or HERE for record in records}
 
-    def rank(row: Row) -> tuple[bool, bool]:
-        return bool(row.get("on_host")), launched.get(row["id"]) != row["where"]
+    def rank(row: SeenJob) -> tuple[bool, bool]:
+        return bool(row.job.on_host), launched.get(row.job.id) != row.where
 
-    best: dict[tuple[Any, Any], Row] = {}
+    best: dict[tuple[str, str], SeenJob] = {}
     for row in rows:
-        key = row["id"], row.get("created")
+        key = row.job.id, row.job.created
         if key not in best or rank(row) < rank(best[key]):
             best[key] = row
     return list(best.values())
 
 
-def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> list[Row]:
-    seen = {row["id"]: unreachable(row, error) for row in recall_rows(host.ssh, host.root)}
+def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> list[SeenJob]:
+    seen = {row.job.id: unreachable(row, error) for row in recall_rows(host.ssh, host.root)}
     asked_at = last_asked(host.ssh, host.root) or 0.0
     here = [r for r in records if (r.ssh, r.root) == (host.ssh, host.root) and r.job_id not in seen]
     unseen = [r for r in here if written_at(r) >= asked_at]  # an older one the host had no more when it was asked
-    return [*seen.values(), *(_from_record(r, host, error) for r in unseen)]
+    never = (_never_seen(Row(r.job_id, LOST, name=r.name, created=r.created), host) for r in unseen)
+    return [*seen.values(), *(row._replace(trouble=error.message) for row in never)]
 
 
-def unreachable(row: Row, error: FerryError) -> Row:
+def unreachable(row: SeenJob, error: FerryError) -> SeenJob:
     """A job that was seen before, on a host that cannot be reached now. What had ended then has ended for good."""
-    if row["state"] in FINAL:
-        return row
-    return {**row, "state": "unreachable", "last_state": row["state"], "reason": error.message}
+    return row if row.job.state in FINAL else row._replace(trouble=error.message)
 
 
-def _from_record(record: JobRecord, host: Host, error: FerryError) -> Row:
-    return {
-        "id": record.job_id,
-        "name": record.name,
-        "state": "unreachable",
-        "reason": error.message,
-        "created": record.created,
-        "where": host.name,
-        "seen_at": None,
-    }
+def _never_seen(job: Row, host: Host) -> SeenJob:
+    """Its state is not known, whatever the row says."""
+    return SeenJob(job, host.name)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.job.status import Status
+from deployer.agent.job.views import JobView
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
@@ -26,7 +29,7 @@ class Watcher:
     def started(self, ack: dict[str, Any]) -> None:
         """The host has acknowledged the job."""
 
-    def state(self, status: dict[str, Any]) -> None:
+    def state(self, status: Status) -> None:
         """The job's state has changed."""
 
     def heard(self) -> None:
@@ -78,7 +81,7 @@ def follow_to_end(
     request: dict[str, Any] | None = None,
     known: bool = False,
     give_up_s: float = GIVE_UP_AFTER_S,
-) -> dict[str, Any]:
+) -> Status:
     """Follows a job's log to the end of the job and returns its final status; makes broken connections again.
 
     `opened`: the conversation that has started the job. Without it a connection that fails at once is not made again
@@ -114,16 +117,16 @@ def follow_to_end(
         time.sleep(wait_s)
 
 
-def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> dict[str, Any]:
+def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> Status:
     for name, value, data in call.events():
         contact.hear()
         watcher.heard()
-        if name == "status":
-            view.finish()
-            return dict(value)
         try:
+            if name == "status":
+                view.finish()
+                return from_json(value, JobView).status
             _take(name, value, data, view=view, watcher=watcher)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, Damage) as error:
             raise call.link.not_understood(error) from error
         if name == "data" and not call.pending():
             view.flush()
@@ -140,4 +143,4 @@ def _take(name: str, value: Any, data: bytes, *, view: LogView, watcher: Watcher
             view.end_line(value["file"])
         watcher.left_out(value["file"], value["size"], limit=value["limit"])
     elif name == "state":
-        watcher.state(value)
+        watcher.state(from_json(value, Status))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from deployer.agent.host.layout import ALONE, LAUNCHER_LOG, LogName
 from deployer.printable import LogText
 
 MAX_LINE = 64 * 1024
@@ -15,9 +16,6 @@ MAX_LINE = 64 * 1024
 BAR_EVERY_S = 1.0
 """Off a terminal, a progress bar that rewrites its line is shown this often at most."""
 
-LAUNCHER_FILE = "launcher.log"
-"""torchrun's own words: of a failure it says at length what the summary says in a line."""
-_RANK_FILE = re.compile(r"rank_(\d+)\.log\Z")
 _CLEAR = b"\r\x1b[K"
 
 
@@ -34,12 +32,14 @@ class _File:
 
 @dataclass
 class LogView:
-    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`).
+    """Writes log chunks to `out` (a rank's output) and `err` (the set-up's own words; torchrun's if `launcher`: of a
+    failure it says at length what the summary says in a line).
 
-    Whole lines, each with `[rank] ` before it unless `bare`. On a terminal a bar (text that ends in a carriage return)
-    is drawn in place, and the text of a `bare` rank appears as it comes; elsewhere a bar is at most one line a second.
-    Of a log's own control sequences only colours pass (LogText); of a `raw` rank the bytes pass unchanged, but never to
-    a terminal. `escapes`: the terminal knows control sequences. `encoding`: the terminal's.
+    Whole lines, each with `[RANK] ` before it unless `bare`; of a job with several groups of processes with
+    `[ROLE nodeK rank RANK] `. On a terminal a bar (text that ends in a carriage return) is drawn in place, and the text
+    of a `bare` rank appears as it comes; elsewhere a bar is at most one line a second. Of a log's own control sequences
+    only colours pass (LogText); of a `raw` rank the bytes pass unchanged, but never to a terminal. `escapes`: the
+    terminal knows control sequences. `encoding`: the terminal's.
     `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
     """
 
@@ -55,7 +55,7 @@ class LogView:
     offsets: dict[str, int] = field(default_factory=dict)
     _files: dict[str, _File] = field(default_factory=dict)
     _bar_width: int = 0
-    _attempt: str | None = None
+    _attempt: int | None = None
 
     def feed(self, file: str, offset: int, data: bytes) -> None:
         """Takes a chunk; what was seen already is passed over. A gap before it ends the line that was begun."""
@@ -64,22 +64,22 @@ class LogView:
             data = data[seen - offset :]
             offset = seen
         self.offsets[file] = offset + len(data)
-        attempt, _, name = file.rpartition("/")
-        if attempt != self._attempt:
+        name = LogName.parse(file)
+        if name is not None and name.attempt != self._attempt:
             self.finish()  # the former attempt's last words come before the next one's first
-            self._attempt = attempt
-        rank = _RANK_FILE.match(name)
-        if name == LAUNCHER_FILE and not self.launcher:
+            self._attempt = name.attempt
+        if name is not None and name.file == LAUNCHER_LOG and not self.launcher:
             return
-        if rank is not None and self.raw and not self.terminal:
+        is_ranks = name is not None and name.rank is not None
+        if is_ranks and self.raw and not self.terminal:
             self._write(self.out, data)
             return
         if seen is not None and offset > seen and file in self._files:
             self._finish_line(file)
         if file not in self._files:
-            prefix = b"" if rank is None or self.bare or self.raw else b"[%s] " % rank.group(1).encode()
             text = LogText(colours=self.escapes, encoding=self.encoding)
-            self._files[file] = _File(self.err if rank is None else self.out, prefix, text)
+            prefix = b"" if name is None or self.bare or self.raw else _prefix(name)
+            self._files[file] = _File(self.out if is_ranks else self.err, prefix, text)
         state = self._files[file]
         self._show(state, state.text.feed(data))
 
@@ -172,3 +172,10 @@ class LogView:
 
     def _write(self, out: BinaryIO, data: bytes) -> None:
         out.write(data)
+
+
+def _prefix(name: LogName) -> bytes:
+    """What stands before a line, to tell it from those of others."""
+    if name.group == ALONE:
+        return b"" if name.rank is None else b"[%d] " % name.rank
+    return b"[%s] " % name.writer.encode("ascii")

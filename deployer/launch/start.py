@@ -9,6 +9,7 @@ from typing import Any
 
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.plan import Plan
+from deployer.agent.job.status import Status
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
@@ -36,7 +37,7 @@ def launch_and_follow(
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
     last: LastTree | None = None,
-) -> dict[str, Any] | None:
+) -> Status | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
 
     A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
@@ -164,7 +165,7 @@ def resume_and_follow(
     view: LogView | None,
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
-) -> dict[str, Any] | None:
+) -> Status | None:
     """Starts this attempt of a job that has ended, and returns the final status as `launch_and_follow` does."""
     request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": to_json(plan)}
     request["follow"] = view is not None

@@ -13,7 +13,7 @@ import pytest
 
 from tests.agent.gpus.test_gpus import fake_smi
 from tests.compat.finished import lay_out
-from tests.compat.versions import HANG_S, Versions, done, ending_jobs, is_agent_of, record, rows, told
+from tests.compat.versions import HANG_S, Versions, assert_same_job, done, ending_jobs, is_agent_of, record, rows, told
 from tests.support.ferry import REPO, Ferry
 
 pytestmark = pytest.mark.timeout(900)
@@ -177,8 +177,7 @@ def check_resumed(host: Host, job: Path, before: dict[str, Any], *, began: list[
     assert is_agent_of(REPO, Path(found["slots"]["agent"]))
     after = record(job)
     assert [entry["plan_before"] for entry in after["resumed"]] == [before["plan"]]
-    kept = ("job_id", "name", "created", "kind", "torchrun", "argv", "cwd", "tree", "python", "gpus", "nproc")
-    assert {key: after["plan"][key] for key in kept} == {key: before["plan"][key] for key in kept}
+    assert_same_job(before["plan"], after["plan"])
     assert (after["env"], after["created_at"]) == (before["env"], before["created_at"])
 
 

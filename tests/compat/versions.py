@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deployer.agent.job.plan import parse_plan
 from tests.support.ferry import REPO, Ferry
 from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S
@@ -181,3 +182,14 @@ def kill_supervisor(job: Path) -> int:
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not words_of(pid), timeout_s=HANG_S)
     return pid
+
+
+def assert_same_job(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """That the plan of a resume is of the same job as the one before it, which an older client made: all but its
+    config, and the words in which the environment is said."""
+    was, now = parse_plan(before), parse_plan(after)
+    own = [role._replace(env={}) for role in was.roles], [role._replace(env={}) for role in now.roles]
+    assert own[0] == own[1]
+    loose = {"version": 0, "request": now.request, "roles": (), "config_yaml": None}
+    assert was._replace(**loose) == now._replace(**loose)
+    assert (now.request.command, now.request.torchrun) == (was.request.command, was.request.torchrun)

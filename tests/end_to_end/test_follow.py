@@ -116,7 +116,7 @@ def test_lost_network_three_lines_and_the_job_runs_on(ferry, tmp_path, how):
     assert said[-3].startswith("gave up following: ") and "refuses connections" in said[-3]
     assert said[-2].startswith(f"{job.id} was running ") and "goes on without this client" in said[-2]
     assert f"logs {job.id} -f comes back" in said[-1] and f"stop {job.id} stops it" in said[-1]
-    assert judge(job)["state"] == "running"
+    assert judge(job).state == "running"
     end_job(job)
 
 
@@ -154,7 +154,7 @@ def test_ctrl_c_at_random_times_leaves_the_job_alone(ferry, tries):
         assert client.returncode in (75, 130, -signal.SIGINT) or in_python_itself, err.decode()
         assert client.returncode != 75 or f"{ID} is running; it goes on without this client" in err.decode()
         assert out == b"" or out.startswith(b"tick 0\n")
-        assert judge(job)["state"] == "running"
+        assert judge(job).state == "running"
     assert "Traceback" not in log_of(job)
     end_job(job)
 
@@ -184,7 +184,7 @@ def test_clients_killed_while_following_leave_no_agent_behind(remote, server, cl
             client.kill()
             client.communicate()
     wait_for(lambda: not descendants(server.process.pid))
-    assert judge(job)["state"] == "running"
+    assert judge(job).state == "running"
     end_job(job)
 
 
@@ -209,7 +209,7 @@ def test_detached_job_holds_no_session_open_also_not_by_its_children(remote, ser
     assert done.returncode == 0, done.stderr.decode()
     wait_for(lambda: not descendants(server.process.pid))
     job = Job(str(remote.job()))
-    wait_for(lambda: judge(job)["state"] == "running")
+    wait_for(lambda: judge(job).state == "running")
     end_job(job)
 
 
@@ -304,7 +304,7 @@ def shown_with_bounded_memory(ferry: Ferry, *words: str) -> int:
 @pytest.fixture
 def huge_line(ferry: Ferry) -> Ferry:
     job = start_job(ferry, "import os\nfor _ in range(100): os.write(1, b'x' * 1_000_000)\nprint('end')")
-    assert end_of(job)["state"] == "succeeded"
+    assert end_of(job).state == "succeeded"
     return ferry
 
 

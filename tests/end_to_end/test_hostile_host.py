@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deployer.commands.in_words import state_of
 from deployer.connection.host import Host
 from deployer.connection.link import Link
 from deployer.errors import HostError
@@ -55,14 +56,24 @@ def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
             link.first.result("jobs")
 
 
-@pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a"}], [{"id": "a", "state": "running", "gpus": 3}]])
+@pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a; b"}], [{"state": "running"}]])
 def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
     code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
     odd, sound = Host("odd", "/odd", begun=Lying(code)), Host(None, str(tmp_path))
     known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
     hosts = [odd, sound]
     (row,) = rows_of(hosts, ask_all(hosts), [known])
-    assert (row["id"], row["state"]) == ("j1", "unreachable") and "not understood" in row["reason"]
+    assert (row.job.id, state_of(row)) == ("j1", "unreachable (never seen)") and "not understood" in row.trouble
+
+
+@pytest.mark.parametrize("row", [{"id": "a"}, {"id": "a", "state": "running", "gpus": 3}])
+def test_job_of_which_a_host_tells_nonsense_keeps_no_other_one_from_being_listed(tmp_path, row):
+    rows = [row, {"id": "b", "state": "running"}]
+    code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    hosts = [Host("odd", "/odd", _transport=Lying(code))]
+    found = rows_of(hosts, ask_all(hosts), [])
+    assert [(each.job.id, state_of(each)) for each in found] == [("a", "unreachable (never seen)"), ("b", "running")]
+    assert "not understood" in found[0].trouble and not found[1].trouble
 
 
 # --- pull -------------------------------------------------------------------------------------------------------------
@@ -142,10 +153,13 @@ def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie
 
 ANSWERS = f"""
 e = {EVIL!r}
-job = dict.fromkeys(["id", "name", "state", "reason", "created", "host", "on_host", "code"], e)
-status = dict.fromkeys(["job_id", "state", "reason", "path", "phase", "started_at"], e)
-status.update(job_id="j1", code=3, nproc=2, latest=json.dumps({{e: e}}), warnings=[e], hint=e)
-status.update(stalled=[{{"rank": e, "last_line": e}}], remaining=[{{"pid": e, "cmdline": e}}])
+state = "running"
+job = dict.fromkeys(["id", "name", "reason", "created", "host", "on_host", "damaged"], e)
+status = {{"code": 3, "groups": [{{"nproc": 2}}], "warnings": [e], "stalled": [{{"rank": 0, "last_line": e}}]}}
+status.update(dict.fromkeys(["reason", "phase", "started_at", "hint"], e), state=state)
+status.update(remaining=[{{"pid": 1, "start_time": 1, "cmdline": e}}])
+view = {{"job_id": "j1", "processes": [{{"role": e, "node": 0, "ranks": [0, 1]}}], "was": "running", "path": e}}
+view.update(latest=json.dumps({{e: e}}), status=status)
 gpu = {{**dict.fromkeys(["index", "name"], e), "memory_used_mib": 1, "memory_total_mib": 2}}
 gpu["held"] = [{{"job": e, "user": e, "shared": True, "since": 0}}]
 gpu["processes"] = [{{"pid": e, "user": e, "memory_mib": 1, "command": e}}]
@@ -153,8 +167,8 @@ kept = {{"count": 2, "what": e, "size_bytes": 1}}
 gc = {{"jobs": [{{"id": e, "size_bytes": 1, "ended_s": 1}}], "rest": [dict(kept, kind=e, oldest_s=1)]}}
 check = {{"name": e, "status": "fail", "detail": e, "hint": e}}
 values = {{
-    "ps": ("jobs", [{{**job, "gpus": [e]}}]),
-    "status": ("status", status),
+    "ps": ("jobs", [{{**job, "state": state, "gpus": [e]}}]),
+    "status": ("status", view),
     "doctor": ("doctor", {{"facts": {{e: e}}, "checks": [check]}}),
     "stop": ("state", status),
     "gpus": ("gpus", {{"gpus": [gpu], "queue": [{{"job": e, "user": e, "wants": e, "since": 0}}]}}),
@@ -170,12 +184,13 @@ event(*values[op])
 line = e.replace("\\r", "").replace("\\n", "" if op == "launch" else "\\n")  # a single rank's own lines have no prefix
 frame({{"id": 0, "data": True, "file": "rank_0.log", "offset": 0}}, line.encode("utf-8", "replace"))
 event("left_out", {{"file": e, "size": 1, "limit": 1}})
-op == "status" or event("status", dict(status, state="failed"))
+op == "status" or event("status", dict(view, status=dict(status, state="failed")))
 frame({{"id": 0, "ok": {{}}}})
 while True:
     head = hear()
     "ping" in head and frame({{"pong": head["ping"]}})
 """
+ODD = SAYS.replace('state = "running"', "state = e")
 FAILS = ANSWERS + 'frame({"id": 0, "error": {"kind": "host", "message": e, "hint": e}}); forever()'
 REFUSES = ANSWERS + 'frame({"refused": {"kind": e, "message": e, "hint": e}}); forever()'
 ENDS = ANSWERS + "sys.stderr.write(e.encode('utf-8', 'replace').decode()); sys.stderr.flush()"
@@ -217,7 +232,7 @@ def lie(server: SshServer, code: str, *, before: str = "") -> None:
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_escapes_in_whatever_a_host_says_drive_no_terminal(victim, liar, words):
     output = b""
-    for code in (SAYS, FAILS, REFUSES, ENDS):
+    for code in (SAYS, ODD, FAILS, REFUSES, ENDS):
         lie(liar, code, before="out.write(b'\\x1b[31m\\x9bnoise\\r\\n')")
         said = on_terminal(
             victim.argv(words[0], *victim.where(), *words[1:]), cwd=victim.project, env=victim.environment()
@@ -254,7 +269,7 @@ def test_dry_run_on_a_terminal_drives_none_and_to_a_pipe_is_exact(ferry):
     assert ferry.run(*words).stdout.endswith(f"true '{argument}'\n".encode())
 
 
-@pytest.mark.parametrize("status", ["None", "5", "{'state': 'running', 'job_id': 'a; rm -rf ~', 'path': '/'}"])
+@pytest.mark.parametrize("status", ["None", "5", "{'status': {'state': 'running'}, 'job_id': 'a; rm -rf ~'}"])
 def test_status_with_an_id_that_is_none_is_not_made_a_command(tmp_path, status):
     code = f"event('status', {status}); frame({{'id': 0, 'ok': {{}}}}); forever()"
     with pytest.raises(HostError, match="not understood"):

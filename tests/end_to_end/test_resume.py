@@ -242,7 +242,7 @@ def test_resume_without_a_secret_starts_nothing_and_with_other_values_takes_them
 def test_running_job_is_not_resumed(ferry: Ferry) -> None:
     started = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "exec sleep 1000")
     job_id = json.loads(started.stdout)["id"]
-    wait_for(lambda: judge(Job(str(ferry.job())))["state"] == "running")
+    wait_for(lambda: judge(Job(str(ferry.job()))).state == "running")
     done = ferry.run("resume", job_id)
     assert done.returncode == 2
     assert done.stderr.decode().startswith(f"Error: {job_id} is still running (attempt 1)")
@@ -258,7 +258,7 @@ def test_stopped_job_is_resumed_and_can_be_stopped_again(ferry: Ferry) -> None:
         wait_for(lambda log=log: log.exists() and log.read_text())
         assert log.read_text() == f"up {attempt}\n"
         assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
-        assert end_of(job)["state"] == "stopped"
+        assert end_of(job).state == "stopped"
         if attempt == 1:
             resumed = ferry.run("resume", job_id, "--detach")
             assert resumed.returncode == 0 and b"attempt 2, the same program with the same files" in resumed.stderr
@@ -294,7 +294,7 @@ def test_resume_that_broke_before_its_supervisor_began_is_done_again(ferry: Ferr
     assert ask(ferry, job_id, record["plan"], 2)["already"] is False
     (noted,) = json.loads(path.read_text())["resumed"]
     assert (noted["plan_before"], noted["plan_hash"] != "another") == ({"the": "first"}, True)
-    assert end_of(Job(str(ferry.job())))["state"] == "succeeded"
+    assert end_of(Job(str(ferry.job()))).state == "succeeded"
 
 
 # --- the trainer -----------------------------------------------------------------------------------------------------

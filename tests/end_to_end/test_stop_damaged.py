@@ -147,7 +147,7 @@ def scene(ferry: Ferry, tmp_path: Path) -> Iterator[Scene]:
         bystander.kill()
     for job in (other, twin):
         request_stop(job, force=True)
-        assert end_of(job)["state"] == "stopped"
+        assert end_of(job).state == "stopped"
     assert not [word for word in words.values() if running(word)]
 
 

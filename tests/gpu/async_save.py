@@ -23,8 +23,8 @@ from trainer.batch import Batch
 from trainer.checkpoint.retention import Keep
 from trainer.checkpoint.shards import settled
 from trainer.dist import Dist, gather, start_dist, stop_dist
-from trainer.models.build import build_decoder
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
@@ -73,7 +73,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
         parallel=ParallelConfig(activation_checkpointing="full"),
     )
     backend = make_backend(config, dist)
-    module = backend.prepare(build_decoder(config, shape))
+    module = backend.prepare(build_model(config, shape))
     init_random(module, 0)
     optimizer = build_optimizer(module, config.optim)
     step = partial(one_step, backend, module, optimizer, batch_of(shape, dist))

@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.tiny import packed_batch, tiny_decoder
 from trainer.batch import Batch
-from trainer.models.decoder import Decoder, logits_head
+from trainer.models.families.decoder import Decoder
+from trainer.models.layers import logits_head
 
 KERNELS = [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 CHOSEN = "the one that torch chooses"

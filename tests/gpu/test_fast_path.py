@@ -12,8 +12,8 @@ from trainer.data.loader import Data
 from trainer.dist import Dist
 from trainer.metrics.log import MetricsLog
 from trainer.models.attention import attention, document_blocks, document_mask, fastest_kernels, tuned_tiles
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.losses import chunked_cross_entropy, sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
@@ -109,7 +109,7 @@ def make_run(*, graphs: bool, micro_batches: int = 2, backend: str = "pytorch") 
     )
     dist = Dist(0, 0, 1, DEVICE)
     backend_made = make_backend(config, dist)
-    module = backend_made.prepare(build_decoder(config, SHAPE))
+    module = backend_made.prepare(build_model(config, SHAPE))
     fill_weights(config, module, None)
     run = Run(
         config=config,
@@ -154,7 +154,7 @@ def test_compiled_packed_bf16_is_within_twice_the_bf16_error_of_transformers():
     """Gradients of the fast path, and of transformers under autocast, against those of transformers in fp32."""
     from transformers import AutoModelForCausalLM
 
-    from trainer.models.shapes import shape_to_hf_config
+    from trainer.models.families.decoder_shape import shape_to_hf_config
 
     run = make_run(graphs=False)
     with torch.device(DEVICE):

@@ -9,9 +9,10 @@ import torch
 
 from trainer.batch import Batch
 from trainer.dist import Dist
-from trainer.models.attention import fastest_kernels, tuned_tiles
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.attention import fastest_kernels
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.float8 import use_float8
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
@@ -41,7 +42,7 @@ def prepared(config: Config, float8: str) -> torch.nn.Module:
     train, data = TrainConfig(micro_batch_size=2, precision="bf16", float8=float8), DataConfig(seq_len=512)
     config = replace(config, train=train, data=data)
     backend = make_backend(config, DIST)
-    module = backend.prepare(build_decoder(config, SHAPE))
+    module = backend.prepare(build_model(config, SHAPE))
     fill_weights(config, module, None)
     return module
 
@@ -81,7 +82,7 @@ def test_steps_in_float8_learn_as_those_in_bf16_do_and_wait_for_nothing(name):
 
 
 def arrange(blocks: Decoder) -> None:
-    blocks.pack_with(flex=True, tiles=tuned_tiles(DEVICE, blocks.shape.head_dim))
+    blocks.choose_kernels(DEVICE)
     compile_blocks(blocks, fixed_shapes=True)
 
 
@@ -111,7 +112,7 @@ def test_auto_says_what_it_has_measured():
     )
     backend = make_backend(config, DIST)
     with fastest_kernels():
-        backend.prepare(build_decoder(config, WIDE))
+        backend.prepare(build_model(config, WIDE))
     line = backend.describe().splitlines()[-1]
     print(line)
     assert line.startswith("float8: ") and line.endswith((": on", ": off"))

@@ -16,8 +16,8 @@ from trainer.dist import start_dist, stop_dist
 from trainer.memory.activations import Kernels
 from trainer.memory.estimate import PARTS, MemoryEstimate, estimate_memory
 from trainer.models.attention import fastest_kernels
-from trainer.models.build import build_decoder
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
@@ -73,7 +73,7 @@ def peak_bytes(setting: Setting) -> tuple[int, MemoryEstimate]:
     """Allocated at the highest point of the third step, and what was estimated."""
     config, dist = setting.config, start_dist("cuda")
     backend = make_backend(config, dist)
-    module = backend.prepare(build_decoder(config, setting.shape))
+    module = backend.prepare(build_model(config, setting.shape))
     for parameter in module.parameters():
         local_tensor(parameter).data.normal_(0, 0.02)
     optimizer = build_optimizer(module, config.optim)

@@ -25,8 +25,8 @@ from trainer.memory.fitting import MemoryKeeper, free_bytes, planned
 from trainer.memory.plans import MemoryPlan
 from trainer.metrics.log import MetricsLog
 from trainer.models.attention import fastest_kernels
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
@@ -62,7 +62,7 @@ def run_of(config: Config, folder: Path) -> tuple[Run, MemoryKeeper]:
     dist = Dist(0, 0, 1, DEVICE)
     memory = MemoryKeeper(config, SHAPE, folder, dist)
     backend = make_backend(memory.config, dist)
-    module = backend.prepare(build_decoder(memory.config, SHAPE))
+    module = backend.prepare(build_model(memory.config, SHAPE))
     fill_weights(config, module, None)
     run = Run(
         config=memory.config,

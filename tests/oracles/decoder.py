@@ -15,7 +15,8 @@ from tests.oracles.reference import SHAPES, both_models, from_folder, hf_labels,
 from tests.support.tiny import ALONE, export_model, packed_batch, tiny_shape
 from trainer.batch import Batch
 from trainer.export.model import sequence_logits
-from trainer.models.decoder import DecoderShape, logits_head
+from trainer.models.families.decoder_shape import DecoderShape
+from trainer.models.layers import logits_head
 from trainer.models.losses import sft_loss
 
 IDS = torch.randint(101, (1, 40), generator=torch.Generator().manual_seed(1))

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.oracles.measure import Oracle
 from tests.oracles.reference import hf_model
 from tests.support.tiny import tiny_shape
-from trainer.metrics.flops import flops_of
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 
 ROWS, SEQ_LEN = 2, 64
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
@@ -26,7 +26,7 @@ def flops_difference(folder: Path, *, shape: DecoderShape) -> float:
         model(ids, labels=ids).loss.backward()
     with torch.device("meta"):
         decoder = Decoder(shape)
-    ours = flops_of(decoder, shape).per_token(SEQ_LEN) * ROWS * SEQ_LEN
+    ours = decoder.flops().per_token(SEQ_LEN) * ROWS * SEQ_LEN
     return abs(ours / counter.get_total_flops() - 1)
 
 

@@ -18,7 +18,8 @@ from tests.support.tiny import tiny_shape
 from trainer.export.adapter import write_adapter
 from trainer.export.model import sequence_logits
 from trainer.models.adapter_files import PREFIX, adapter_weights, load_adapter, lora_spec
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import load_pretrained
 from trainer.models.lora import attach, linear_names, lora_of, merge
 from trainer.schema import LoraConfig

@@ -15,7 +15,7 @@ from tests.oracles.measure import Oracle, largest_difference, scaled_difference,
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, tiny_shape
 from trainer.dist import Dist
-from trainer.models.build import build_decoder
+from trainer.models.build import build_model
 from trainer.models.hf import gather_full, init_random, named_weights
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import lr_multiplier
@@ -33,7 +33,7 @@ OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1)
 def prepared(dist: Dist, backend: str) -> tuple[Backend, nn.Module]:
     config = Config(target=TargetConfig(train_backend=backend), train=TrainConfig(precision="fp32"))
     made = make_backend(config, dist)
-    module = made.prepare(build_decoder(config, tiny_shape()))
+    module = made.prepare(build_model(config, tiny_shape()))
     init_random(module, 0)
     return made, module
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.tiny import tiny_shape
 from trainer.batch import IGNORE, Batch
-from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape, RopeScaling, shape_to_hf_config
 from trainer.models.hf import load_pretrained
-from trainer.models.shapes import shape_to_hf_config
 
 LLAMA3 = RopeScaling("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32)
 SHAPES = {

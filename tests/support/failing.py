@@ -12,7 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from tests.support.tiny import ALONE
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import MemoryKeeper, fit_into, read_failed
-from trainer.models.decoder import DecoderShape
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.schema import Config, TrainConfig
 from trainer.train.run import Run
 from trainer.words import GIB
@@ -20,7 +20,7 @@ from trainer.words import GIB
 
 def fail_once(run: Run, error: Exception, *, backward: bool) -> None:
     """The second block fails the first time that it is called, or its backward pass is."""
-    block = run.backend._decoder.blocks[1]
+    block = run.backend._model.blocks[1]
 
     def failing(*args: Any) -> Any:
         if not backward:

@@ -15,8 +15,8 @@ from trainer.dist import (
     Dist,
     sum_over_ranks,
 )
-from trainer.models.build import build_decoder
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import init_random, named_weights
 from trainer.models.losses import sft_loss
 from trainer.parallel.backend import Backend
@@ -37,7 +37,7 @@ def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
 
 def prepared(dist: Dist, cfg: Config, shape: DecoderShape) -> tuple[Backend, nn.Module]:
     backend = make_backend(cfg, dist)
-    module = backend.prepare(build_decoder(cfg, shape))
+    module = backend.prepare(build_model(cfg, shape))
     init_random(module, 0)
     return backend, module
 

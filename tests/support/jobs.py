@@ -18,7 +18,7 @@ from deployer.agent.host.typed import to_json
 from deployer.agent.job.judge import judge
 from deployer.agent.job.plan import PLAN_VERSION, Plan, Role, parse_plan
 from deployer.agent.job.record import Record, write_record
-from deployer.agent.job.status import FINAL
+from deployer.agent.job.status import FINAL, Status
 from deployer.agent.supervisor.start import LaunchInput, spawn
 from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S
@@ -97,17 +97,17 @@ def start(job: Job, plan: Plan, **more: Any) -> Job:
     return job
 
 
-def run_job(root: Path, job_id: str, plan: Plan, **more: Any) -> dict[str, Any]:
+def run_job(root: Path, job_id: str, plan: Plan, **more: Any) -> Status:
     """Starts a job and waits for its final status."""
     return end_of(start(make_job(root, job_id, plan), plan, **more))
 
 
-def end_of(job: Job, *, timeout_s: float = HANG_S) -> dict[str, Any]:
-    def final() -> dict[str, Any] | None:
+def end_of(job: Job, *, timeout_s: float = HANG_S) -> Status:
+    def final() -> Status | None:
         status = judge(job)
-        return status if status["state"] in FINAL else None
+        return status if status.state in FINAL else None
 
-    status: dict[str, Any] = wait_for(final, timeout_s=timeout_s)
+    status: Status = wait_for(final, timeout_s=timeout_s)
     return status
 
 
@@ -131,7 +131,7 @@ def run_up(root: Path, job_id: str, code: str = UP, *args: str, **changes: Any) 
     plan = make_plan(python(code, *args), **changes)
     job = start(make_job(root, job_id, plan), plan)
     said(job, "up")
-    wait_for(lambda: judge(job)["state"] == "running")
+    wait_for(lambda: judge(job).state == "running")
     wait_for((Path(job.ranks(1)) / "rank_0.json").exists)  # of its wrapper, which may be slower than the program
     return job
 
@@ -147,6 +147,13 @@ def launch(ferry: Ferry, name: str, code: str = UP) -> str:
 
 
 def kill_supervisor(job: Job) -> None:
-    supervisor = process_of(judge(job)["supervisor"]["pid"])
+    supervisor = process_of(supervisor_pid(job))
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not is_running(supervisor))
+
+
+def supervisor_pid(job: Job) -> int:
+    """As its status has it."""
+    supervisor = judge(job).supervisor
+    assert supervisor is not None
+    return supervisor.pid

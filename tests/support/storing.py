@@ -14,7 +14,7 @@ import pytest
 
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.host.machine import own_identity
-from deployer.agent.job.status import utc, write_status
+from deployer.agent.job.status import SUCCEEDED, Status, utc, write_status
 from deployer.agent.store.content import Store
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, content_hash, entry_of_link, root_hash
 from tests.support.jobs import make_job, make_plan
@@ -49,8 +49,8 @@ def ended(root: Root, name: str, tree: str = "", *, days: float = 60, text: str 
     made = make_job(Path(root.path), name, make_plan(["true"], tree=tree))
     Path(made.config).write_text(text)
     then = utc(time.time() - days * DAY_S)
-    supervisor = own_identity()._replace(start_time=1)._asdict()
-    write_status(made, {"state": "succeeded", "ended_at": then, "supervisor": supervisor, **status})
+    plain = Status(SUCCEEDED, supervisor=own_identity()._replace(start_time=1), ended_at=then, attempt=1)
+    write_status(made, plain._replace(**status))
     return made
 
 

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 
 from trainer.batch import IGNORE, Batch
+from trainer.config.parallel import recompute_mode
 from trainer.data.batches.packing import PackedRow, build_row, plan_rows
 from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.export.model import export_tensors
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import gather_full, init_random
+from trainer.models.losses import sft_loss
+from trainer.models.protocol import Shape
+from trainer.parallel.blocks import recompute_blocks
+from trainer.schema import Config
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -68,6 +75,28 @@ def pack(encoded: Sequence[Encoded], seq_len: int, *, pad_id: int = 0, packing: 
     lengths = [len(document.ids) for document in encoded]
     plan = plan_rows(lengths, range(len(encoded)), seq_len=seq_len, packing=packing)
     return [build_row([encoded[i] for i in row], seq_len=seq_len, pad_id=pad_id) for row in plan]
+
+
+def saved_bytes(config: Config, shape: Shape, batch: Batch) -> int:
+    """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
+    model = build_model(config, shape)
+    recompute_blocks(model, recompute_mode(config.parallel), config.parallel.checkpoint_every)
+    model.to_empty(device="cpu")
+    model.reset_buffers(torch.device("cpu"))
+    fill_weights(config, model, None)
+    weights = {tuple(p.shape) for p in model.parameters()}
+    weights |= {tuple(reversed(size)) for size in weights}
+    held: dict[int, torch.Tensor] = {p.data_ptr(): torch.empty(0) for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape) not in weights:
+            held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = sft_loss(model, batch, packed=config.data.packing)
+    assert loss.count > 0
+    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
 def export_model(

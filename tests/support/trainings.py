@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 from tests.support.configs import SMALL_MODEL, config_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
 from trainer.batch import LossSum
-from trainer.data.loader import build_data
-from trainer.data.tokenize.tokenizer import load_tokenizer
 from trainer.dist import Dist
-from trainer.models.losses import sft_loss
-from trainer.models.shapes import shape_from_config
 from trainer.recipes import sft
 from trainer.schema import Config
 from trainer.train.build import build_run, seed_everything
+from trainer.train.recipe import Recipe, read_basis
 from trainer.train.run import Run
 
 STEPS = 8
@@ -60,13 +56,16 @@ def losses(records: list[dict]) -> list[float]:
 
 def build(rows: str, run_dir: Path, dist: Dist = ALONE, **fields) -> Run:
     config = training_on(rows, **fields)
-    tokenizer = load_tokenizer(config)
-    shape = shape_from_config(config.model, len(tokenizer))
     run_dir.mkdir(exist_ok=True)
     seed_everything(config, dist)
-    data = build_data(config, dist, tokenizer)
-    loss_fn = partial(sft_loss, packed=config.data.packing)
-    return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn)
+    return build_of(config, run_dir, dist)
+
+
+def build_of(config: Config, run_dir: Path, dist: Dist = ALONE, *, recipe: Recipe | None = None) -> Run:
+    """What the recipe, as a rule sft, makes of a whole config; tokens stay in memory."""
+    recipe = recipe or sft.recipe()
+    basis = read_basis(recipe, config, dist)
+    return build_run(recipe, config, run_dir, dist, basis=basis, data=recipe.data(config, dist, basis, run_dir=None))
 
 
 def poison(run: Run, *, steps: set[int], rank: int = 0) -> None:

@@ -18,7 +18,7 @@ from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 from tests.support.saves import change_state
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
-from trainer.models.shapes import shape_to_hf_config
+from trainer.models.families.decoder_shape import shape_to_hf_config
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.mkdir({!r}) }}}}"
 

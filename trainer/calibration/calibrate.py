@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,20 +22,18 @@ from trainer.config.parallel import recompute_mode
 from trainer.console import write_json, write_line
 from trainer.data.batches.steps import micro_batches
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
+from trainer.data.tokenize.tokenizer import quiet_transformers, settle_offline
 from trainer.dist import Dist, gather, on_rank0, start_dist, stop_dist
 from trainer.failures.watchdog import leave
 from trainer.host_memory import available_bytes
 from trainer.memory.activations import Kernels
 from trainer.memory.fitting import Fit, fit_into, free_bytes
 from trainer.memory.plans import usable
-from trainer.metrics.flops import flops_of, peak_flops
+from trainer.metrics.flops import peak_flops
 from trainer.metrics.log import MetricsLog
 from trainer.models.attention import fastest_kernels
-from trainer.models.build import build_decoder, check_length
-from trainer.models.decoder import DecoderShape
-from trainer.models.losses import sft_loss
-from trainer.models.shapes import model_folder, shape_from_config
+from trainer.models.build import build_model
+from trainer.models.protocol import Shape
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config
@@ -44,7 +41,7 @@ from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_de
 from trainer.tensors import local_tensor
 from trainer.train.build import graphed_micro_batches, seed_everything
 from trainer.train.precision import settle_precision
-from trainer.train.probe import largest_batch
+from trainer.train.recipe import Recipe, make_recipe, read_basis
 from trainer.train.run import Run
 from trainer.train.step import train_step
 from trainer.words import GIB
@@ -95,16 +92,13 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     Raises ConfigError and ModelError as a run would, and torch.OutOfMemoryError where one of several ranks has none
     left, for the others wait for it then.
     """
+    settle_offline(config)
     quiet_transformers()
     precision = settle_precision(config, dist)
-    config = precision.config
-    settle_offline(config)
-    folder = None if config.model.name is None else model_folder(config.model.name, dist, weights=False)
-    tokenizer = load_tokenizer(config)
-    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
-    check_length(config, shape)
+    config, recipe = precision.config, make_recipe(config)
+    shape = read_basis(recipe, config, dist, weights=False).shape
     seed_everything(config, dist)
-    bench = Bench(config, shape, dist)
+    bench = Bench(recipe, config, shape, dist)
     began = time.monotonic()
     for line in [*precision.lines, HEADER]:
         tell(line)
@@ -142,8 +136,8 @@ class _SameBatch:
 class Bench:
     """One model for all sizes."""
 
-    def __init__(self, config: Config, shape: DecoderShape, dist: Dist) -> None:
-        self._config, self._shape, self._dist = _decided(config), shape, dist
+    def __init__(self, recipe: Recipe, config: Config, shape: Shape, dist: Dist) -> None:
+        self._recipe, self._config, self._shape, self._dist = recipe, _decided(config), shape, dist
         self._cuda = dist.device.type == "cuda"
         self._free = min(gather(self._free_bytes(), dist.control_group))
         self._kernels = Kernels.on(dist.device, config.parallel)
@@ -151,12 +145,13 @@ class Bench:
         """Rows of the size to begin with."""
         start = self._fit(self.first).config
         self._backend = make_backend(start, dist)
-        self._module = self._backend.prepare(build_decoder(start, shape))
+        model = build_model(start, shape)
+        self._flops = model.flops()
+        self._module = self._backend.prepare(model)
         with torch.no_grad():
             for parameter in self._module.parameters():
                 local_tensor(parameter).normal_(0, 0.02)
         self._optimizer = build_optimizer(self._module, config.optim)
-        self._flops = flops_of(self._module, shape)
 
     def time(self, rows: int) -> Timed | str:
         """Timed steps of a size; why there are none where its memory does not suffice in a world of one."""
@@ -188,8 +183,7 @@ class Bench:
         """A run of that size, over the model that is there."""
         self._backend.rearrange(config)
         count = min(MOST_MICRO_BATCHES, micro_batches(config, self._dist.world_size))
-        loss_fn = partial(sft_loss, packed=config.data.packing)
-        batch = largest_batch(config)
+        loss_fn, batch = self._recipe.loss(config), self._recipe.largest_batch(config)
         return Run(
             config=config,
             run_dir=Path(),

@@ -24,6 +24,7 @@ from trainer.checkpoint.folders import (
 )
 from trainer.checkpoint.load import Resumed, load, verify
 from trainer.checkpoint.shards import differences
+from trainer.checkpoint.states import ExtraState
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
 from trainer.dist import Dist, on_rank0
@@ -33,6 +34,8 @@ from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
 
 ANEW = "restore it, or start anew with train.resume=never"
+RECIPE = "recipe"
+"""Where `state.json` has the recipe's own state; it is not there for one that has none."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,10 @@ def resume(
     optimizer: torch.optim.Optimizer,
     data: Loader,
     dist: Dist,
+    *,
+    state: ExtraState | None = None,
 ) -> tuple[Resumed | None, list[str]]:
-    """Fill model, optimizer, random state and place in the data from the first checkpoint that can be read.
+    """Fill model, optimizer, random state, place in the data and `state` from the first checkpoint that can be read.
 
     Returns what it says, and notes for the user: those that could not be read are renamed aside, never deleted.
     Raises CheckpointError when none can be read, ConfigError, DataError or ModelError when it is of another run.
@@ -96,6 +101,7 @@ def resume(
             _check_whole(path, saved)
             check_optimizer(path, saved.extra.get("config", {}), optimizer)
             _check(path, saved, identity, tensors, data)
+            _check_state(path, saved.extra.get(RECIPE), state)
             load(path, module, optimizer, dist, verified=saved)
         except CheckpointError as error:
             failures.append((path, error))
@@ -228,6 +234,15 @@ def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str
             f"{path} is after step {saved.step}, and the run has {data.total_steps} steps",
             hint="raise train.steps, or name an earlier checkpoint in train.resume",
         )
+
+
+def _check_state(path: Path, saved: Any, state: ExtraState | None) -> None:
+    """Give the recipe's state back. Raises ModelError where the checkpoint has none, or one that nobody takes."""
+    if (saved is None) != (state is None):
+        what = "no state of its recipe" if saved is None else "the state of another recipe"
+        raise ModelError(f"{path} holds {what}", hint=ANEW)
+    if state is not None:
+        state.load_state_dict(saved)
 
 
 def _notes(path: Path, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:

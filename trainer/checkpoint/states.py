@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ from trainer.words import first_few
 State = dict[str, Any]
 """Nested: {"model": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, …}}}."""
 Key = tuple[int, torch.Size, torch.dtype]
+
+
+class ExtraState(Protocol):
+    """What a run remembers beside weights, optimizer, random numbers and its place in the data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain JSON, small, the same on every rank."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there, on any number of ranks; ModelError where it is of another run."""
 
 
 def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import ModelError
-from trainer.export.model import Rows, check_logits, plain_decoder, sequence_logits
+from trainer.export.model import Rows, check_logits, plain_model, sequence_logits
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
-from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import named_weights
 from trainer.models.lora import LoraSpec, attach, linear_names, split_adapter
-from trainer.models.shapes import shape_to_hf_config
+from trainer.models.protocol import Model, Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ def export_adapter(
     tensors: Mapping[str, Tensor],
     *,
     spec: LoraSpec,
-    shape: DecoderShape,
+    shape: Shape,
     base_name: str | None,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: Rows,
@@ -53,7 +52,7 @@ def export_adapter(
 
 
 def write_adapter(
-    folder: Path, pairs: Mapping[str, Tensor], *, spec: LoraSpec, shape: DecoderShape, base_name: str | None
+    folder: Path, pairs: Mapping[str, Tensor], *, spec: LoraSpec, shape: Shape, base_name: str | None
 ) -> None:
     """Write the two files. Raises ModelError for a tensor that is not finite; nothing is written then."""
     bad = [name for name, tensor in pairs.items() if not tensor.isfinite().all()]
@@ -69,10 +68,10 @@ def write_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def peft_config(spec: LoraSpec, shape: DecoderShape, base_name: str | None) -> dict[str, Any]:
+def peft_config(spec: LoraSpec, shape: Shape, base_name: str | None) -> dict[str, Any]:
     """The adapter_config.json of an adapter."""
     with torch.device("meta"):
-        names = linear_names(Decoder(shape))
+        names = linear_names(shape.build())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -92,7 +91,7 @@ def peft_config(spec: LoraSpec, shape: DecoderShape, base_name: str | None) -> d
 
 @torch.no_grad()
 def verify_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], *, spec: LoraSpec, shape: DecoderShape, rows: Rows
+    folder: Path, tensors: Mapping[str, Tensor], *, spec: LoraSpec, shape: Shape, rows: Rows
 ) -> list[list[int]]:
     """Open an adapter again, with PEFT where it is installed, and compare it: names, tensors, and a pass over each row.
 
@@ -106,26 +105,24 @@ def verify_adapter(
     return check_logits(read(folder, shape, base, pairs, rows), expected, f"the adapter in {folder}")
 
 
-def plain_adapted(shape: DecoderShape, tensors: Mapping[str, Tensor], spec: LoraSpec) -> Decoder:
-    """An unsharded fp32 Decoder on the CPU that uses the given tensors, adapters and all."""
+def plain_adapted(shape: Shape, tensors: Mapping[str, Tensor], spec: LoraSpec) -> Model:
+    """An unsharded fp32 model on the CPU that uses the given tensors, adapters and all."""
     base, pairs = split_adapter(tensors)
-    decoder = plain_decoder(shape, base)
-    attach(decoder, spec)
-    decoder.load_state_dict({**base, **pairs}, strict=True, assign=True)
-    return decoder.eval()
+    model = plain_model(shape, base)
+    attach(model, spec)
+    model.load_state_dict({**base, **pairs}, strict=True, assign=True)
+    return model.eval()
 
 
 def _logits_of_peft(
-    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
+    folder: Path, shape: Shape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
 ) -> list[Tensor]:
     """What PEFT computes from the folder over the base, after its tensors have been compared."""
     import transformers
     from peft import PeftModel, get_peft_model_state_dict
 
-    config = shape_to_hf_config(shape)
-    assert config.architectures is not None
-    kind = getattr(transformers, config.architectures[0])
-    model = kind.from_pretrained(None, config=config, state_dict=dict(base), dtype=torch.float32)
+    kind = getattr(transformers, str(shape.hf_class))
+    model = kind.from_pretrained(None, config=shape.hf_config(), state_dict=dict(base), dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, folder)
     loaded = {name.removeprefix(PREFIX): value for name, value in get_peft_model_state_dict(adapted).items()}
     _check_tensors(folder, loaded, pairs)
@@ -133,15 +130,15 @@ def _logits_of_peft(
 
 
 def _logits_of_files(
-    folder: Path, shape: DecoderShape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
+    folder: Path, shape: Shape, base: Mapping[str, Tensor], pairs: Mapping[str, Tensor], rows: Rows
 ) -> list[Tensor]:
     """What our own reader makes of the folder, where PEFT is not installed."""
-    decoder = plain_decoder(shape, base)
-    spec = read_spec(folder, linear_names(decoder))
-    attach(decoder, spec)
-    load_adapter(decoder, folder)
-    _check_tensors(folder, split_adapter(dict(named_weights(decoder)))[1], pairs)
-    return [sequence_logits(decoder.eval(), ids) for ids in rows]
+    model = plain_model(shape, base)
+    spec = read_spec(folder, linear_names(model))
+    attach(model, spec)
+    load_adapter(model, folder)
+    _check_tensors(folder, split_adapter(dict(named_weights(model)))[1], pairs)
+    return [sequence_logits(model.eval(), ids) for ids in rows]
 
 
 def _check_tensors(folder: Path, loaded: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:

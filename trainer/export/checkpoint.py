@@ -20,12 +20,13 @@ from trainer.export.finish import export, render_export
 from trainer.export.model import random_rows
 from trainer.files import expanded, lack_of_room
 from trainer.models.adapter_files import CONFIG_FILE
-from trainer.models.build import base_fingerprint, build_decoder, fill_weights, is_partly_frozen, pretrained_folder
-from trainer.models.decoder import Decoder, DecoderShape, RopeScaling
+from trainer.models.build import base_fingerprint, build_model, fill_weights, is_partly_frozen
 from trainer.models.lora import lora_of
+from trainer.models.protocol import Model, Shape
 from trainer.optim.low_bit import torchao_adamw8bit
 from trainer.schema import ADAPTER_DIR, CHECKPOINTS_DIR, Config
 from trainer.tensors import DTYPES
+from trainer.train.recipe import make_recipe
 from trainer.words import render_bytes
 
 ALONE = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
@@ -42,7 +43,7 @@ class Source:
     run_dir: Path
     step: int
     config: Config
-    shape: DecoderShape
+    shape: Shape
     base: str | None
     """Fingerprint of the weights under adapters or frozen parts; None where the whole model was trained."""
 
@@ -91,12 +92,10 @@ def _source(path: Path, info: Resumed) -> Source:
     shape, config = info.extra.get("shape"), info.extra.get("config")
     if shape is None or config is None:
         raise ModelError(f"{path} does not say which model it is of", hint="a checkpoint of this trainer does")
-    scaling = shape["rope_scaling"]
-    shape = {**shape, "rope_scaling": RopeScaling(**scaling) if scaling else None}
     run_dir = path.parent.parent if path.parent.name == CHECKPOINTS_DIR else path.parent
     base = info.extra.get("part", {}).get("base")
     read = config_from_dict(config, f"the config in {path}")
-    return Source(path, run_dir, info.step, read, DecoderShape(**shape), base)
+    return Source(path, run_dir, info.step, read, make_recipe(read).family.read_shape(shape), base)
 
 
 def _unusable(path: Path, error: CheckpointError) -> ModelError:
@@ -124,18 +123,21 @@ def export_checkpoint(
 
     It appears only once transformers has read it back as the same model, or PEFT the same adapters.
     """
+    if source.shape.hf_class is None:
+        hint = "--full-state FILE writes its tensors"
+        raise ModelError(f"{source.path} is of a kind of model that transformers does not have", hint=hint)
     check_space(folder, source.shape.num_params * DTYPES[dtype].itemsize)
     quiet_transformers()
     tokenizer = load_tokenizer(_with_tokenizer(source.config, tokenizer_name))
     tell(f"reading {source.path}")
-    decoder = load_decoder(source)
-    if merged and lora_of(decoder) is None:
+    model = load_trained(source)
+    if merged and lora_of(model) is None:
         raise ModelError(f"{source.path} has no adapters to merge", hint="leave out --merge")
     tell(f"writing {source.shape.num_params:,} parameters and comparing them with what is read back")
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = export(
         folder,
-        decoder,
+        model,
         shape=source.shape,
         tokenizer=tokenizer,
         base_name=source.config.model.name,
@@ -147,21 +149,21 @@ def export_checkpoint(
     return render_export(folder.parent, written)
 
 
-def load_decoder(source: Source) -> Decoder:
+def load_trained(source: Source) -> Model:
     """The checkpoint's model on the CPU. Parameters that were frozen are not in it: they come from where the run had
     them."""
-    decoder = build_decoder(source.config, source.shape)
-    decoder.to_empty(device="cpu")
-    decoder.reset_buffers(torch.device("cpu"))
-    if is_partly_frozen(decoder):
-        base = pretrained_folder(source.config, ALONE)
+    model = build_model(source.config, source.shape)
+    model.to_empty(device="cpu")
+    model.reset_buffers(torch.device("cpu"))
+    if is_partly_frozen(model):
+        base = make_recipe(source.config).family.folder(source.config, ALONE)
         _check_base(source, base)
-        fill_weights(source.config, decoder, base)
+        fill_weights(source.config, model, base)
     try:
-        load_model(source.path, decoder, ALONE)
+        load_model(source.path, model, ALONE)
     except CheckpointError as error:
         raise _unusable(source.path, error) from error
-    return decoder
+    return model
 
 
 def _check_base(source: Source, folder: Path | None) -> None:

@@ -11,15 +11,15 @@ import torch
 from trainer.dist import Dist, on_rank0
 from trainer.export.adapter import export_adapter
 from trainer.export.model import Rows, export_tensors, random_rows, rows_of
-from trainer.models.decoder import DecoderShape
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
+from trainer.models.protocol import Shape
 from trainer.run_folder import write_outcome
 from trainer.schema import ADAPTER_DIR, EXPORT_DIR
 from trainer.train.run import Result, Run
 
 
-def finish(run: Run, result: Result, *, shape: DecoderShape, tokenizer: Any) -> int:
+def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
     """Export the model where the run is complete, write outcome.json, and return the exit code.
 
     Raises what kept the last state from being saved, once the model is exported.
@@ -62,7 +62,7 @@ def export(
     folder: Path,
     module: torch.nn.Module,
     *,
-    shape: DecoderShape,
+    shape: Shape,
     tokenizer: Any,
     base_name: str | None,
     merged: bool,
@@ -103,7 +103,7 @@ def export(
     return {**written, "compared": {"rows": rows, "predicted": predicted}}
 
 
-def rows_to_compare(run: Run, step: int, shape: DecoderShape) -> list[list[int]]:
+def rows_to_compare(run: Run, step: int, shape: Shape) -> list[list[int]]:
     """Rows of the run's own data: held out, else of the last step; random ones where this start has not trained."""
     rows = rows_of(run.data.eval.batches())
     if not rows and step > run.start_step:

@@ -17,9 +17,9 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
-from trainer.models.decoder import Decoder, DecoderShape, logits_head
 from trainer.models.hf import open_folder
-from trainer.models.shapes import rope_fields, shape_to_hf_config
+from trainer.models.layers import logits_head
+from trainer.models.protocol import Model, Shape
 from trainer.words import first_line
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def export_tensors(
     folder: Path,
     tensors: Mapping[str, Tensor] | None,
     *,
-    shape: DecoderShape,
+    shape: Shape,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: Rows,
     dist: Dist,
@@ -63,7 +63,7 @@ def export_tensors(
 
 def write_export(
     folder: Path,
-    shape: DecoderShape,
+    shape: Shape,
     *,
     tensors: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -83,7 +83,7 @@ def write_export(
     state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"}, max_shard_size="5GB")
     special = _special_tokens(tokenizer)
-    config = shape_to_hf_config(shape).to_dict() | special | rope_fields(shape)
+    config = shape.hf_fields() | special
     # both spellings: transformers 4 and vLLM read torch_dtype, transformers 5 reads dtype
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -97,19 +97,19 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int 
     return {name: getattr(tokenizer, name, None) for name in names}
 
 
-def plain_decoder(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> Decoder:
-    """An unsharded fp32 Decoder on the CPU that uses the given tensors."""
+def plain_model(shape: Shape, tensors: Mapping[str, Tensor]) -> Model:
+    """An unsharded fp32 model on the CPU that uses the given tensors."""
     with torch.device("meta"):
-        decoder = Decoder(shape)
-    decoder.load_state_dict(dict(tensors), strict=True, assign=True)
-    decoder.reset_buffers(torch.device("cpu"))
-    return decoder
+        model = shape.build()
+    model.load_state_dict(dict(tensors), strict=True, assign=True)
+    model.reset_buffers(torch.device("cpu"))
+    return model
 
 
 @torch.no_grad()
 def verify_export(
     folder: Path,
-    shape: DecoderShape,
+    shape: Shape,
     *,
     tensors: Mapping[str, Tensor],
     rows: Rows,
@@ -136,7 +136,7 @@ def verify_export(
     changed = [name for name, tensor in written.items() if not torch.equal(loaded[name], tensor)]
     if changed:
         raise ModelError(f"the export in {folder} holds other weights than were written: {', '.join(changed)}")
-    ours = plain_decoder(shape, written)
+    ours = plain_model(shape, written)
     expected = [sequence_logits(ours, ids) for ids in rows]
     got = [theirs.eval()(torch.tensor([list(ids)])).logits[0] for ids in rows]
     return check_logits(got, expected, f"the export in {folder}")
@@ -167,7 +167,7 @@ def random_rows(vocab_size: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def sequence_logits(model: Decoder, ids: Sequence[int]) -> Tensor:
+def sequence_logits(model: Model, ids: Sequence[int]) -> Tensor:
     """The logits after each of the tokens `ids`, [len(ids), V] fp32 on the model's device."""
     device = model.head_weight.device
     input_ids = torch.tensor([list(ids)], dtype=torch.int64, device=device)

@@ -12,7 +12,7 @@ import torch
 from trainer.dist import Dist
 from trainer.failures.diagnose import place_of
 from trainer.memory.estimate import Saving, estimate_memory, savings
-from trainer.models.decoder import DecoderShape
+from trainer.models.protocol import Shape
 from trainer.progress import render_place
 from trainer.schema import Config
 from trainer.words import render_bytes
@@ -80,7 +80,7 @@ def _size(pattern: str, message: str) -> int | None:
 
 @contextmanager
 def oom_advice(
-    config: Callable[[], Config], shape: DecoderShape, dist: Dist, *, on_failure: Callable[[], str | None]
+    config: Callable[[], Config], shape: Shape, dist: Dist, *, on_failure: Callable[[], str | None]
 ) -> Iterator[None]:
     """Raise OutOfMemory, with advice for this run, for a torch.OutOfMemoryError from inside.
 

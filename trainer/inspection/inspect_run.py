@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,16 +18,15 @@ from trainer.config.load import config_notes, num_processes
 from trainer.config.train import length_notes, warmup_steps
 from trainer.data.dataset.report import DataReport
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
+from trainer.data.tokenize.tokenizer import quiet_transformers, settle_offline
 from trainer.dist import Dist
 from trainer.inspection.samples import Sample, read_samples
 from trainer.memory.estimate import MemoryEstimate, Saving, estimate_memory, savings
 from trainer.memory.fitting import Fit, fit_into
 from trainer.memory.plans import Choice
-from trainer.models.build import build_decoder, check_length
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model
 from trainer.models.lora import render_lora
-from trainer.models.shapes import model_folder, shape_from_config
+from trainer.models.protocol import Shape
 from trainer.optim.build import parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
 from trainer.parallel.float8_choice import foresee_float8
@@ -38,6 +35,7 @@ from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import JOB_ID_ENV, Config
 from trainer.train.plan_log import ParameterSummary, summarize
 from trainer.train.precision import foresee_precision
+from trainer.train.recipe import Recipe, make_recipe, read_basis
 from trainer.words import GIB
 
 if TYPE_CHECKING:
@@ -85,44 +83,45 @@ class Inspection:
     notes: list[str]
 
 
-def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) -> Inspection:
+def inspect_run(
+    config: Config, *, samples: int, card_gib: float | None = None, recipe: Recipe | None = None
+) -> Inspection:
     """Look at a run as configured. Raises ConfigError, DataError and ModelError as the run itself would.
 
-    `card_gib`: memory of a GPU that it is to fit into; None: of the first one here, else 80.
+    `card_gib`: memory of a GPU that it is to fit into; None: of the first one here, else 80. `recipe`: None for the
+    one that the config names.
     """
+    settle_offline(config)
     quiet_transformers()
     precision = foresee_precision(config)
     config = precision.config
     alone = Dist(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     ranks = Dist(rank=0, local_rank=0, world_size=num_processes(config), device=torch.device("cpu"))
-    settle_offline(config)
-    folder = None if config.model.name is None else model_folder(config.model.name, alone, weights=False)
-    tokenizer = load_tokenizer(config)
-    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
-    check_length(config, shape)
+    recipe = recipe or make_recipe(config)
+    basis = read_basis(recipe, config, alone, weights=False)
+    shape = basis.shape
     fit = _fit(config, shape, ranks.world_size, card_gib)
     given, config = config, fit.config
-    decoder = build_decoder(config, shape)
-    plan = plan_wrapping(decoder, config, ranks.world_size)
-    build = partial(import_module(f"trainer.recipes.{config.recipe}").RECIPE.build_data, config, ranks, tokenizer)
+    model = build_model(config, shape)
+    plan = plan_wrapping(model, config, ranks.world_size)
     with (
         TemporaryDirectory() as scratch,  # for the tokens, which a run keeps in its folder
-        closing(build(run_dir=Path(scratch), model_vocab=shape.vocab_size)) as data,
+        closing(recipe.data(config, ranks, basis, run_dir=Path(scratch))) as data,
     ):
-        shown = _samples(data, tokenizer, samples)
+        shown = _samples(data, basis.tokenizer, samples)
     return Inspection(
         samples=shown,
         data=data.report,
-        parameters=summarize(decoder),
+        parameters=summarize(model),
         plan=plan,
-        float8=foresee_float8(decoder, config),
+        float8=foresee_float8(model, config),
         memory=estimate_memory(shape, config, world_size=ranks.world_size),
         plans=fit.choice,
         savings=savings(shape, config, world_size=ranks.world_size),
         schedule=plan_schedule(config, data),
         rates=[
-            *render_lora(decoder),
-            *render_groups(parameter_groups(decoder.named_parameters(), config.optim)),
+            *render_lora(model),
+            *render_groups(parameter_groups(model.named_parameters(), config.optim)),
             *render_lr_scaling(config.optim, data.train.global_batch_size),
         ],
         notes=[
@@ -133,7 +132,7 @@ def inspect_run(config: Config, *, samples: int, card_gib: float | None = None) 
     )
 
 
-def _fit(config: Config, shape: DecoderShape, world_size: int, card_gib: float | None) -> Fit:
+def _fit(config: Config, shape: Shape, world_size: int, card_gib: float | None) -> Fit:
     if config.target.device == "cpu" or config.parallel.memory == "manual":
         return Fit(config)
     return fit_into(config, shape, free=_card_bytes(card_gib), world_size=world_size)

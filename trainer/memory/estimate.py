@@ -14,9 +14,9 @@ from typing import Literal
 from trainer.config.parallel import backend_of, recompute_mode, sharding
 from trainer.data.batches.steps import global_batch_size, micro_batches
 from trainer.memory.activations import Kernels, count_activations
-from trainer.models.build import build_decoder
-from trainer.models.decoder import DecoderShape
-from trainer.parallel.partition import FP32
+from trainer.models.build import build_model
+from trainer.models.figures import FP32
+from trainer.models.protocol import Shape
 from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.parallel.wrapping import plan_wrapping
 from trainer.schema import Config
@@ -65,17 +65,15 @@ class MemoryEstimate:
         return [f"  {name:<14}{render_bytes(size):>12}" for name, size in rows]
 
 
-def estimate_memory(
-    shape: DecoderShape, config: Config, *, world_size: int, kernels: Kernels | None = None
-) -> MemoryEstimate:
+def estimate_memory(shape: Shape, config: Config, *, world_size: int, kernels: Kernels | None = None) -> MemoryEstimate:
     """What each of `world_size` ranks takes at its peak, with the adapters and the frozen parameters of the config.
 
     `kernels`: those of the device; None: those that the config's machine is likely to have.
     """
-    decoder = build_decoder(config, shape)
-    plan = plan_wrapping(decoder, config, world_size)
+    model = build_model(config, shape)
+    plan = plan_wrapping(model, config, world_size)
     gathers = plan.backend == "fsdp"
-    batch = count_activations(decoder, config, kernels or Kernels.assumed(config), gathered=gathers)
+    batch = count_activations(model, config, kernels or Kernels.assumed(config), gathered=gathers)
     temporary = max(batch.loss, batch.head_gradient + batch.backward)
     accumulates = micro_batches(config, world_size) > 1
     waiting = plan.unsharded_grad_bytes if accumulates else 0
@@ -131,7 +129,7 @@ class Saving:
         return f"{self.change} saves {render_bytes(self.size)}" + (f" ({self.note})" if self.note else "")
 
 
-def savings(shape: DecoderShape, config: Config, *, world_size: int) -> list[Saving]:
+def savings(shape: Shape, config: Config, *, world_size: int) -> list[Saving]:
     """Single changes that lower the estimate, the most helpful first; none that is in use already."""
     now = estimate_memory(shape, config, world_size=world_size).total
     found = []

@@ -19,7 +19,7 @@ from trainer.files import replace_text
 from trainer.memory.activations import Kernels
 from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.plans import Choice, MemoryPlan, choose_plan, possible_plans
-from trainer.models.decoder import DecoderShape
+from trainer.models.protocol import Shape
 from trainer.schema import MEMORY_PLAN_FILE, Config
 
 SHOWN_SAVINGS = 4
@@ -36,7 +36,7 @@ class Fit:
     """What to tell before the first step."""
 
 
-def fit_memory(config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -> Fit:
+def fit_memory(config: Config, shape: Shape, run_dir: Path, dist: Dist) -> Fit:
     """The config with the plan in it that fits into the fullest GPU; every rank calls this.
 
     On the CPU, and with `parallel.memory` manual, the config as it is.
@@ -53,7 +53,7 @@ def fit_memory(config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -
 class MemoryKeeper:
     """The plan in force, what follows it, and the note of it in the run folder."""
 
-    def __init__(self, config: Config, shape: DecoderShape, run_dir: Path, dist: Dist) -> None:
+    def __init__(self, config: Config, shape: Shape, run_dir: Path, dist: Dist) -> None:
         """Every rank calls this; see `fit_memory`."""
         self.given, self._shape, self._run_dir, self._dist = config, shape, run_dir, dist
         self.fit = fit_memory(config, shape, run_dir, dist)
@@ -114,7 +114,7 @@ class MemoryKeeper:
 
 def fit_into(
     config: Config,
-    shape: DecoderShape,
+    shape: Shape,
     *,
     free: int,
     world_size: int,

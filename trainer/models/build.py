@@ -1,4 +1,4 @@
-"""The model that a config describes: its folder, the Decoder without storage, what of it is frozen, its first weights.
+"""The model that a config describes, of any family: without storage, what of it is frozen, its first weights.
 
 A checkpoint leaves out what is frozen: what a run trains over which base is kept in it, and compared at a resume.
 """
@@ -16,11 +16,10 @@ from trainer.config.train import base_dtype
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError
 from trainer.models.adapter_files import adapter_folder, init_adapter, load_adapter, lora_spec
-from trainer.models.decoder import Decoder, DecoderShape
 from trainer.models.hf import init_random, load_pretrained
 from trainer.models.lora import attach, linear_names, lora_of
 from trainer.models.patterns import matching
-from trainer.models.shapes import model_folder
+from trainer.models.protocol import Model, Shape
 from trainer.schema import Config
 from trainer.tensors import DTYPES
 
@@ -28,33 +27,33 @@ SAMPLES = 64
 SAMPLE_BYTES = 4096
 
 
-def pretrained_folder(config: Config, dist: Dist) -> Path | None:
-    """The local folder of a named model; None when the model is built from the config's fields."""
-    if config.model.name is None:
-        return None
-    return model_folder(config.model.name, dist, weights=config.model.init != "random")
-
-
-def check_length(config: Config, shape: DecoderShape) -> None:
+def check_length(config: Config, shape: Shape) -> None:
     """Raise ConfigError for rows longer than the model knows positions; a named model brings that number itself."""
     if config.data.seq_len > shape.max_position_embeddings:
         limit = f"max_position_embeddings of {config.model.name}, {shape.max_position_embeddings}"
         raise ConfigError(f"data.seq_len is {config.data.seq_len}, more than {limit}", hint="lower data.seq_len")
 
 
-def build_decoder(config: Config, shape: DecoderShape) -> Decoder:
+def check_export(config: Config, shape: Shape) -> None:
+    """Raise ConfigError where an export is asked for of a model that transformers does not have."""
+    if config.run.export and shape.hf_class is None:
+        message = "run.export is true, and transformers has no model of this kind to write an export for"
+        raise ConfigError(message, hint="set run.export=false; checkpoints hold the weights")
+
+
+def build_model(config: Config, shape: Shape) -> Model:
     """The model as configured, on the meta device: every parameter is there, none has storage.
 
     What is not trained is frozen, before any backend wraps the model.
     """
     with torch.device("meta"):
-        decoder = Decoder(shape, compute_dtype=DTYPES[config.train.precision])
-        spec = lora_spec(config.lora, linear_names(decoder))
+        model = shape.build(DTYPES[config.train.precision])
+        spec = lora_spec(config.lora, linear_names(model))
         if spec is not None:
-            store_as(decoder, DTYPES[base_dtype(config)])
-            attach(decoder, spec)
-    freeze(decoder, config.model.freeze)
-    return decoder
+            store_as(model, DTYPES[base_dtype(config)])
+            attach(model, spec)
+    freeze(model, config.model.freeze)
+    return model
 
 
 def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, dist: Dist | None = None) -> None:
@@ -75,12 +74,12 @@ def fill_weights(config: Config, module: torch.nn.Module, folder: Path | None, d
 # --- what is frozen --------------------------------------------------------------------------------------------------
 
 
-def freeze(decoder: Decoder, patterns: Sequence[str]) -> None:
+def freeze(model: Model, patterns: Sequence[str]) -> None:
     """Take the parameters that the patterns mean out of training. A tied head is the embedding: one parameter.
 
     Raises ConfigError for a pattern that means none, and when nothing is left to train.
     """
-    parameters = dict(decoder.named_parameters())
+    parameters = dict(model.named_parameters())
     for pattern in patterns:
         for name in matching(pattern, parameters, "model.freeze"):
             parameters[name].requires_grad_(False)
@@ -95,9 +94,9 @@ def is_partly_frozen(module: nn.Module) -> bool:
     return not all(parameter.requires_grad for parameter in module.parameters())
 
 
-def store_as(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Store the parameters of a decoder on the meta device in `dtype`; buffers stay as they are."""
-    for parameter in decoder.parameters():
+def store_as(model: Model, dtype: torch.dtype) -> None:
+    """Store the parameters of a model on the meta device in `dtype`; buffers stay as they are."""
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 

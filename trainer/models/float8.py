@@ -6,7 +6,7 @@ Embedding, head, norms and adapters stay as they are (recipe: github.com/pytorch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -14,21 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.train import MULTIPLE
-from trainer.models.decoder import Decoder, Linear
+from trainer.models.layers import Linear
+from trainer.models.lora import linear_modules
+from trainer.models.protocol import Model
 
 NEEDED = (8, 9)
 """Compute capability of the first cards with float8 products (Ada; Hopper is 9.0)."""
 
 
-def use_float8(decoder: Decoder, *, emulate: bool = False) -> None:
-    """Let the seven projections of each block multiply in float8. `emulate`: round to it, and multiply in fp32."""
-    for _, linear in _projections(decoder):
+def use_float8(model: Model, *, emulate: bool = False) -> None:
+    """Let the projections of each block multiply in float8. `emulate`: round to it, and multiply in fp32."""
+    for _, linear in linear_modules(model):
         linear.product = _float8_product(emulate)
 
 
-def use_bf16(decoder: Decoder) -> None:
+def use_bf16(model: Model) -> None:
     """Take `use_float8` back."""
-    for _, linear in _projections(decoder):
+    for _, linear in linear_modules(model):
         linear.__dict__.pop("product", None)
 
 
@@ -37,7 +39,7 @@ def uses_float8(model: nn.Module) -> bool:
     return any("product" in vars(module) for module in model.modules() if isinstance(module, Linear))
 
 
-def why_not_float8(decoder: Decoder, device: torch.device) -> str | None:
+def why_not_float8(model: Model, device: torch.device) -> str | None:
     """Why this model has no float8 products on this device; None when it can have them."""
     if device.type != "cuda":
         return "not on a GPU"
@@ -47,24 +49,16 @@ def why_not_float8(decoder: Decoder, device: torch.device) -> str | None:
         return f"{card} has compute capability {major}.{minor}, and float8 needs {NEEDED[0]}.{NEEDED[1]}"
     if find_spec("torchao") is None:
         return "torchao is not installed (pip install torchao, the extra `lowbit`)"
-    return odd_size(decoder)
+    return odd_size(model)
 
 
-def odd_size(decoder: Decoder) -> str | None:
+def odd_size(model: Model) -> str | None:
     """The first matrix that float8 cannot multiply with, in words."""
-    for name, linear in _projections(decoder):
+    for name, linear in linear_modules(model):
         if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
             size = f"{linear.out_features} x {linear.in_features}"
             return f"{name} is {size}, and float8 needs multiples of {MULTIPLE}"
     return None
-
-
-def _projections(decoder: Decoder) -> Iterator[tuple[str, Linear]]:
-    for index, block in enumerate(decoder.blocks):
-        for part in ("self_attn", "mlp"):
-            for name, child in getattr(block, part).named_children():  # an adapter's matrices are a level below
-                if isinstance(child, Linear):
-                    yield f"model.layers.{index}.{part}.{name}", child
 
 
 @cache

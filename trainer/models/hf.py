@@ -1,4 +1,4 @@
-"""The weights of a Decoder from and to Hugging Face's files; their shape is `trainer.models.shapes`' matter.
+"""A model's folder, and its weights from and to Hugging Face's files; its shape is the family's matter.
 
 Every tensor is spoken of by Hugging Face's name, whatever wraps the model: DDP, FSDP, checkpointing or compile.
 Weights are drawn or read a few million values at a time by several threads: one makes 0.2e9 random values a second,
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.dist import Dist, on_rank0
+from trainer.dist import Dist, on_rank0, rank0_first
 from trainer.errors import ModelError
+from trainer.files import expanded
 from trainer.host_memory import cores_of_rank
 from trainer.models.lora import is_adapter
 from trainer.models.weight_files import StoredTensor, open_weights
@@ -33,6 +34,37 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK = 1 << 22
 """Values of a block, at most, unless one row has more; 16 MiB of fp32. Random weights depend on it."""
 MAX_THREADS = 16
+
+
+def fetch_model(name: str, dist: Dist, *, check: Callable[[Path], object], weights: bool = True) -> Path:
+    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first).
+
+    `check`: raises ModelError for a folder whose config.json is of no model that is meant: before its weights are
+    loaded, and nothing of it is run.
+    """
+    folder = expanded(name)
+    if folder.is_dir():
+        check(folder)
+        return folder
+    if folder.is_absolute() or name.startswith((".", "~")):
+        raise ModelError(f"model.name={name}: there is no such folder")
+    return rank0_first(dist, lambda: _download(name, check, weights))
+
+
+def _download(name: str, check: Callable[[Path], object], weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    small = ["*.json", "*.jinja", "*.txt", "*.model"]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=small))
+        check(folder)
+        return Path(snapshot_download(name, allow_patterns=[*small, "*.safetensors"])) if weights else folder
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(
+            f"model.name={name} is no folder here and could not be fetched from Hugging Face: {reason};"
+            " give a local folder, or check the name, the network and HF_TOKEN"
+        ) from error
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

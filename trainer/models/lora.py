@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.decoder import Decoder, Linear
+from trainer.models.layers import Linear
 from trainer.models.patterns import no_match
+from trainer.models.protocol import Model
 
 ALL_LINEAR = "all-linear"
 PAIR = ("lora_A", "lora_B")
@@ -63,18 +64,18 @@ class Adapter:
         return torch.add(out, self.up(self.down(x)), alpha=self.scaling)
 
 
-def attach(decoder: Decoder, spec: LoraSpec) -> None:
-    """Give every target its pair, in fp32 and undefined, and freeze all else. `decoder.lora` is the spec then."""
-    decoder.requires_grad_(False)
+def attach(model: Model, spec: LoraSpec) -> None:
+    """Give every target its pair, in fp32 and undefined, and freeze all else. `model.lora` is the spec then."""
+    model.requires_grad_(False)
     for name in spec.targets:
-        linear = decoder.get_submodule(name)
+        linear = model.get_submodule(name)
         assert isinstance(linear, Linear)
         place = {"device": linear.weight.device, "dtype": torch.float32}
         down, up = (Linear(size, out, bias=False, **place) for size, out in _sizes(linear, spec.rank))
         for child, module in zip(PAIR, (down, up), strict=True):
             linear.add_module(child, module)
         linear.adapter = Adapter(down, up, spec)
-    decoder.lora = spec
+    model.lora = spec
 
 
 def _sizes(linear: Linear, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -83,16 +84,19 @@ def _sizes(linear: Linear, rank: int) -> tuple[tuple[int, int], tuple[int, int]]
 
 def lora_of(module: nn.Module) -> LoraSpec | None:
     """The adapters of a model, however it is wrapped; None without any."""
-    return next((child.lora for child in module.modules() if isinstance(child, Decoder)), None)
+    return next((child.lora for child in module.modules() if isinstance(child, Model)), None)
 
 
-def linear_names(decoder: Decoder) -> list[str]:
-    """Names of the modules that can have an adapter: every linear one in the blocks."""
-    return [
-        name
-        for name, child in decoder.named_modules()
-        if isinstance(child, Linear) and name != "lm_head" and not name.endswith(PAIR)
-    ]
+def linear_modules(model: Model) -> Iterator[tuple[str, Linear]]:
+    """The modules that can have an adapter, with their names: every linear one in the blocks."""
+    for name, child in model.named_modules():
+        if isinstance(child, Linear) and name != "lm_head" and not name.endswith(PAIR):
+            yield name, child
+
+
+def linear_names(model: Model) -> list[str]:
+    """Their names."""
+    return [name for name, _ in linear_modules(model)]
 
 
 def choose_targets(targets: Iterable[str], names: list[str]) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ CHUNK_TOKENS_IN_TORCH = 1024
 def sft_loss(model: nn.Module, batch: Batch, *, packed: bool = True, chunk: int | None = None) -> LossSum:
     """The summed cross entropy of a batch's targets; a batch without targets gives 0 with gradients of 0.
 
-    `model` is a Decoder, also wrapped or sharded by a backend. `packed=False` is allowed when every row is a single
-    document (see Decoder.forward). `chunk`: positions whose logits exist at a time.
+    `model` is a `trainer.models.protocol.Model`, also wrapped or sharded by a backend. `packed=False` is allowed when
+    every row is a single document (see Model.forward). `chunk`: positions whose logits exist at a time.
     """
     head = partial(chunked_cross_entropy, labels=batch.labels, targets=batch.targets, chunk=chunk)
     total = model(batch.input_ids, batch.positions, batch.doc_ids, packed=packed, head=head)

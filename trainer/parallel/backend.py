@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trainer.config.batch import BatchRules
 from trainer.config.parallel import recompute_mode
 from trainer.dist import Dist
 from trainer.errors import ConfigError
 from trainer.kernels.support import why_no_triton
-from trainer.models.attention import tuned_tiles, why_no_flex
-from trainer.models.decoder import Decoder
+from trainer.models.figures import Micro
+from trainer.models.protocol import Model
 from trainer.parallel.blocks import compile_blocks, decide_compile, recompute_blocks, run_eagerly, set_budget
 from trainer.parallel.float8_choice import choose_float8, leave_float8
 from trainer.parallel.partition import partition_budget
@@ -45,47 +44,46 @@ class Backend:
         self.options = config.parallel
         self.module: nn.Module = nn.Identity()
 
-    def prepare(self, decoder: Decoder) -> nn.Module:
-        """The wrapped model on this rank's device, its parameters allocated and undefined; `decoder` is on meta.
+    def prepare(self, model: Model) -> nn.Module:
+        """The wrapped model on this rank's device, its parameters allocated and undefined; `model` is on meta.
 
-        Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Decoder's arguments.
+        Fill them with `trainer.models.hf.load_pretrained` or `init_random`. Calls take a Model's arguments.
         Raises ConfigError where `parallel` asks for what this model has not.
         """
-        self.plan = plan_wrapping(decoder, self.config, self.dist.world_size)
-        self._decoder = decoder
+        self.plan = plan_wrapping(model, self.config, self.dist.world_size)
+        self._model = model
         gathered = self.plan.backend == "fsdp"
-        self._float8 = choose_float8(decoder, self.config, self.dist, arrange=self._arrange, gathered=gathered)
-        self._arrange(decoder)
-        self.module = self._spread(decoder)
+        self._float8 = choose_float8(model, self.config, self.dist, arrange=self._arrange, gathered=gathered)
+        self._arrange(model)
+        self.module = self._spread(model)
         return self.module
 
     def rearrange(self, config: Config) -> None:
         """Take another plan for activations, gradients and gathered copies; parameters stay where they are."""
         torch._dynamo.reset()  # what is compiled already would be taken for any budget
-        run_eagerly(self._decoder)
+        run_eagerly(self._model)
         self.config, self.options = config, config.parallel
         self.plan = replan(self.plan, config)
-        self._arrange(self._decoder)
+        self._arrange(self._model)
         if not self.compiled and self._float8:
-            self._float8 = leave_float8(self._decoder)
+            self._float8 = leave_float8(self._model)
 
     def settle(self) -> None:
         """Let go of what a forward or backward that has failed left behind, so that the next one starts anew."""
 
-    def _arrange(self, decoder: Decoder) -> None:
+    def _arrange(self, model: Model) -> None:
         """What of the blocks is computed again, and whether they are compiled."""
         mode = recompute_mode(self.options)
-        recompute_blocks(decoder, mode, self.options.checkpoint_every)
+        recompute_blocks(model, mode, self.options.checkpoint_every)
         device = self.dist.device
         self.compiled, self._why_eager = decide_compile(self.options.compile, device, why_not=why_no_triton(device))
-        head_dim = decoder.shape.head_dim
-        decoder.pack_with(flex=why_no_flex(device, head_dim) is None, tiles=tuned_tiles(device, head_dim))
+        model.choose_kernels(device)
         if mode == "budget" and not self.compiled:
             message = f"parallel.activation_checkpointing is budget, which needs a compiler{self._why_eager}"
             raise ConfigError(message, hint="set parallel.activation_checkpointing=selective")
         if self.compiled:
-            set_budget(self._budget(decoder) if mode == "budget" else 1.0)
-            compile_blocks(decoder, fixed_shapes=self.config.data.packing)
+            set_budget(self._budget(model) if mode == "budget" else 1.0)
+            compile_blocks(model, fixed_shapes=self.config.data.packing)
 
     def sync(self, last: bool) -> None:
         """Say, before its forward, whether the coming micro-batch is the step's last: gradients are reduced then."""
@@ -114,22 +112,23 @@ class Backend:
         ]
         return "\n".join(lines)
 
-    def _budget(self, decoder: Decoder) -> float:
-        n, share = BatchRules.of(self.config).tokens, self.options.activation_budget
-        c, casts = self.compute_dtype.itemsize, self.plan.backend != "fsdp"
-        return partition_budget(decoder.blocks[0], decoder, n=n, c=c, share=share, casts=casts)
+    def _budget(self, model: Model) -> float:
+        has_triton = why_no_triton(self.dist.device) is None
+        gathered = self.plan.backend == "fsdp"
+        micro = Micro.of(self.config, triton=has_triton, compiled=self.compiled, gathered=gathered)
+        return partition_budget(model.block_memory(model.blocks[0], micro), self.options.activation_budget)
 
     def _recompute_words(self) -> str:
         mode = recompute_mode(self.options)
         return f"{mode} ({self.options.activation_budget:g})" if mode == "budget" else mode
 
-    def _spread(self, decoder: Decoder) -> nn.Module:
-        return self._allocate(decoder)
+    def _spread(self, model: Model) -> nn.Module:
+        return self._allocate(model)
 
-    def _allocate(self, decoder: Decoder) -> Decoder:
-        decoder.to_empty(device=self.dist.device)
-        decoder.reset_buffers(self.dist.device)
-        return decoder
+    def _allocate(self, model: Model) -> Model:
+        model.to_empty(device=self.dist.device)
+        model.reset_buffers(self.dist.device)
+        return model
 
     def _sum_of_squares(self) -> Tensor:
         """Of all gradients, over all ranks, each entry once: a float64 scalar on this rank's device."""

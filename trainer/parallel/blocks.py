@@ -16,7 +16,7 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.errors import ConfigError
-from trainer.models.decoder import Decoder
+from trainer.models.protocol import Model
 
 VARIANTS = 64
 """Graphs of a block at most. Rows of any length, one or several, with and without gradients, of a frozen and a trained
@@ -58,12 +58,12 @@ def decide_compile(wanted: bool | None, device: torch.device, *, why_not: str | 
     return wanted, ""
 
 
-def compile_blocks(decoder: Decoder, *, fixed_shapes: bool) -> None:
+def compile_blocks(model: Model, *, fixed_shapes: bool) -> None:
     """Compile the blocks and the final norm when they are first called. `fixed_shapes`: all rows are of one length."""
     import torch._dynamo.config
 
     torch._dynamo.config.recompile_limit = VARIANTS
-    for module in _compiled(decoder):
+    for module in _compiled(model):
         module.forward = torch.compile(module.forward, fullgraph=True, dynamic=False if fixed_shapes else None)
 
 
@@ -74,9 +74,9 @@ def set_budget(share: float) -> None:
     torch._functorch.config.activation_memory_budget = share
 
 
-def run_eagerly(decoder: Decoder) -> None:
+def run_eagerly(model: Model) -> None:
     """Take `compile_blocks` and recomputation back."""
-    for module in _compiled(decoder):
+    for module in _compiled(model):
         module.__dict__.pop("forward", None)
 
 
@@ -89,15 +89,14 @@ def is_compile_failure(error: BaseException) -> bool:
     return any(str(frame.f_globals.get("__name__")).startswith("triton.") for frame in frames)
 
 
-def _compiled(decoder: Decoder) -> Iterator[Any]:
-    yield from decoder.blocks
-    yield decoder.model.norm
+def _compiled(model: Model) -> Iterator[Any]:
+    yield from model.units().compiled
 
 
 # --- recomputation ---------------------------------------------------------------------------------------------------
 
 
-def recompute_blocks(decoder: Decoder, mode: str, every: int) -> None:
+def recompute_blocks(model: Model, mode: str, every: int) -> None:
     """Make every n-th block, the first included, keep less: `mode` none or budget, selective (KEPT_OPS) or full (its
     inputs).
 
@@ -108,7 +107,7 @@ def recompute_blocks(decoder: Decoder, mode: str, every: int) -> None:
     options: dict[str, Any] = {}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
-    for block in list(decoder.model.layers)[::every]:
+    for block in list(model.blocks)[::every]:
         block.forward = _recomputed(block.forward, options)
 
 

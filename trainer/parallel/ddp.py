@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.dist import ensure_group
-from trainer.models.decoder import Decoder
+from trainer.models.protocol import Model
 from trainer.parallel.backend import Backend
 
 
@@ -17,10 +17,10 @@ class DDPBackend(Backend):
 
     name = "ddp"
 
-    def _spread(self, decoder: Decoder) -> nn.Module:
+    def _spread(self, model: Model) -> nn.Module:
         ensure_group(self.dist)
         # init_sync would broadcast parameters that are not filled yet
-        ddp = DistributedDataParallel(self._allocate(decoder), gradient_as_bucket_view=True, init_sync=False)
+        ddp = DistributedDataParallel(self._allocate(model), gradient_as_bucket_view=True, init_sync=False)
         ddp.register_comm_hook(self.reduce_dtype, _sum_bucket)
         return ddp
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainer.dist import ensure_group
-from trainer.models.decoder import Decoder
+from trainer.models.protocol import Model
 from trainer.parallel.backend import Backend
 from trainer.parallel.plan import ROOT, Group, WrapPlan
 from trainer.parallel.wrapping import ignored_names
@@ -31,22 +31,22 @@ class FSDPBackend(Backend):
 
     name = "fsdp"
 
-    def _spread(self, decoder: Decoder) -> nn.Module:
+    def _spread(self, model: Model) -> nn.Module:
         ensure_group(self.dist)
         self._mesh = _mesh(self.dist.device.type, self.plan)
-        settings = self._settings(ignored=self._whole(decoder))
+        settings = self._settings(ignored=self._whole(model))
         self._modules: dict[str, FSDPModule] = {}
         for group in self.plan.groups:
             kept = group.kept  # FSDP2 says what happens to the gathered copy: freed, or kept
             reshard = not kept if isinstance(kept, bool) else kept
-            module = fully_shard(decoder.get_submodule(group.name), reshard_after_forward=reshard, **settings)
+            module = fully_shard(model.get_submodule(group.name), reshard_after_forward=reshard, **settings)
             module.set_unshard_in_backward(group.needed_again)
             self._modules[group.name] = module
-        for module in fsdp_modules(decoder):
+        for module in fsdp_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and none is needed
-        self._prefetch(decoder)
-        return self._give_storage(decoder)
+        self._prefetch(model)
+        return self._give_storage(model)
 
     def rearrange(self, config: Config) -> None:
         super().rearrange(config)
@@ -65,9 +65,9 @@ class FSDPBackend(Backend):
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.dist.device.type == "cuda")
         return settings
 
-    def _prefetch(self, decoder: Decoder) -> None:
+    def _prefetch(self, model: Model) -> None:
         """Say explicitly what is gathered ahead, where it is more than what FSDP2 does by itself."""
-        running = _in_running_order(decoder)
+        running = _in_running_order(model)
         ahead, behind = int(self.options.forward_prefetch), self.options.backward_prefetch_depth
         for i, module in enumerate(running):
             if ahead:
@@ -75,26 +75,26 @@ class FSDPBackend(Backend):
             if behind > 1:
                 module.set_modules_to_backward_prefetch(running[max(0, i - behind) : i][::-1])
 
-    def _give_storage(self, decoder: Decoder) -> Decoder:
+    def _give_storage(self, model: Model) -> Model:
         if not self.options.cpu_offload:
-            self._allocate(decoder)
+            self._allocate(model)
         else:
-            decoder.to_empty(device="cpu")
-            decoder.reset_buffers(self.dist.device)
-        for parameter in self._whole(decoder):
+            model.to_empty(device="cpu")
+            model.reset_buffers(self.dist.device)
+        for parameter in self._whole(model):
             parameter.data = parameter.data.to(self.dist.device)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._sum_whole)
-        return decoder
+        return model
 
     def _grouped(self) -> Iterator[tuple[Group, FSDPModule]]:
         """The groups of the plan with their modules."""
         return ((group, self._modules[group.name]) for group in self.plan.groups)
 
-    def _whole(self, decoder: Decoder) -> set[nn.Parameter]:
+    def _whole(self, model: Model) -> set[nn.Parameter]:
         """The parameters that are not sharded."""
-        names = ignored_names(decoder, self.options.ignored_modules)
-        return {p for name in names for p in decoder.get_submodule(name).parameters()}
+        names = ignored_names(model, self.options.ignored_modules)
+        return {p for name in names for p in model.get_submodule(name).parameters()}
 
     def sync(self, last: bool) -> None:
         self._last = last
@@ -131,12 +131,12 @@ def _mesh(device_type: str, plan: WrapPlan) -> DeviceMesh:
     return init_device_mesh(device_type, (plan.replicas, plan.shards), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def _in_running_order(decoder: Decoder) -> list[FSDPModule]:
+def _in_running_order(model: Model) -> list[FSDPModule]:
     """The groups below the root in the order of the forward pass.
 
     That is the order of registration; only norms as groups of their own, which are small, would come too late.
     """
-    _, *below = fsdp_modules(decoder)
+    _, *below = fsdp_modules(model)
     return below
 
 

@@ -15,18 +15,15 @@ from torch import nn
 
 from trainer.config.parallel import Sharding, backend_of, sharding
 from trainer.errors import ConfigError
-from trainer.models.decoder import Decoder
 from trainer.models.patterns import matching
+from trainer.models.protocol import Model
 from trainer.optim.build import state_bytes
 from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.schema import Config, ParallelConfig
 from trainer.tensors import DTYPES
 
-HF_FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
-HF_CLASSES = {"DecoderLayer": "Block", "Attention": "Attention", "MLP": "MLP", "RMSNorm": "RMSNorm"}
 
-
-def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan:
+def plan_wrapping(model: Model, config: Config, world_size: int) -> WrapPlan:
     """The plan for a model, as configured, on so many ranks.
 
     Raises ConfigError where `parallel` names classes or modules that the model has not, or asks for groups so large
@@ -35,7 +32,7 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
     options, backend = config.parallel, backend_of(config, world_size)
     how = sharding(options)
     replicas = {"pytorch": 1, "ddp": world_size}.get(backend, (options.dp_replicate or 1) if how.hybrid else 1)
-    planner = _Planner(decoder, options, shards=world_size // replicas, dtype=DTYPES[config.train.precision])
+    planner = _Planner(model, options, shards=world_size // replicas, dtype=DTYPES[config.train.precision])
     fsdp = backend == "fsdp"
     return WrapPlan(
         backend=backend,
@@ -47,7 +44,7 @@ def plan_wrapping(decoder: Decoder, config: Config, world_size: int) -> WrapPlan
         compute_dtype=config.train.precision,
         reduce_dtype=options.reduce_dtype,
         reduce_bytes=DTYPES[options.reduce_dtype].itemsize,
-        state_bytes=state_bytes(decoder.parameters(), config.optim),
+        state_bytes=state_bytes(model.parameters(), config.optim),
         forward_ahead=int(options.forward_prefetch) if fsdp else 0,
         backward_ahead=options.backward_prefetch_depth if fsdp else 0,
         offloaded=bool(options.cpu_offload) and fsdp,
@@ -70,9 +67,9 @@ def replan(plan: WrapPlan, config: Config) -> WrapPlan:
     )
 
 
-def ignored_names(decoder: nn.Module, patterns: Iterable[str]) -> list[str]:
+def ignored_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     """The modules that the patterns name. Raises ConfigError for a pattern that names none."""
-    names = [name for name, _ in decoder.named_modules() if name]
+    names = [name for name, _ in model.named_modules() if name]
     found = [name for pattern in patterns for name in matching(pattern, names, "parallel.ignored_modules")]
     return list(dict.fromkeys(found))
 
@@ -80,19 +77,17 @@ def ignored_names(decoder: nn.Module, patterns: Iterable[str]) -> list[str]:
 class _Planner:
     """Chooses the groups of one model and measures them."""
 
-    def __init__(self, decoder: Decoder, options: ParallelConfig, *, shards: int, dtype: torch.dtype) -> None:
-        self.decoder, self.options, self.shards, self.dtype = decoder, options, shards, dtype
-        fixed: set[nn.Module] = {decoder.model, decoder.model.layers}
-        if decoder.shape.tie_embeddings:
-            fixed.add(decoder.model.embed_tokens)  # the head uses it after the embedding's group would be freed
-        self.wrappable = {name: m for name, m in decoder.named_modules() if name and m not in fixed}
+    def __init__(self, model: Model, options: ParallelConfig, *, shards: int, dtype: torch.dtype) -> None:
+        self.model, self.options, self.shards, self.dtype = model, options, shards, dtype
+        self.units = model.units()
+        self.wrappable = {n: m for n, m in model.named_modules() if n and m not in self.units.inseparable}
 
     def groups(self, how: Sharding) -> tuple[Group, ...]:
         """The chosen modules bottom-up, then the root; without groups that have no parameter."""
         taken = {id(p) for p in self._ignored()}
         found = []
         for name in [*sorted(self._chosen(), key=lambda name: -name.count(".")), ROOT]:
-            own = [p for p in self.decoder.get_submodule(name).parameters() if id(p) not in taken]
+            own = [p for p in self.model.get_submodule(name).parameters() if id(p) not in taken]
             taken |= {id(p) for p in own}
             if own or name == ROOT:
                 found.append(self._measure(name, own, **self._fate(name, how)))
@@ -100,35 +95,35 @@ class _Planner:
 
     def _fate(self, name: str, how: Sharding) -> dict[str, Any]:
         """What becomes of a group's gathered copy: that of an embedding is never used again."""
-        if isinstance(self.decoder.get_submodule(name), nn.Embedding):
+        if isinstance(self.model.get_submodule(name), nn.Embedding):
             return {"kept": False, "needed_again": False}
         return {"kept": _kept(name, how)}
 
     def whole(self) -> Group:
         """The model in one piece, used as it is stored."""
-        return self._measure(ROOT, list(self.decoder.parameters()), shards=1, gathered=False)
+        return self._measure(ROOT, list(self.model.parameters()), shards=1, gathered=False)
 
     def ignored_group(self) -> Group | None:
         own = self._ignored()
         return self._measure(", ".join(self.options.ignored_modules), own, shards=1, gathered=False) if own else None
 
     def _ignored(self) -> list[nn.Parameter]:
-        names = ignored_names(self.decoder, self.options.ignored_modules)
-        return list(dict.fromkeys(p for name in names for p in self.decoder.get_submodule(name).parameters()))
+        names = ignored_names(self.model, self.options.ignored_modules)
+        return list(dict.fromkeys(p for name in names for p in self.model.get_submodule(name).parameters()))
 
     def _chosen(self) -> list[str]:
         policy = self.options.wrap_policy
         if policy == "size":
             return self._by_size()
-        # an untied embedding and head are as large as several blocks: alone, their traffic hides behind products
-        classes = {"Block", "Embedding", "Head"} if policy == "transformer" else self._classes()
+        if policy == "transformer":
+            return [name for name, module in self.wrappable.items() if module in self.units.sharded]
+        classes = self._classes()
         return [name for name, module in self.wrappable.items() if type(module).__name__ in classes]
 
     def _classes(self) -> set[str]:
         present = {type(module).__name__ for module in self.wrappable.values()}
-        family = HF_FAMILIES[self.decoder.shape.family]
         known = {name: name for name in present}
-        known |= {f"{family}{theirs}": ours for theirs, ours in HF_CLASSES.items() if ours in present}
+        known |= {theirs: ours for theirs, ours in self.model.hf_classes().items() if ours in present}
         unknown = [name for name in self.options.wrap_classes if name not in known]
         if unknown:
             message = f"parallel.wrap_classes names {', '.join(unknown)}, no class of this model that can be a group"
@@ -139,7 +134,7 @@ class _Planner:
         """FSDP1's rule: a module whose parameters in no group below it are at least `min_num_params` is a group."""
         least, chosen = self.options.min_num_params, []
         rest: dict[str, int] = {}
-        for name, module in reversed(list(self.decoder.named_modules())):  # children before what they belong to
+        for name, module in reversed(list(self.model.named_modules())):  # children before what they belong to
             own = sum(p.numel() for p in module.parameters(recurse=False))
             below = sum(rest[f"{name}.{child}" if name else child] for child, _ in module.named_children())
             rest[name] = own + below

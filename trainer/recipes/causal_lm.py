@@ -9,60 +9,74 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.batch import Batch
+from trainer.checkpoint.states import ExtraState
+from trainer.data.batches.micro_batches import Ranks
+from trainer.data.batches.steps import largest_batch
 from trainer.data.loader import Data
-from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers, settle_offline, vocab_size
 from trainer.dist import Dist
 from trainer.export.finish import finish
 from trainer.failures.oom import oom_advice
 from trainer.memory.fitting import MemoryKeeper
 from trainer.models.attention import fastest_kernels
-from trainer.models.build import check_length, pretrained_folder
+from trainer.models.families.decoder_shape import DECODERS
 from trainer.models.losses import sft_loss
-from trainer.models.shapes import shape_from_config
+from trainer.models.protocol import Family
 from trainer.profile.trace import step_watchers
 from trainer.schema import Config
 from trainer.train import loop
 from trainer.train.build import build_run, seed_everything
+from trainer.train.evaluate import held_out_loss
 from trainer.train.plan_log import tell_plan
 from trainer.train.precision import settle_precision
 from trainer.train.probe import probe
+from trainer.train.recipe import Basis, Recipe, read_basis
+from trainer.train.run import Evaluated, LossFn, Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass(frozen=True)
-class CausalLM:
-    """What sets one recipe apart from another."""
-
-    build_data: Callable[..., Data]
-    """Called as build_data(config, dist, tokenizer, run_dir=…, model_vocab=…)."""
-    hash_of: Callable[[PreTrainedTokenizerFast], str]
-    """Changes with whatever of the tokenizer the data depends on."""
-
-
-def train_causal_lm(config: Config, run_dir: Path, dist: Dist, recipe: CausalLM) -> int:
+def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     dist.startup.enter("data")
     precision = settle_precision(config, dist, run_dir)
     config = precision.config
-    settle_offline(config)
-    folder = pretrained_folder(config, dist)
-    tokenizer = load_tokenizer(config)
-    quiet_transformers()
-    shape = shape_from_config(config.model, vocab_size(tokenizer), folder=folder)
-    check_length(config, shape)
+    basis = read_basis(recipe, config, dist)
     seed_everything(config, dist)
-    data = recipe.build_data(config, dist, tokenizer, run_dir=run_dir, model_vocab=shape.vocab_size)
-    loss_fn = partial(sft_loss, packed=config.data.packing)
-    hashes = {"tokenizer": recipe.hash_of(tokenizer)}
-    memory = MemoryKeeper(config, shape, run_dir, dist)
-    advice = oom_advice(lambda: memory.config, shape, dist, on_failure=memory.record_failure)
+    data = recipe.data(config, dist, basis, run_dir=run_dir)
+    memory = MemoryKeeper(config, basis.shape, run_dir, dist)
+    advice = oom_advice(lambda: memory.config, basis.shape, dist, on_failure=memory.record_failure)
     with closing(data), advice, fastest_kernels():
-        train = build_run(
-            memory.config, run_dir, dist, shape=shape, folder=folder, data=data, loss_fn=loss_fn, hashes=hashes
-        )
-        tell_plan(train, [*precision.lines, *memory.fit.lines])
-        probe(train, memory)
-        result = loop.train(train, watchers=step_watchers)
-        return finish(train, result, shape=shape, tokenizer=tokenizer)
+        run = build_run(recipe, memory.config, run_dir, dist, basis=basis, data=data)
+        tell_plan(run, [*precision.lines, *memory.fit.lines])
+        probe(run, memory)
+        result = loop.train(run, watchers=step_watchers)
+        return finish(run, result, shape=basis.shape, tokenizer=basis.tokenizer)
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """The recipe of a language model that predicts the next token: `trainer.train.recipe.Recipe`."""
+
+    build_data: Callable[..., Data]
+    """Called as build_data(config, ranks, tokenizer, run_dir=…, model_vocab=…)."""
+    hash_of: Callable[[PreTrainedTokenizerFast], str]
+    """Changes with whatever of the tokenizer the data depends on."""
+    family: Family = DECODERS
+    state: ExtraState | None = None
+
+    def hashes(self, basis: Basis) -> dict[str, str]:
+        return {"tokenizer": self.hash_of(basis.tokenizer)}
+
+    def data(self, config: Config, ranks: Ranks, basis: Basis, *, run_dir: Path | None) -> Data:
+        return self.build_data(config, ranks, basis.tokenizer, run_dir=run_dir, model_vocab=basis.shape.vocab_size)
+
+    def loss(self, config: Config) -> LossFn:
+        return partial(sft_loss, packed=config.data.packing)
+
+    def largest_batch(self, config: Config) -> Batch:
+        return largest_batch(config)
+
+    def evaluate(self, run: Run, is_stop_requested: Callable[[], bool]) -> Evaluated | None:
+        return held_out_loss(run, is_stop_requested)

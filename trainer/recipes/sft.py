@@ -7,12 +7,14 @@ from pathlib import Path
 from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.dist import Dist
-from trainer.recipes.causal_lm import CausalLM, train_causal_lm
+from trainer.recipes.causal_lm import CausalLM, train
 from trainer.schema import Config
 
-RECIPE = CausalLM(build_data, hash_of=tokenizer_hash)
+
+def recipe() -> CausalLM:
+    return CausalLM(build_data, tokenizer_hash)
 
 
 def run(config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
-    return train_causal_lm(config, run_dir, dist, RECIPE)
+    return train(recipe(), config, run_dir, dist)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -16,46 +13,37 @@ from trainer.checkpoint.resume import Identity, choose, render_changes, render_d
 from trainer.config.load import config_to_dict
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.metrics.flops import flops_of, peak_flops
+from trainer.metrics.flops import peak_flops
 from trainer.metrics.log import MetricsLog
 from trainer.metrics.trackers import open_trackers
-from trainer.models.build import build_decoder, fill_weights, is_partly_frozen, trained_part
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model, fill_weights, is_partly_frozen, trained_part
+from trainer.models.protocol import Shape
 from trainer.optim.build import build_optimizer
 from trainer.optim.schedules import peak_learning_rate
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.schema import METRICS_FILE, Config
 from trainer.train.graphs import CudaCapture, GraphedMicroBatches, decide_graphs
+from trainer.train.recipe import Basis, Recipe
 from trainer.train.run import LossFn, Run
 
 
-def build_run(
-    config: Config,
-    run_dir: Path,
-    dist: Dist,
-    *,
-    shape: DecoderShape,
-    folder: Path | None,
-    data: Data,
-    loss_fn: LossFn,
-    hashes: Mapping[str, str] = MappingProxyType({}),
-) -> Run:
-    """Everything that the loop needs: resumed from a checkpoint, or with the weights in `folder`, or random ones.
-
-    `hashes`: of what a checkpoint must have been made with, by what it is (`tokenizer`).
-    """
+def build_run(recipe: Recipe, config: Config, run_dir: Path, dist: Dist, *, basis: Basis, data: Data) -> Run:
+    """Everything that the loop needs: resumed from a checkpoint, or with the weights of `basis`, or random ones."""
     dist.startup.enter("model")
-    backend = make_backend(config, dist)
-    module = backend.prepare(build_decoder(config, shape))
+    shape, folder = basis.shape, basis.folder
+    backend, model = make_backend(config, dist), build_model(config, shape)
+    flops = model.flops()
+    module = backend.prepare(model)
     optimizer = build_optimizer(module, config.optim)
     dist.startup.enter("weights")
     choice = choose(config, run_dir, dist)
     if not choice.paths or is_partly_frozen(module):  # a checkpoint leaves out what is frozen
         fill_weights(config, module, folder, dist)
     part = trained_part(config, module, folder, dist)
-    identity = Identity(asdict(shape), part, hashes)
-    resumed, notes = resume(choice, identity, module, optimizer, data.train, dist)
+    hashes, state, loss_fn = dict(recipe.hashes(basis)), recipe.state, recipe.loss(config)
+    identity = Identity(shape.to_dict(), part, hashes)
+    resumed, notes = resume(choice, identity, module, optimizer, data.train, dist, state=state)
     start_step, extra = (0, {}) if resumed is None else (resumed.step, resumed.extra)
     log = MetricsLog(
         run_dir / METRICS_FILE, total_steps=data.train.total_steps, keep_through=start_step, enabled=dist.is_main
@@ -66,7 +54,7 @@ def build_run(
     notes += render_changes(extra, config, step=start_step, total_steps=total, peak=peak)
     for note in [*notes, *(render_doomed(run_dir, start_step) if dist.is_main else [])]:
         log.note(note)
-    now = {"config": config_to_dict(config), "shape": asdict(shape), "part": part, "hashes": dict(hashes)}
+    now = {"config": config_to_dict(config), "shape": shape.to_dict(), "part": part, "hashes": hashes}
     return Run(
         config=config,
         run_dir=run_dir,
@@ -77,7 +65,10 @@ def build_run(
         data=data,
         loss_fn=loss_fn,
         log=log,
-        flops=flops_of(module, shape),
+        evaluate=recipe.evaluate,
+        state=state,
+        largest_batch=recipe.largest_batch,
+        flops=flops,
         peak_flops=peak_flops(config, dist),
         extra={**extra, **now, "total_steps": data.train.total_steps},
         start_step=start_step,
@@ -86,7 +77,7 @@ def build_run(
 
 
 def graphed_micro_batches(
-    config: Config, shape: DecoderShape, backend: Backend, module: nn.Module, loss_fn: LossFn
+    config: Config, shape: Shape, backend: Backend, module: nn.Module, loss_fn: LossFn
 ) -> GraphedMicroBatches | None:
     """What runs micro-batches as CUDA graphs, where that is worth it."""
     compiled = backend.compiled and backend.dist.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""The loss on held-out data, before the first step, every so often, and after the last."""
+"""What held-out data say, before the first step, every so often, and after the last: as a rule their loss."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.batch import add_terms
 from trainer.dist import FlagBoard, sum_over_ranks
-from trainer.train.run import Run
+from trainer.train.run import Evaluated, Run
 
 
 def never() -> bool:
@@ -18,8 +19,8 @@ def never() -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: Run, *, is_stop_requested: Callable[[], bool] = never) -> tuple[float, int] | None:
-    """(loss per target token, target tokens) of the held-out data over all ranks; None when there is none.
+def held_out_loss(run: Run, is_stop_requested: Callable[[], bool] = never) -> Evaluated | None:
+    """The loss per target token of the held-out data over all ranks, and its terms; None when there is none.
 
     None too when any rank was asked to stop meanwhile: all ranks then leave after the same batch.
     """
@@ -28,11 +29,13 @@ def evaluate(run: Run, *, is_stop_requested: Callable[[], bool] = never) -> tupl
         return None
     run.module.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=run.dist.device)
+    terms: dict[str, torch.Tensor] = {}
     flags, stopping = FlagBoard(run.dist, width=1), 0
     for batch in batches:
         run.dist.progress.enter("evaluation")
         loss = run.loss_fn(run.module, batch.to(run.dist.device))
         sums += torch.stack([loss.total.double(), loss.count.double()])
+        add_terms(terms, loss.terms)
         flags.post([int(is_stop_requested())])
         (stopping,) = flags.read()
         if stopping:
@@ -41,8 +44,9 @@ def evaluate(run: Run, *, is_stop_requested: Callable[[], bool] = never) -> tupl
     run.module.train()
     if stopping:
         return None
-    total, count = sum_over_ranks(sums, run.dist).tolist()
-    return total / max(count, 1.0), int(count)
+    total, count, *rest = sum_over_ranks(torch.cat([sums, *(t[None] for t in terms.values())]), run.dist).tolist()
+    named = {f"eval_{name}": value / max(count, 1.0) for name, value in zip(terms, rest, strict=True)}
+    return Evaluated(total / max(count, 1.0), int(count), named)
 
 
 class Evaluator:
@@ -50,6 +54,7 @@ class Evaluator:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._look = run.evaluate or held_out_loss
         self.first_loss: float | None = run.extra.get("eval_loss_first")
         """From before the first step."""
         self.last_loss: float | None = run.extra.get("eval_loss_last")
@@ -75,10 +80,10 @@ class Evaluator:
     def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
         """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""
         began = time.perf_counter()
-        outcome = evaluate(self._run, is_stop_requested=is_stop_requested)
-        if outcome is None:
+        found = self._look(self._run, is_stop_requested)
+        if found is None:
             return
-        loss, tokens = outcome
+        loss = found.loss
         if step == 0:
             self.first_loss = loss
         else:
@@ -92,7 +97,8 @@ class Evaluator:
             evals_without_gain=self._no_better,
         )
         seconds = time.perf_counter() - began
-        self._run.log.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "eval_s": round(seconds, 3)})
+        told = {"step": step, "eval_loss": loss, "eval_tokens": found.tokens, "eval_s": round(seconds, 3)}
+        self._run.log.evaluation({**told, **found.metrics})
 
     def _compare(self, loss: float) -> None:
         """Note whether this is the best loss so far; one that is NaN never is."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.batch import Batch, LossSum
 from trainer.config.batch import BatchRules
 from trainer.config.parallel import why_no_graphs
-from trainer.models.decoder import DecoderShape
+from trainer.models.protocol import Shape
 from trainer.schema import Config
 
 LAUNCH_S_PER_LAYER = 2e-3
@@ -106,7 +106,8 @@ class GraphedMicroBatches:
         assert self._batch is not None
         loss = self._loss_fn(self._module, self._batch)
         loss.total.backward()
-        return LossSum(loss.total.detach(), loss.count)
+        terms = {name: term.detach() for name, term in loss.terms.items()}
+        return LossSum(loss.total.detach(), loss.count, terms)
 
     def _give_grads(self) -> None:
         for parameter, grad in self._grads:
@@ -118,7 +119,7 @@ def _copy(source: Batch, target: Batch) -> None:
         getattr(target, name).copy_(getattr(source, name))
 
 
-def decide_graphs(config: Config, shape: DecoderShape, *, backend: str, compiled: bool) -> bool:
+def decide_graphs(config: Config, shape: Shape, *, backend: str, compiled: bool) -> bool:
     """Whether micro-batches are worth a graph, as `parallel.cuda_graphs` says, or by their size where it says nothing.
 
     `compiled`: blocks are, on a GPU; where they cannot be, a run goes on without graphs as it does without a compiler.

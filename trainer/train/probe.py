@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from trainer.batch import Batch
-from trainer.config.batch import BatchRules
 from trainer.config.load import config_to_dict
 from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
@@ -92,21 +90,13 @@ def render_probe(*, needs: int, room: int, later: int) -> str:
 
 def probe_pass(run: Run) -> None:
     """Forward and backward of the largest micro-batch; twice where gradients wait for a step's last micro-batch."""
-    batch = largest_batch(run.config).to(run.dist.device)
+    batch = run.largest_batch(run.config).to(run.dist.device)
     several = micro_batches(run.config, run.dist.world_size) > 1
     run.module.train()
     with _same_random_numbers(run.dist), _no_gradients_left(run):
         for last in (False, True) if several else (True,):
             run.backend.sync(last)
             run.loss_fn(run.module, batch).total.backward()
-
-
-def largest_batch(config: Config) -> Batch:
-    """The micro-batch that takes most memory: full rows of one document each, every token but the last a target."""
-    rules = BatchRules.of(config)
-    length = rules.padded(rules.seq_len)
-    tokens = torch.zeros(rules.rows, length, dtype=torch.int64)
-    return Batch(tokens, tokens.clone(), torch.arange(length).repeat(rules.rows, 1), torch.zeros_like(tokens))
 
 
 @contextmanager

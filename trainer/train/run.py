@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,29 @@ import torch
 from torch import nn
 
 from trainer.batch import Batch, LossSum
+from trainer.checkpoint.states import ExtraState
+from trainer.data.batches.steps import largest_batch
 from trainer.data.loader import Data
 from trainer.dist import Dist
-from trainer.metrics.flops import NO_FLOPS, Flops
 from trainer.metrics.log import MetricsLog
+from trainer.models.figures import NO_FLOPS, Flops
 from trainer.parallel.backend import Backend
 from trainer.schema import Config
 from trainer.train.graphs import GraphedMicroBatches
 
 LossFn = Callable[[nn.Module, Batch], LossSum]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What held-out data say of the model."""
+
+    loss: float
+    """By which evaluations are compared: less is better."""
+    tokens: int
+    """That it is the mean over."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else is recorded, by name."""
 
 
 @dataclass
@@ -35,6 +49,11 @@ class Run:
     data: Data
     loss_fn: LossFn
     log: MetricsLog
+    evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None] | None = None
+    """Called with this run and with whether it is asked to stop; None: the loss on held-out data."""
+    state: ExtraState | None = None
+    """What the recipe keeps in checkpoints."""
+    largest_batch: Callable[[Config], Batch] = largest_batch
     flops: Flops = NO_FLOPS
     peak_flops: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.resume import RECIPE
 from trainer.checkpoint.retention import METRIC, Keep
 from trainer.checkpoint.write import AtPoint, nothing
 from trainer.saver.writer import Beside, Writer
@@ -104,6 +105,8 @@ class Saver:
     def _info(self, step: int) -> dict[str, Any]:
         run = self._run
         info = {**run.extra, "data": run.data.train.state_dict(step)}
+        if run.state is not None:
+            info[RECIPE] = run.state.state_dict()
         info.pop(METRIC, None)
         if run.extra.get("eval_step") == step:
             info[METRIC] = run.extra.get("eval_loss_last")

@@ -10,13 +10,14 @@ from typing import Protocol, cast
 
 import torch
 
+from trainer.batch import add_terms
 from trainer.dist import Dist, sum_over_ranks
 from trainer.optim.build import set_learning_rate
 from trainer.train.run import Run
 
 NAMES = ("loss sum", "target tokens", "tokens", "gradient norm", "finite", "squared document lengths")
 """The first entries of StepValues.values. After them stand, rank by rank, the seconds that each took to get its data
-and through its forward passes, and whether its own loss was not finite (1.0)."""
+and through its forward passes, and whether its own loss was not finite (1.0); then the sums of the loss's terms."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class StepValues:
     step: int
     lr: float
     data_wait_s: float
-    values: torch.Tensor  # [6 + 2·ranks] float64 on the CPU, see NAMES
+    values: torch.Tensor  # [6 + 2·ranks + terms] float64 on the CPU, see NAMES
     ready: torch.cuda.Event | None
     launched_s: float
     """time.perf_counter() when the host was through with the step, which on the CPU had ended then."""
+    terms: tuple[str, ...] = ()
+    """Names of the loss's terms."""
 
     def read(self) -> list[float]:
         if self.ready is not None:
@@ -69,6 +72,7 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
     batches = run.data.train.step_batches(step)
     busy = waited = time.perf_counter() - began
     sums = torch.zeros(4, dtype=torch.float64, device=run.dist.device)
+    terms: dict[str, torch.Tensor] = {}
     for index, batch in enumerate(batches):
         batch = batch.to(run.dist.device)
         run.backend.sync(index == len(batches) - 1)
@@ -84,8 +88,11 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
             loss.total.backward()
         counts = torch.stack([loss.count, batch.num_tokens, batch.squared_lengths])
         sums += torch.cat([loss.total.detach().double()[None], counts.double()])
+        if loss.terms:
+            add_terms(terms, loss.terms)
     progress.enter("optimizer")
-    sums = sum_over_ranks(torch.cat([sums, _own_slots(sums[0], busy, run.dist)]), run.dist)
+    own = [sums, _own_slots(sums[0], busy, run.dist), *(term[None] for term in terms.values())]
+    sums = sum_over_ranks(torch.cat(own), run.dist)
     targets = sums[1].clamp(min=1.0).float()
     norm = run.backend.grad_norm() / targets
     divisor = targets * clip_divisor(norm, run.config.optim.max_grad_norm)
@@ -95,9 +102,9 @@ def train_step(run: Run, step: int, *, lr: float) -> StepValues:
     else:
         run.backend.scale_grads(1.0 / divisor)
         apply_update(run.optimizer, lr, finite)
-    loss_and_counts, squares_and_slots = sums[:3], sums[3:]
-    values = torch.cat([loss_and_counts, torch.stack([norm.double(), finite.double()]), squares_and_slots])
-    return on_its_way(step + 1, lr, waited, values)
+    loss_and_counts, the_others = sums[:3], sums[3:]
+    values = torch.cat([loss_and_counts, torch.stack([norm.double(), finite.double()]), the_others])
+    return on_its_way(step + 1, lr, waited, values, terms=tuple(terms))
 
 
 def _own_slots(loss: torch.Tensor, busy: float, dist: Dist) -> torch.Tensor:
@@ -145,16 +152,16 @@ def apply_update(
     optimizer.zero_grad(set_to_none=True)
 
 
-def on_its_way(step: int, lr: float, waited: float, values: torch.Tensor) -> StepValues:
+def on_its_way(step: int, lr: float, waited: float, values: torch.Tensor, *, terms: tuple[str, ...] = ()) -> StepValues:
     """What a step has to tell, `values` as float64 on the device, which is not waited for."""
     if values.device.type != "cuda":
-        return StepValues(step, lr, waited, values, None, time.perf_counter())
+        return StepValues(step, lr, waited, values, None, time.perf_counter(), terms)
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     # a kernel writes them: copies to the host are made one after another, and that of a save takes hundreds of ms
     torch.mul(values, 1.0, out=_mapped(pinned, values.device))
     ready = torch.cuda.Event(enable_timing=True)
     ready.record()
-    return StepValues(step, lr, waited, pinned, ready, time.perf_counter())
+    return StepValues(step, lr, waited, pinned, ready, time.perf_counter(), terms)
 
 
 class _Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -59,12 +59,15 @@ class Reader:
         self._clock.restart()
 
     def _read(self, late: StepValues) -> None:
-        loss, targets, tokens, norm, finite, squares, *by_rank = late.read()
-        busy, bad = by_rank[: self._run.dist.world_size], by_rank[self._run.dist.world_size :]
+        loss, targets, tokens, norm, finite, squares, *rest = late.read()
+        ranks = self._run.dist.world_size
+        busy, bad, terms = rest[:ranks], rest[ranks : 2 * ranks], rest[2 * ranks :]
         self._tell_start()
         seconds = self._clock.lap(late)
         self._window.add(loss, targets, tokens, finite=bool(finite), seconds=seconds, wait=late.data_wait_s)
         self._window.squares += squares
+        if finite:
+            self._window.add_terms(late.terms, terms)
         self._window.add_busy(busy)
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         self._newest = late, norm
@@ -91,6 +94,7 @@ class Reader:
         record: Record = {
             "step": late.step,
             "loss": window.loss,
+            **window.mean_terms(),
             "grad_norm": norm,
             "lr": late.lr,
             "tokens": int(window.tokens),
@@ -170,6 +174,8 @@ class Window:
     """Of the documents' lengths."""
     seconds: float = 0.0
     wait: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
+    """Sums beside the loss, over the same steps."""
     busy: list[float] = field(default_factory=list)
     """Seconds of each rank's host until its backward passes, where it waits for the others."""
 
@@ -183,6 +189,14 @@ class Window:
             self.targets += targets
         else:
             self.skipped += 1
+
+    def add_terms(self, names: Sequence[str], sums: Sequence[float]) -> None:
+        for name, value in zip(names, sums, strict=True):
+            self.terms[name] = self.terms.get(name, 0.0) + value
+
+    def mean_terms(self) -> Record:
+        """Per target token, as the loss."""
+        return {name: value / self.targets if self.targets else float("nan") for name, value in self.terms.items()}
 
     def add_busy(self, busy: list[float]) -> None:
         self.busy = [sum(pair) for pair in zip(self.busy or [0.0] * len(busy), busy, strict=True)]

@@ -4,7 +4,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-from typing import Any, Dict, List, Sequence
+from typing import List, Sequence
 
 from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from ..gc.inventory import read_inventory
@@ -12,7 +12,8 @@ from ..gpus.view import TICKET, Claim
 from ..guard import TRUSTED, secure_root
 from ..host.disk import Disk
 from ..host.layout import Root
-from ..job.status import FINAL
+from ..job.status import FINAL, LOST
+from ..job.views import Row
 from .check_host import LOW_DISK_BYTES
 from .findings import FAIL, OK, WARN, Check, check, gigabytes
 
@@ -77,12 +78,12 @@ def check_root_inodes(disk: Disk) -> Check:
     return check("root inodes", WARN, detail + ": no room for many files", "deploy.py gc frees some, or " + _ELSEWHERE)
 
 
-def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
+def check_jobs(jobs: Sequence[Row]) -> Check:
     """`jobs`: as `requests.jobs.list_jobs` tells."""
-    here = [job for job in jobs if not job.get("on_host")]
-    orphans = [job["id"] for job in here if job.get("unsupervised")]
-    lost = [job["id"] for job in here if job["state"] == "lost"]
-    detail = "%d, %d of them not ended" % (len(jobs), len([job for job in here if not job.get("ended_at")]))
+    here = [job for job in jobs if not job.on_host]
+    orphans = [job.id for job in here if job.unsupervised]
+    lost = [job.id for job in here if job.state == LOST]
+    detail = "%d, %d of them not ended" % (len(jobs), len([job for job in here if not job.ended_at]))
     if orphans:
         hint = "deploy.py status ID looks after it again; deploy.py stop ID ends it"
         return check("jobs", WARN, "%s; without a supervisor: %s" % (detail, _some(orphans)), hint)
@@ -92,10 +93,10 @@ def check_jobs(jobs: Sequence[Dict[str, Any]]) -> Check:
     return check("jobs", OK, detail)
 
 
-def check_leases(claims: Sequence[Claim], jobs: Sequence[Dict[str, Any]], *, exposed: str = "") -> Check:
+def check_leases(claims: Sequence[Claim], jobs: Sequence[Row], *, exposed: str = "") -> Check:
     """Who holds GPUs, and whether a job that has ended still does: a process of it is left. `exposed`: see
     gpus.places."""
-    ended = {job["id"] for job in jobs if job["state"] in FINAL}
+    ended = {job.id for job in jobs if job.state in FINAL}
     stale = [claim.job for claim in claims if claim.job in ended]
     if stale:
         hint = "deploy.py stop ID ends what is left of it"

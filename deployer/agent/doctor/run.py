@@ -21,6 +21,7 @@ from ..host.environment import container_env, job_environment
 from ..host.files import read_text
 from ..host.layout import Root
 from ..host.machine import this_machine
+from ..job.views import Row
 from ..python import find
 from ..requests.jobs import list_jobs
 from ..wire.conversation import Call
@@ -163,7 +164,7 @@ def _limits() -> List[Examination]:
     ]
 
 
-def _leases(jobs: List[Dict[str, Any]]) -> Check:
+def _leases(jobs: List[Row]) -> Check:
     return check_root.check_leases(leases.read_claims(), jobs, exposed=places.exposed())
 
 

@@ -11,13 +11,13 @@ import json
 import os
 import re
 import time
-from typing import Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
+from typing import Callable, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
 from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
 from ..job.judge import judge
-from ..job.status import FINAL, supervisor_of
+from ..job.status import FINAL, Status, slot_of
 from ..store import packs
 from ..store.tree import LINK, Entry, blobs_of, root_hash
 from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
@@ -132,40 +132,42 @@ def _is_ours(job: Job) -> bool:
 
 
 def _job(job: Job, size: int, now: float, live: "_Live") -> JobItem:
-    try:
-        status = judge(job)
-    except OSError:
-        status = {}
-    if status.get("damaged"):
-        status = {}  # only a person can tell
+    status = _believed(job)
     texts = [_text(path) for path in (job.record, job.config, job.status)]
-    slots = status.get("slots")
     return JobItem(
         id=job.id,
         size=size,
-        ended_s=None if job.id in live.jobs else _ended_s(job, status, now),
-        foreign=_is_foreign(status),
+        ended_s=_ended_s(job, status, now) if status is not None and job.id not in live.jobs else None,
+        foreign=status is not None and _is_foreign(status),
         names=frozenset().union(*(_words(text) for text in texts)) - {job.id},
-        settled=isinstance(slots, dict) and "python" in slots,
+        settled=status is not None and bool(slot_of(status, "python")),
         known=bool(texts[0]),
     )
 
 
-def _ended_s(job: Job, status: Dict[str, object], now: float) -> Optional[float]:
-    if status.get("state") not in FINAL:
+def _believed(job: Job) -> Optional[Status]:
+    """None where only a person can tell."""
+    try:
+        status = judge(job)
+    except OSError:
+        return None
+    return None if status.damaged else status
+
+
+def _ended_s(job: Job, status: Status, now: float) -> Optional[float]:
+    if status.state not in FINAL:
         return None
     age_s = _age(job.path, now)
-    if "supervisor" not in status:  # nobody says on which machine it was started
+    if status.supervisor is None:  # nobody says on which machine it was started
         return age_s if age_s > LAUNCH_AGE_S else None
     try:
-        return now - calendar.timegm(time.strptime(str(status.get("ended_at")), "%Y-%m-%dT%H:%M:%SZ"))
+        return now - calendar.timegm(time.strptime(status.ended_at or "", "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
         return age_s
 
 
-def _is_foreign(status: Dict[str, object]) -> bool:
-    supervisor = supervisor_of(status)
-    return supervisor is not None and supervisor.machine_id != this_machine()
+def _is_foreign(status: Status) -> bool:
+    return status.supervisor is not None and status.supervisor.machine_id != this_machine()
 
 
 def _text(path: str) -> bytes:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import Root
@@ -16,7 +16,7 @@ from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
-from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, Wanted
+from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, QueueView, Wanted
 
 if TYPE_CHECKING:
     from ..wire.conversation import Call
@@ -140,7 +140,7 @@ def _choose_beside(wanted: Wanted, sight: Sight) -> Devices:
     return freest(sight.gpus, count, [*leased, *sight.busy()])
 
 
-def _refused(view: Dict[str, Any], claims: Sequence[Claim], sight: Sight) -> AgentError:
+def _refused(view: QueueView, claims: Sequence[Claim], sight: Sight) -> AgentError:
     taken = [d for c in claims for d in (c.devices or [g.device for g in sight.gpus]) if c.kind != SHARED]
     taken += list(sight.busy())
     free = [gpu.label for gpu in sight.gpus if not any_overlap(gpu.device, taken)]
@@ -162,8 +162,8 @@ class JobGpus:
 
     def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
         """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again."""
-        self.view: Dict[str, Any] = {}
-        """Why it waits: see queue.queue_view."""
+        self.view: Optional[QueueView] = None
+        """Why it waits."""
         self._wanted = wanted
         self._env = env
         self._held = take_over(handed) if handed else None
@@ -180,8 +180,8 @@ class JobGpus:
         return self._held.visible if self._held is not None else ""
 
     @property
-    def devices(self) -> List[str]:
-        return list(self._held.claim.devices) if self._held is not None else []
+    def devices(self) -> Tuple[str, ...]:
+        return self._held.claim.devices if self._held is not None else ()
 
     @property
     def stdin(self) -> int:
@@ -201,7 +201,7 @@ class JobGpus:
         try:
             self._look(self._held)
         except AgentError as e:
-            self.view = {**self.view, "trouble": e.message}
+            self.view = (self.view or QueueView())._replace(trouble=e.message)
 
     def hold_again(self, devices: Sequence[str], visible: str) -> None:
         """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""

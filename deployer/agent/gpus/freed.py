@@ -7,11 +7,12 @@ Stdlib only, Python 3.8, Linux.
 import os
 import re
 import time
-from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Collection, Dict, List, Optional, Sequence, Tuple
 
 from ..host.processes import command_of
 from . import nvidia
 from .nvidia import BUSY_MIB, Gpu, Holder
+from .view import GpuHolder
 
 WAIT_S = 5.0
 """The driver frees a dead process's memory a little later."""
@@ -19,34 +20,25 @@ _POLL_S = 0.2
 _DEVICE = re.compile(r"/dev/nvidia\d+\Z")
 
 
-class Held(NamedTuple):
-    """What still holds a GPU of the job. `pid` is None for memory that no process seen here explains."""
-
-    gpu: int
-    pid: Optional[int]
-    command: str
-    memory_mib: int
-
-
 def still_held(
     wanted: Sequence[Gpu], using: Sequence[Holder], ours: Collection[int], *, allow_busy: bool = False
-) -> List[Held]:
+) -> List[GpuHolder]:
     """What the job left on its GPUs. `ours` are the pids that it had; with `allow_busy` processes that are not seen
     here (of another container) may have been there before it."""
-    held: List[Held] = []
+    held: List[GpuHolder] = []
     for gpu in wanted:
         here = [h for h in using if h.gpu_uuid == gpu.uuid]
         left = [h for h in here if h.pid in ours or (h.user == "?" and not allow_busy)]
-        held += [Held(gpu.index, h.pid, h.command, h.memory_mib) for h in left]
+        held += [GpuHolder(gpu.index, h.pid, h.command, h.memory_mib) for h in left]
         unexplained = gpu.memory_used_mib - sum(h.memory_mib for h in here)
         if not left and unexplained > BUSY_MIB and all(h.memory_mib for h in here):
-            held.append(Held(gpu.index, None, "no process that is seen here", unexplained))
+            held.append(GpuHolder(gpu.index, None, "no process that is seen here", unexplained))
     return held
 
 
 def wait_until_free(
     names: Sequence[str], env: Dict[str, str], ours: Collection[int], *, allow_busy: bool = False
-) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
+) -> Tuple[Optional[bool], List[GpuHolder]]:
     """(whether the GPUs of these names are free, what holds them), once they are free or WAIT_S have passed.
 
     None when nobody can tell: whatever nvidia-smi does, the job's verdict must be written.
@@ -63,10 +55,10 @@ def wait_until_free(
         time.sleep(_POLL_S)
     if any(h.pid is None for h in held):
         held += device_holders()
-    return not held, [h._asdict() for h in held]
+    return not held, held
 
 
-def device_holders(devices: "re.Pattern[str]" = _DEVICE) -> List[Held]:
+def device_holders(devices: "re.Pattern[str]" = _DEVICE) -> List[GpuHolder]:
     """The processes that have a GPU's device file open, as far as this user may see; a forked child that only
     inherited the descriptor is in no list of nvidia-smi, and keeps the memory all the same."""
     found = []
@@ -74,7 +66,7 @@ def device_holders(devices: "re.Pattern[str]" = _DEVICE) -> List[Held]:
         device = _open_device(pid, devices)
         if device is not None:
             number = re.sub(r".*\D", "", device)
-            found.append(Held(int(number or 0), pid, "%s holds %s" % (command_of(pid), device), 0))
+            found.append(GpuHolder(int(number or 0), pid, "%s holds %s" % (command_of(pid), device), 0))
     return found
 
 

@@ -3,10 +3,10 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-from typing import Any, Collection, Dict, List, Optional, Sequence, Tuple
+from typing import Collection, Dict, List, Optional, Sequence, Tuple
 
 from .nvidia import Gpu, Sight, users_of
-from .view import LEASE, TICKET, Claim
+from .view import LEASE, TICKET, Block, Claim, QueueView, Waiter
 
 Devices = Tuple[str, ...]
 
@@ -62,20 +62,20 @@ def _waits_for(ticket: Claim, gpus: Sequence[Gpu]) -> Devices:
 # --- who holds what, in words -----------------------------------------------------------------------------------------
 
 
-def queue_view(ticket: Claim, claims: Sequence[Claim], sight: Sight, *, memory: bool = True) -> Dict[str, Any]:
-    """Why a ticket waits, as data: its place, what blocks each device, and which jobs come before it.
+def queue_view(ticket: Claim, claims: Sequence[Claim], sight: Sight, *, memory: bool = True) -> QueueView:
+    """Why a ticket waits.
 
     memory: with the MiB of processes, which change all the time."""
     tickets = queue_of(claims)
     wanted = _waits_for(ticket, sight.gpus)
     before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, sight.gpus), wanted)]
     held = [_block(gpu, claims, sight, memory) for gpu in (sight.gpus if ticket.auto else sight.named)]
-    return {
-        "position": len(before) + 1,
-        "wants": "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in sight.named),
-        "held": [block for block in held if block],
-        "before": [{"job": t.job, "user": t.user} for t in before],
-    }
+    return QueueView(
+        len(before) + 1,
+        "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in sight.named),
+        tuple(block for block in held if block is not None),
+        tuple(Waiter(t.job, t.user) for t in before),
+    )
 
 
 def _place(ticket: Claim, tickets: Sequence[Claim]) -> int:
@@ -86,43 +86,41 @@ def _shares(some: Devices, others: Devices) -> bool:
     return any(any_overlap(device, others) for device in some)
 
 
-def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Dict[str, Any]]:
+def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Block]:
     lease = next((c for c in claims if c.kind == LEASE and any_overlap(gpu.device, c.devices)), None)
     if lease is not None:
-        held = {"gpu": gpu.label, "job": lease.job, "user": lease.user, "since": lease.since}
-        return {**held, "locker": lease.locker} if lease.locker else held
+        return Block(gpu.label, lease.job, lease.user, lease.since, lease.locker)
     using = users_of(gpu, sight.using, memory=memory)
-    return {"gpu": gpu.label, "using": using} if using else None
+    return Block(gpu.label, using=using) if using else None
 
 
-def refusal(view: Dict[str, Any], now: float) -> str:
+def refusal(view: QueueView, now: float) -> str:
     """Why a job that does not queue gets no GPUs."""
-    reasons = [_held_text(block, now) for block in view["held"]]
-    waiting = ", ".join("job %s of user %s" % (t["job"], t["user"]) for t in view["before"])
+    reasons = [_held_text(block, now) for block in view.held]
+    waiting = ", ".join("job %s of user %s" % waiter for waiter in view.before)
     if waiting:
-        reasons.append("before it in the queue for GPU %s: %s" % (view["wants"], waiting))
-    few = "fewer GPUs are free than %s asks for" % view["wants"]
-    return "; ".join([few, *reasons] if view["wants"].startswith("auto:") else reasons)
+        reasons.append("before it in the queue for GPU %s: %s" % (view.wants, waiting))
+    few = "fewer GPUs are free than %s asks for" % view.wants
+    return "; ".join([few, *reasons] if view.wants.startswith("auto:") else reasons)
 
 
-def queue_line(view: Dict[str, Any], now: float) -> str:
+def queue_line(view: QueueView, now: float) -> str:
     """Where a queued job stands, in one line."""
-    parts = ["position %s" % view.get("position", "?")]
-    parts += [_held_text(block, now) for block in view.get("held") or []]
-    before = ["%s of %s" % (t["job"], t["user"]) for t in view.get("before") or []]
+    parts = ["position %s" % (view.position or "?")]
+    parts += [_held_text(block, now) for block in view.held]
+    before = ["%s of %s" % waiter for waiter in view.before]
     if before:
         parts.append("before you: " + ", ".join(before))
-    if view.get("trouble"):
-        parts.append(str(view["trouble"]))
+    if view.trouble:
+        parts.append(view.trouble)
     return "; ".join(parts)
 
 
-def _held_text(block: Dict[str, Any], now: float) -> str:
-    if "using" in block:
-        return "GPU %s is busy: %s" % (block["gpu"], block["using"])
-    age = age_text(now - float(block["since"]))
-    held = "GPU %s is held by job %s of user %s for %s" % (block["gpu"], block["job"], block["user"], age)
-    return held + (" (its lease is locked by %s)" % block["locker"] if block.get("locker") else "")
+def _held_text(block: Block, now: float) -> str:
+    if block.using:
+        return "GPU %s is busy: %s" % (block.gpu, block.using)
+    held = "GPU %s is held by job %s of user %s for %s" % (*block[:3], age_text(now - block.since))
+    return held + (" (its lease is locked by %s)" % block.locker if block.locker else "")
 
 
 def age_text(seconds: float) -> str:

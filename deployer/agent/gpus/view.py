@@ -79,8 +79,9 @@ class Waiter(NamedTuple):
 class QueueView(NamedTuple):
     """Where a job stands in the queue, what holds each GPU that it wants, and which jobs come before it."""
 
-    position: int
-    wants: str
+    position: int = 0
+    """0 until somebody could look."""
+    wants: str = ""
     held: Tuple[Block, ...] = ()
     before: Tuple[Waiter, ...] = ()
     trouble: str = ""

@@ -33,10 +33,14 @@ MAX_JSON = 64 << 20
 def read_whole(path: str, most: int) -> bytes:
     """The first `most` bytes of a regular file. OSError when there is none to read."""
     # a pipe of that name would keep whoever looks waiting
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
-        if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a folder, `open` would fail and leave the descriptor open
             raise OSError(errno.EINVAL, "no regular file", path)
-        return f.read(most)
+        with open(fd, "rb", closefd=False) as f:
+            return f.read(most)
+    finally:
+        os.close(fd)
 
 
 def read_json(path: str) -> Optional[Dict[str, Any]]:

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import re
-from typing import Iterable, List, Sequence
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 FORMAT_VERSION = 1
 """Of job.json; a newer client drives older jobs."""
@@ -15,6 +15,7 @@ CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema: written last into a chec
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
+GROUP_ENV = "TORCHFERRY_GROUP"  # the folder of its group of processes; unset where the job has one alone
 CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema: Root.cache
 STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema: when the attempt began, by the boot clock
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor began by itself after a failure
@@ -93,10 +94,128 @@ class Job:
         self.reserve = os.path.join(path, "control", "reserve")
         self.supervisor_log = os.path.join(path, "control", "supervisor.log")
 
-    def logs(self, attempt: int) -> str:
-        """Folder with prepare.log, launcher.log and rank_N.log, raw bytes."""
-        return os.path.join(self.path, "logs", "attempt_%d" % attempt)
+    def logs(self, attempt: int, folder: str = "") -> str:
+        """Folder with prepare.log, launcher.log and rank_N.log, raw bytes. `folder`: of a group of processes, which has
+        a launcher and ranks; the preparation is everybody's."""
+        return self._of_attempt("logs", attempt, folder)
 
-    def ranks(self, attempt: int) -> str:
+    def ranks(self, attempt: int, folder: str = "") -> str:
         """Folder with rank_N.json: who the rank is, and how it ended."""
-        return os.path.join(self.path, "ranks", "attempt_%d" % attempt)
+        return self._of_attempt("ranks", attempt, folder)
+
+    def _of_attempt(self, kind: str, attempt: int, folder: str) -> str:
+        top = os.path.join(self.path, kind, "attempt_%d" % attempt)
+        return os.path.join(top, folder) if folder else top
+
+
+# --- the groups of processes of an attempt ----------------------------------------------------------------------------
+
+PREPARE_LOG, LAUNCHER_LOG = "prepare.log", "launcher.log"
+
+_ROLE = r"(?!node[0-9]|attempt_)[a-z][a-z0-9_-]{0,39}\Z"
+
+
+class GroupName(NamedTuple):
+    """A role's processes on one node, by the folder of their files: None is what it does not name, because the job has
+    one role alone, or the role one node."""
+
+    role: Optional[str] = None
+    node: Optional[int] = None
+
+    @classmethod
+    def parse(cls, folder: str) -> "Optional[GroupName]":
+        """None for what is no group's folder."""
+        parts = folder.split("/") if folder else []
+        role = parts.pop(0) if parts and re.match(_ROLE, parts[0]) else None
+        node = _number_in(parts.pop(0), "node") if parts else None
+        found = cls(role, node)
+        return found if found.folder == folder else None
+
+    @property
+    def folder(self) -> str:
+        """Below the folder of an attempt: "", `ROLE`, `nodeK` or `ROLE/nodeK`."""
+        return "/".join(self.words)
+
+    @property
+    def words(self) -> List[str]:
+        return [
+            *([self.role] if self.role is not None else []),
+            *(["node%d" % self.node] if self.node is not None else []),
+        ]
+
+    @property
+    def order(self) -> Tuple[str, int]:
+        return self.role or "", self.node or 0
+
+
+ALONE = GroupName()
+"""A job's only group."""
+
+
+class LogName(NamedTuple):
+    """By which name a reader knows a log: `rank_0.log`, `attempt_2/launcher.log`, `attempt_2/server/node1/rank_0.log`;
+    the first attempt is not named."""
+
+    attempt: int
+    group: GroupName
+    file: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Optional[LogName]":
+        """None for what is no log's name."""
+        folder, _, file = text.rpartition("/")
+        top, _, rest = folder.partition("/")
+        attempt = _number_in(top, "attempt_")
+        group = GroupName.parse(folder if attempt is None else rest)
+        found = cls(attempt or 1, group, file) if group is not None and is_log(file) else None
+        return found if found is not None and found.text == text else None
+
+    @property
+    def text(self) -> str:
+        return "/".join([*(["attempt_%d" % self.attempt] if self.attempt > 1 else []), *self.group.words, self.file])
+
+    @property
+    def rank(self) -> Optional[int]:
+        """None for what is no rank's."""
+        return rank_of(self.file, ".log")
+
+    @property
+    def writer(self) -> str:
+        """Whose it is, for the eye: `rank 0`, `server node1 rank 0`, `server node1 launcher`."""
+        what = self.file[: -len(".log")] if self.rank is None else "rank %d" % self.rank
+        return " ".join([*self.group.words, what])
+
+
+def is_log(file: str) -> bool:
+    return file in (PREPARE_LOG, LAUNCHER_LOG) or rank_of(file, ".log") is not None
+
+
+def rank_of(file: str, end: str) -> Optional[int]:
+    """The rank of rank_N.log or rank_N.json."""
+    return _number_in(file[: -len(end)], "rank_") if file.endswith(end) else None
+
+
+def group_files(top: str) -> List[Tuple[GroupName, str]]:
+    """Every regular file of every group below an attempt's folder of logs or records, in no order; no link is followed
+    below it, and no folder entered that is no group's."""
+    found: List[Tuple[GroupName, str]] = []
+    groups = [ALONE]
+    for group in groups:
+        try:
+            with os.scandir(os.path.join(top, group.folder)) as entries:
+                for entry in entries:
+                    if entry.is_file(follow_symlinks=False):
+                        found.append((group, entry.name))
+                    elif entry.is_dir(follow_symlinks=False):
+                        inner = GroupName.parse("/".join([*group.words, entry.name]))
+                        groups += [inner] if inner is not None else []
+        except OSError:
+            continue
+    return found
+
+
+def _number_in(name: str, head: str) -> Optional[int]:
+    """N of `headN`, as a number is written."""
+    digits = name[len(head) :]
+    is_number = name.startswith(head) and digits.isdecimal() and len(digits) < 10
+    return int(digits) if is_number and str(int(digits)) == digits else None

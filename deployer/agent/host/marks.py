@@ -15,7 +15,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 from .layout import ATTEMPT_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
 from .processes import Process, Stat, all_stats
 
-_LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/[^/]+\Z")
+_LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/(?:[^/]+/){0,2}[^/]+\Z")
 _OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
 _LEASE = re.compile(r".*/(?:[^/]*?-)??" + LEASE_NAME)
 _SUPERVISOR_MODULE = b"supervisor.start"

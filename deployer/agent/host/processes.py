@@ -94,20 +94,28 @@ def command_of(pid: int) -> str:
     return "?"
 
 
-def describe(process: Process) -> Dict[str, object]:
-    """A process that would not go, for a report: `state` is D for one that the kernel holds in a call, `uid` is there
-    for one that became another user's."""
+class Survivor(NamedTuple):
+    """A process that would not go, for a report."""
+
+    pid: int
+    start_time: int
+    cmdline: str = "?"
+    state: str = "?"
+    """As in Stat; D for one that the kernel holds in a call."""
+    uid: Optional[int] = None
+    """Of one that became another user's."""
+
+
+def describe(process: Process) -> Survivor:
     stat, uid = read_stat(process.pid), uid_of(process.pid)
-    described = {**process._asdict(), "cmdline": command_of(process.pid), "state": stat.state if stat else "?"}
-    return {**described, **({"uid": uid} if uid not in (None, os.getuid()) else {})}
+    state = stat.state if stat else "?"
+    return Survivor(*process, command_of(process.pid), state, None if uid == os.getuid() else uid)
 
 
-def still_there(described: object) -> List[Process]:
-    """Of those that would not go, the ones that still run. One that became another user's is known by this alone once
-    its parents are gone: its environment is not ours to read."""
-    rows = [row for row in described if isinstance(row, dict)] if isinstance(described, list) else []
-    processes = [Process(row.get("pid", 0), row.get("start_time", -1)) for row in rows]
-    return [process for process in processes if type(process.pid) is int and is_running(process)]
+def still_there(survivors: Sequence[Survivor]) -> List[Process]:
+    """Those that still run. One that became another user's is known by this alone once its parents are gone: its
+    environment is not ours to read."""
+    return [process for process in (Process(s.pid, s.start_time) for s in survivors) if is_running(process)]
 
 
 def user_name(uid: int) -> str:

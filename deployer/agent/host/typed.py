@@ -33,7 +33,8 @@ T = TypeVar("T")
 MAX_BYTES = 4 << 20
 MAX_DEPTH = 32
 """Of what has no type (Any)."""
-MAX_INT = (1 << 53) - 1
+MAX_INT = (1 << 63) - 1
+"""A time in ns is larger than what a float could tell exactly."""
 
 
 class Damage(Exception):

@@ -7,11 +7,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import re
 import signal
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
-from ..host.files import read_json
-from ..host.layout import Job
-from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED
+from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
+from ..host.processes import Process
+from ..host.typed import Damage, read_typed
+from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, State
 
 _ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s*(\d+).*?\n\s*exitcode\s*:\s*(-?\d+)", re.DOTALL
@@ -30,16 +31,33 @@ class RankRecord(NamedTuple):
     rank: int
     pid: int
     start_time: int
-    wrapper_pid: int = 0
-    wrapper_start_time: int = 0
+    wrapper: Process
     code: Optional[int] = None  # 128 + N for signal N
     signal: Optional[int] = None
     ended_at_ns: int = 0  # wall clock
     ended_mono_ns: int = 0  # the clock of this boot: comparable between ranks of a host, never set back
+    job: str = ""  # older ones name none
+    group: GroupName = ALONE  # by the folder that the record lies in
+
+    @property
+    def program(self) -> Process:
+        return Process(self.pid, self.start_time)
+
+
+class Outcome(NamedTuple):
+    """The trainer's outcome.json: what it says itself of how it ended."""
+
+    state: State
+    error: str = ""
+    rank: Optional[int] = None
+
+    @property
+    def error_line(self) -> str:
+        return (self.error.strip().splitlines() or [""])[0]
 
 
 class Ending(NamedTuple):
-    state: str
+    state: State
     code: Optional[int]
     reason: str
     first_failing_rank: Optional[int] = None
@@ -47,40 +65,27 @@ class Ending(NamedTuple):
     hint: str = ""
 
 
-def parse_rank_record(data: Dict[str, Any], job_id: str) -> RankRecord:
-    """KeyError, TypeError or ValueError when `data` is no record, or another job's. Older ones name no job."""
-    if data.get("job", job_id) != job_id:
-        raise ValueError("a record of another job")
-    wrapper = data["wrapper"]
-    if not all(isinstance(data.get(key), (int, type(None))) for key in ("code", "signal")):
-        raise TypeError("an ending that cannot be")
-    return RankRecord(
-        int(data["rank"]),
-        int(data["pid"]),
-        int(data["start_time"]),
-        int(wrapper["pid"]),
-        int(wrapper["start_time"]),
-        data.get("code"),
-        data.get("signal"),
-        int(data.get("ended_at_ns") or 0),
-        int(data.get("ended_mono_ns") or 0),
-    )
-
-
 def read_ranks(job: Job, attempt: int) -> List[RankRecord]:
-    """The ranks that have started, by rank; a broken record counts as none."""
-    folder = job.ranks(attempt)
-    try:
-        names = [n for n in os.listdir(folder) if n.startswith("rank_") and n.endswith(".json")]
-    except OSError:
-        return []
+    """The ranks that have started, by role, node and rank; a record that is broken or another job's counts as none."""
     ranks = []
-    for name in names:
-        try:
-            ranks.append(parse_rank_record(read_json(os.path.join(folder, name)) or {}, job.id))
-        except (KeyError, TypeError, ValueError, OverflowError):
+    for group, file in group_files(job.ranks(attempt)):
+        if rank_of(file, ".json") is None:
             continue
-    return sorted(ranks, key=lambda record: record.rank)
+        try:
+            rank = read_typed(os.path.join(job.ranks(attempt, group.folder), file), RankRecord)
+        except (OSError, Damage):
+            continue
+        if rank.job in ("", job.id):
+            ranks.append(rank._replace(group=group))
+    return sorted(ranks, key=lambda record: (record.group.order, record.rank))
+
+
+def read_outcome(job: Job) -> Optional[Outcome]:
+    """None when the trainer has left none, or a broken one."""
+    try:
+        return read_typed(job.outcome, Outcome)
+    except (OSError, Damage):
+        return None
 
 
 def exit_code(wait_status: int) -> int:
@@ -129,19 +134,17 @@ def decide_ending(
     return Ending(STOPPED, code, stop_reason or "stopped on request", rank, signum)
 
 
-def with_outcome(ending: Optional[Ending], outcome: Optional[Dict[str, Any]]) -> Optional[Ending]:
+def with_outcome(ending: Optional[Ending], outcome: Optional[Outcome]) -> Optional[Ending]:
     """The verdict with what the trainer's outcome.json adds: the end where nothing else tells it, a stop before the
     last step of a run that exited 0, and the words for a failure."""
-    state = outcome.get("state") if outcome else None
-    if outcome is None or state not in ENDINGS:
+    if outcome is None or outcome.state not in ENDINGS:
         return ending
-    if ending is None and state != FAILED:
-        return Ending(str(state), 0, "the trainer's outcome.json says so; nobody saw its ranks end")
-    if ending is not None and ending.state == SUCCEEDED and state == STOPPED:
+    if ending is None and outcome.state != FAILED:
+        return Ending(outcome.state, 0, "the trainer's outcome.json says so; nobody saw its ranks end")
+    if ending is not None and ending.state == SUCCEEDED and outcome.state == STOPPED:
         return ending._replace(state=STOPPED, reason="the trainer stopped before its last step")
-    if ending is not None and ending.state == FAILED and outcome.get("error"):
-        words = (str(outcome["error"]).strip().splitlines() or [""])[0]
-        return ending._replace(reason="%s; rank %s: %s" % (ending.reason, outcome.get("rank"), words))
+    if ending is not None and ending.state == FAILED and outcome.error:
+        return ending._replace(reason="%s; rank %s: %s" % (ending.reason, outcome.rank, outcome.error_line))
     return ending
 
 

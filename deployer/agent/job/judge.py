@@ -6,15 +6,14 @@ A host judges only jobs of its own machine id: homes may be shared. Stdlib only,
 import fcntl
 import os
 import time
-from typing import Any, Dict, List, Optional, Set
+from typing import List, Optional, Set
 
-from ..host.files import read_json
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
 from ..host.marks import Found, Look, is_here, supervises
 from ..host.processes import Process
-from .ending import RankRecord, decide_ending, read_ranks, with_outcome
+from .ending import RankRecord, decide_ending, read_outcome, read_ranks, with_outcome
 from .status import (
     FINAL,
     LOST,
@@ -22,11 +21,12 @@ from .status import (
     QUEUED,
     RUNNING,
     TOOL_FAILED,
+    Status,
     Word,
     former_attempt,
-    main_process,
+    main_processes,
+    nproc_of,
     read_word,
-    supervisor_of,
     utc,
     write_status,
 )
@@ -36,7 +36,7 @@ LAUNCH_S = 60.0
 """A job folder without a status may be this old before its launch counts as broken off."""
 
 
-def judge(job: Job, look: Optional[Look] = None) -> Dict[str, Any]:
+def judge(job: Job, look: Optional[Look] = None) -> Status:
     """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
 
     `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
@@ -51,61 +51,65 @@ def judge(job: Job, look: Optional[Look] = None) -> Dict[str, Any]:
     return _judge(job, latest if latest.status or not word.status else word, found)
 
 
-def _is_beyond_doubt(job: Job, status: Dict[str, Any]) -> bool:
+def _is_beyond_doubt(job: Job, status: Status) -> bool:
     """Whether a status of this job needs no look at all processes: it has ended, or its supervisor is there."""
-    identity = supervisor_of(status)
-    if status["state"] in FINAL or identity is None:
-        return status["state"] in FINAL
+    identity = status.supervisor
+    if status.state in FINAL or identity is None:
+        return status.state in FINAL
     return is_alive(identity) and supervises(identity.pid, job)
 
 
-def _judge(job: Job, word: Word, found: Found) -> Dict[str, Any]:
+def _judge(job: Job, word: Word, found: Found) -> Status:
     status = word.status
     if status is None:
         return _without_status(job, word.damage, found)
-    identity = supervisor_of(status)
-    if status["state"] in FINAL or identity is None:
+    identity = status.supervisor
+    if status.state in FINAL or identity is None:
         return status
     if identity.machine_id != this_machine():
-        is_ours = found.supervisors or (found.others and found.attempt == status.get("attempt"))
+        is_ours = found.supervisors or (found.others and found.attempt == status.attempt)
         if not is_ours or not any(map(is_here, found.all)):  # else another attempt has left something here
-            return {**status, "on_host": identity.hostname}
+            return status._replace(on_host=identity.hostname)
         if not found.supervisors:
             return _damaged("its status.json names another host, %s" % identity.hostname[:80], found)
     if found.supervisors:
         return status  # one that has only begun is about to write its own
-    return _orphaned(job, status, found)
+    return _orphaned(job, status, found, rebooted=identity.boot_id != boot_id())
 
 
-def _without_status(job: Job, damage: str, found: Found) -> Dict[str, Any]:
+def _without_status(job: Job, damage: str, found: Found) -> Status:
     """A job whose written status is none."""
     begun = not os.path.isdir(job.path) or os.path.lexists(job.status) or os.path.isdir(os.path.join(job.path, "logs"))
     if found.all and (begun or found.others):
         return _damaged(damage, found)
     if begun:
-        return {"state": LOST, "code": TOOL_FAILED, "reason": damage + ", and nothing of it runs", "damaged": damage}
+        reason = damage + ", and nothing of it runs"
+        return Status(LOST, code=TOOL_FAILED, reason=reason, damaged=damage)
     age_s = time.time() - os.stat(job.path).st_mtime
     if found.supervisors or abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
-        return {"state": PREPARING}
-    return {"state": LOST, "code": TOOL_FAILED, "reason": "the launch did not complete"}
+        return Status(PREPARING)
+    return Status(LOST, code=TOOL_FAILED, reason="the launch did not complete")
 
 
-def _damaged(damage: str, found: Found) -> Dict[str, Any]:
+def _damaged(damage: str, found: Found) -> Status:
     """A job that runs, whatever its status says."""
     count = len(found.all)
     warning = "%s; %d process%s of it run%s" % (damage, count, *(("", "s") if count == 1 else ("es", "")))
-    told = {"state": RUNNING, "attempt": found.attempt, "damaged": damage, "warnings": [warning]}
-    return told if found.supervisors else {**told, "unsupervised": True}
+    return Status(
+        RUNNING,
+        attempt=found.attempt,
+        warnings=(warning,),
+        unsupervised=not found.supervisors,
+        damaged=damage,
+    )
 
 
-def _orphaned(job: Job, status: Dict[str, Any], found: Found) -> Dict[str, Any]:
+def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Status:
     """The supervisor was killed: do its processes go on, and if not, how did they end?"""
-    attempt = int(status.get("attempt") or 1)
-    rebooted = status["supervisor"]["boot_id"] != boot_id()
-    ranks = read_ranks(job, attempt)
+    ranks = read_ranks(job, status.attempt)
     if _any_running(status, ranks, set(found.others)):
-        return {**status, "state": RUNNING, "unsupervised": True}
-    final = {**status, **_end_of_orphan(job, status, ranks, rebooted=rebooted), "phase": None, "queue": None}
+        return status._replace(state=RUNNING, unsupervised=True)
+    final = _end_of_orphan(job, status, ranks, rebooted=rebooted)._replace(phase=None, queue=None)
     try:
         write_status(job, final)
     except OSError:
@@ -113,40 +117,45 @@ def _orphaned(job: Job, status: Dict[str, Any], found: Found) -> Dict[str, Any]:
     return final
 
 
-def _any_running(status: Dict[str, Any], ranks: List[RankRecord], ours: Set[Process]) -> bool:
+def _any_running(status: Status, ranks: List[RankRecord], ours: Set[Process]) -> bool:
     """Whether the attempt goes on, and is not only survived by what it left running: that takes records of its end."""
-    main, codes = main_process(status), [rank.code for rank in ranks if rank.code is not None]
-    known = {Process(r.pid, r.start_time) for r in ranks if r.code is None}
-    known |= {Process(r.wrapper_pid, r.wrapper_start_time) for r in ranks} | ({main} if main else set())
-    has_ended = any(codes) or len(codes) >= int(status.get("nproc") or 1)
+    codes = [rank.code for rank in ranks if rank.code is not None]
+    known = {rank.program for rank in ranks if rank.code is None}
+    known.update((rank.wrapper for rank in ranks), main_processes(status))
+    has_ended = any(codes) or len(codes) >= nproc_of(status)
     return bool(ours) and (bool(known & ours) or not has_ended)
 
 
-def _end_of_orphan(job: Job, status: Dict[str, Any], ranks: List[RankRecord], *, rebooted: bool) -> Dict[str, Any]:
+def _end_of_orphan(job: Job, status: Status, ranks: List[RankRecord], *, rebooted: bool) -> Status:
     stop = read_stop(job)
     ending = decide_ending(
         ranks,
-        nproc=int(status.get("nproc") or 1),
+        nproc=nproc_of(status),
         launcher_code=None,
         stop_requested_mono=stop.requested_mono if stop else None,
         stop_reason=stop.reason if stop else "",
     )
-    ending = with_outcome(ending, read_json(job.outcome))
+    ending = with_outcome(ending, read_outcome(job))
     if ending is not None:
-        ended_at = max((r.ended_at_ns for r in ranks), default=0) / 1e9
-        return {**ending._asdict(), "ended_at": utc(ended_at or time.time())}
+        ended_at = max((rank.ended_at_ns for rank in ranks), default=0) / 1e9
+        return status._replace(**ending._asdict(), ended_at=utc(ended_at or time.time()))
     former = former_attempt(status)
-    if status.get("state") == PREPARING and former is not None:  # between two attempts of one supervisor
+    if status.state == PREPARING and former is not None:  # between two attempts of one supervisor
         how = "the host was rebooted" if rebooted else "its supervisor was killed"
-        reason = "%s; %s before attempt %d" % (former.get("reason"), how, status["attempt"])
-        kept = {key: former.get(key) for key in ("state", "code", "first_failing_rank", "signal", "ended_at")}
-        return {**kept, "reason": reason}
+        return status._replace(
+            state=former.state,
+            code=former.code,
+            reason="%s; %s before attempt %d" % (former.reason, how, status.attempt),
+            first_failing_rank=former.first_failing_rank,
+            signal=former.signal,
+            ended_at=former.ended_at,
+        )
     if rebooted:
         reason = "the host was rebooted"
-    elif status.get("state") == QUEUED:
+    elif status.state == QUEUED:
         reason = "it waited for its GPUs, and its supervisor is gone"
-    elif main_process(status) is None:
+    elif not main_processes(status):
         reason = "the launch did not complete: its supervisor is gone"
     else:
         reason = "the supervisor and the job's processes are gone and left no exit record"
-    return {"state": LOST, "code": TOOL_FAILED, "reason": reason, "ended_at": utc(time.time())}
+    return status._replace(state=LOST, code=TOOL_FAILED, reason=reason, ended_at=utc(time.time()))

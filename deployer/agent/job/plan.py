@@ -7,6 +7,7 @@ it chooses) stands in it as a slot. Stdlib only, Python 3.8: both ends use it.
 from typing import Any, Dict, Iterator, List, Literal, Mapping, NamedTuple, Optional, Tuple, Union
 
 from ..gpus.view import Wanted
+from ..host.layout import GroupName
 from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
 
@@ -119,9 +120,8 @@ def groups_of(plan: Plan) -> Iterator[Group]:
     """All groups of processes, role by role."""
     for role in plan.roles:
         for node, devices in enumerate(role.nodes):
-            parts: List[str] = [role.name] if len(plan.roles) > 1 else []
-            parts += ["node%d" % node] if len(role.nodes) > 1 else []
-            yield Group(role, node, devices, "/".join(parts))
+            name = GroupName(role.name if len(plan.roles) > 1 else None, node if len(role.nodes) > 1 else None)
+            yield Group(role, node, devices, name.folder)
 
 
 def wanted_gpus(plan: Plan) -> Optional[Wanted]:

@@ -9,8 +9,8 @@ import re
 import time
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
-from ..host.layout import CHECKPOINT_MARKER, Job
-from ..logs.read import RANK_LOG, last_lines
+from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
+from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
 MAX_LINE = 300
@@ -44,7 +44,8 @@ def output_mark(job: Job, attempt: int) -> Mark:
 
 
 def rank_logs(job: Job, attempt: int) -> List[str]:
-    return [path for path in _paths(job.logs(attempt)) if RANK_LOG.match(os.path.basename(path))]
+    """The logs of all ranks of all groups."""
+    return [log_path(job, name) for name in log_names(job, attempt) if name.rank is not None]
 
 
 def silent_s(job: Job, attempt: int) -> Optional[float]:
@@ -90,9 +91,10 @@ def newest_checkpoint(job: Job) -> Optional[int]:
     return max(steps, default=None)
 
 
-def last_line(job: Job, rank: Optional[int], attempt: int) -> str:
+def last_line(job: Job, rank: Optional[int], attempt: int, group: GroupName = ALONE) -> str:
     """The last line in a rank's log that is not empty, cut to MAX_LINE characters; of the launcher's without a rank."""
-    text = last_lines(job, rank, 5, attempt=attempt).decode("utf-8", "replace")
+    chosen = Chosen(*group, ranks=None if rank is None else {rank})
+    text = last_lines(job, chosen, 5, attempt=attempt).decode("utf-8", "replace")
     lines = [line.strip() for line in re.split(r"[\r\n]", text) if line.strip()]
     return lines[-1][-MAX_LINE:] if lines else ""
 

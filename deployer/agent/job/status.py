@@ -1,122 +1,227 @@
-"""A job's status as it was written: the supervisor's status.json, taken at its word.
+"""A job's status: what its supervisor knows of it, as status.json holds it and as every command sees it.
 
-States: queued, preparing, running, succeeded, failed, stopped, lost; beside `running`, `unsupervised` is true when the
-supervisor is gone and the ranks go on. What is true is for `judge` to say.
-Stdlib only, Python 3.8, Linux.
+States: queued, preparing, running, succeeded, failed, stopped, lost. What is true is for `judge` to say.
+Stdlib only, Python 3.8: both ends use it.
 """
 
 import os
 import time
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, Literal, NamedTuple, Optional, Tuple
 
-from ..host.files import read_json, write_json
+from ..gpus.view import GpuHolder, QueueView
+from ..host.files import read_whole, write_json
 from ..host.layout import Job
 from ..host.machine import Identity
-from ..host.processes import Process
+from ..host.processes import Process, Survivor
+from ..host.typed import MAX_BYTES, Damage, from_json, load_json, to_json
 from .plan import Plan, wanted_gpus
 
-QUEUED, PREPARING, RUNNING, LOST = "queued", "preparing", "running", "lost"
-ENDINGS = SUCCEEDED, FAILED, STOPPED = "succeeded", "failed", "stopped"
+State = Literal["queued", "preparing", "running", "succeeded", "failed", "stopped", "lost"]
+QUEUED: State = "queued"
+PREPARING: State = "preparing"
+RUNNING: State = "running"
+SUCCEEDED: State = "succeeded"
+FAILED: State = "failed"
+STOPPED: State = "stopped"
+LOST: State = "lost"
+ENDINGS = SUCCEEDED, FAILED, STOPPED
 FINAL = (*ENDINGS, LOST)
 TOOL_FAILED = 125
 """The code of a job that never started, or whose end nobody knows."""
 
 
-def read_status(job: Job) -> Optional[Dict[str, Any]]:
-    """What the supervisor wrote last, taken at its word; None before its start. See `judge` for the truth."""
-    return read_json(job.status)
+class AttemptReport(NamedTuple):
+    """What the status keeps of an attempt that has ended."""
+
+    attempt: int
+    state: State = FAILED
+    code: Optional[int] = None
+    reason: str = ""
+    first_failing_rank: Optional[int] = None
+    signal: Optional[int] = None
+    started_at: Optional[str] = None
+    """None for one whose command was never started."""
+    ended_at: Optional[str] = None
+    resumed_from: Optional[int] = None
+    step: Optional[int] = None
+    error: str = ""
+    """The words by which a failure is known again."""
+
+
+class StalledRank(NamedTuple):
+    """What a rank did when its attempt was found to have stalled."""
+
+    rank: int
+    pid: int = 0
+    running: bool = False
+    last_line: str = ""
+    group: str = ""
+
+
+class GroupStatus(NamedTuple):
+    """A role's processes on one node (`plan.Group`), as they were started."""
+
+    folder: str = ""
+    nproc: int = 1
+    main: Optional[Process] = None
+    """torchrun, or the only rank's wrapper; None before its start."""
+    argv: Tuple[str, ...] = ()
+    cwd: str = ""
+    slots: Dict[str, str] = {}
+
+
+class Status(NamedTuple):
+    state: State
+    job: str = ""
+    """The id; the first Torchferry did not say it."""
+    supervisor: Optional[Identity] = None
+    groups: Tuple[GroupStatus, ...] = ()
+    attempt: int = 0
+    """0 for a job that never had a supervisor."""
+    first_attempt: int = 0
+    """Of this launch or resume."""
+    max_attempts: int = 0
+    attempts: Tuple[AttemptReport, ...] = ()
+    """Those that have ended."""
+    began_mono_s: Optional[float] = None
+    started_at: Optional[str] = None
+    ended_at: Optional[str] = None
+    resumed_from: Optional[int] = None
+    phase: Optional[str] = None
+    """Of a stop under way: see supervisor/stop_stages.py."""
+    grace_s: Optional[float] = None
+    queue: Optional[QueueView] = None
+    devices: Tuple[str, ...] = ()
+    """The GPUs that are claimed for it."""
+    stalled: Tuple[StalledRank, ...] = ()
+    warnings: Tuple[str, ...] = ()
+    # how it ended
+    code: Optional[int] = None
+    reason: str = ""
+    first_failing_rank: Optional[int] = None
+    signal: Optional[int] = None
+    hint: str = ""
+    swept: Optional[int] = None
+    """How many processes it left running that were ended; None until somebody has looked."""
+    ended: Optional[int] = None
+    """Of a stop: how many processes it has ended."""
+    remaining: Tuple[Survivor, ...] = ()
+    gpus_free: Optional[bool] = None
+    gpu_holders: Tuple[GpuHolder, ...] = ()
+    # what `judge` adds; in no file
+    on_host: str = ""
+    """The machine whose job it is, when it is not this one's."""
+    unsupervised: bool = False
+    """The supervisor is gone and the ranks go on."""
+    damaged: str = ""
+    """Why the written status is not believed."""
+
+
+_JUDGED = ("on_host", "unsupervised", "damaged")
+_WHOLE = ("attempts", "remaining", "gpu_holders")
+"""An earlier Torchferry takes every key of these for granted."""
+
+
+def status_to_json(status: Status, *, sparse: bool = False) -> Dict[str, Any]:
+    """As it stands in status.json: the fields of a job's only group are its own there."""
+    value: Dict[str, Any] = to_json(status, sparse=sparse)
+    for name in _WHOLE:
+        if name in value:
+            value[name] = to_json(getattr(status, name))
+    if len(status.groups) == 1 and not status.groups[0].folder:
+        (group,) = value.pop("groups")
+        group.pop("folder", None)
+        value.update(group)
+    else:
+        value["groups"] = to_json(status.groups)
+    return value
+
+
+def status_from_json(value: Any) -> Status:
+    """Damage for what is no status."""
+    status = from_json(value, Status)
+    return status if value.get("groups") is not None else status._replace(groups=(from_json(value, GroupStatus),))
 
 
 class Word(NamedTuple):
     """A job's status as it can be used: None with the reason why not."""
 
-    status: Optional[Dict[str, Any]]
+    status: Optional[Status]
     damage: str = ""
 
 
+FOLDER_GONE = "its folder is gone"
+
+
 def read_word(job: Job) -> Word:
-    """The status, if it is one and this job's; nobody else needs to look at its types."""
+    """What the supervisor wrote last, if it is a status and this job's; nobody else needs to look at its types."""
     if not os.path.isdir(job.path):
         return Word(None, FOLDER_GONE)
-    status = read_json(job.status)
-    if status is None:
-        exists = os.path.lexists(job.status)
-        return Word(None, "its status.json is %s" % ("damaged" if exists else "missing"))
-    wrong = _wrong(status)
-    if wrong:
-        return Word(None, "its status.json is damaged: %s" % wrong)
-    slots = status.get("slots") or {}
-    whose = status.get("job") or os.path.basename(str(slots.get("job") or job.id))
-    return Word(status) if whose == job.id else Word(None, "its status.json is of another job, %s" % whose[:80])
+    try:
+        status = status_from_json(load_json(read_whole(job.status, MAX_BYTES + 1)))
+    except FileNotFoundError:
+        return Word(None, "its status.json is missing")
+    except OSError as error:
+        return Word(None, "its status.json is damaged: %s" % error.strerror)
+    except Damage as damage:
+        return Word(None, "its status.json is damaged: %s" % damage)
+    if status.supervisor is None:
+        return Word(None, "its status.json is damaged: it names no supervisor")
+    whose = status.job or os.path.basename(slot_of(status, "job")) or job.id
+    if whose != job.id:
+        return Word(None, "its status.json is of another job, %s" % whose[:80])
+    if not status.attempt or not status.first_attempt:  # whoever wrote a status had begun one
+        status = status._replace(attempt=status.attempt or 1, first_attempt=status.first_attempt or 1)
+    return Word(status)
 
 
-FOLDER_GONE = "its folder is gone"
-_STATES = (QUEUED, PREPARING, RUNNING, *FINAL)
-_IDENTITY = {"machine_id": str, "boot_id": str, "pid": int, "start_time": int, "hostname": str}
-_TYPES: Dict[str, Any] = {
-    **dict.fromkeys(("job", "reason", "phase", "started_at", "ended_at", "hint"), str),
-    **dict.fromkeys(("attempt", "first_attempt", "max_attempts", "nproc", "code", "swept", "ended"), int),
-    **dict.fromkeys(("supervisor", "main", "slots", "queue"), dict),
-    **dict.fromkeys(("attempts", "warnings", "devices", "remaining", "gpu_holders"), list),
-    "began_mono_s": (int, float),
-}
+def read_status(job: Job) -> Optional[Status]:
+    """What the supervisor wrote last, taken at its word; None before its start. See `judge` for the truth."""
+    return read_word(job).status
 
 
-def _wrong(status: Dict[str, Any]) -> str:
-    """Which of its values cannot be; empty when none is."""
-    typed = [(status, key, kind) for key, kind in _TYPES.items()]
-    if not any(_is_wrong(*place) for place in typed):
-        typed += [(status.get("supervisor") or {}, key, kind) for key, kind in _IDENTITY.items()]
-        typed += [(status.get("main") or {}, key, int) for key in ("pid", "start_time")]
-        attempts = [a if isinstance(a, dict) else {"attempt": a} for a in status.get("attempts") or []]
-        typed += [(attempt, key, int) for attempt in attempts for key in ("attempt", "code")]
-    if status.get("state") not in _STATES:
-        return "state is %.60r" % (status.get("state"),)
-    if not status.get("supervisor"):
-        return "it names no supervisor"
-    return next(("%s is %.60r" % (key, values[key]) for values, key, kind in typed if _is_wrong(values, key, kind)), "")
-
-
-def _is_wrong(values: Dict[str, Any], key: str, kind: Any) -> bool:
-    value = values.get(key)
-    return value is not None and (not isinstance(value, kind) or (kind is int and not 0 <= value < 1 << 53))
-
-
-def write_status(job: Job, status: Dict[str, Any]) -> None:
+def write_status(job: Job, status: Status) -> None:
     if os.path.isdir(job.status) and not os.path.islink(job.status):  # no file can take a folder's place
         os.rename(job.status, "%s.%d.aside" % (job.status, time.time_ns()))
-    write_json(job.status, status)
+    plain = status._replace(**{name: Status._field_defaults[name] for name in _JUDGED})
+    write_json(job.status, status_to_json(plain, sparse=True))
 
 
-def gpus_of(plan: Optional[Plan], status: Dict[str, Any]) -> List[str]:
-    """The job's GPUs as this host chose them, else as they were asked for."""
-    slots = status.get("slots")
-    chosen = slots.get("gpus") if isinstance(slots, dict) else None
-    wanted = wanted_gpus(plan) if plan else None
-    return str(chosen).split(",") if chosen else list(wanted.gpus) if wanted else []
+def with_group(status: Status, folder: str, **changes: Any) -> Status:
+    """The status with a group's fields changed; a group that it does not have begins with them."""
+    before = next((group for group in status.groups if group.folder == folder), GroupStatus(folder))
+    others = (group for group in status.groups if group.folder != folder)
+    return status._replace(groups=(*others, before._replace(**changes)))
 
 
-def supervisor_of(status: Dict[str, Any]) -> Optional[Identity]:
-    try:
-        return Identity(**status["supervisor"])
-    except (KeyError, TypeError):
+def slot_of(status: Status, name: str) -> str:
+    """What a slot was filled with; empty before."""
+    return next((group.slots[name] for group in status.groups if name in group.slots), "")
+
+
+def nproc_of(status: Status) -> int:
+    """How many ranks the job has."""
+    return max(1, sum(group.nproc for group in status.groups))
+
+
+def main_processes(status: Status) -> Tuple[Process, ...]:
+    """What the supervisor has started: torchrun, or a rank's wrapper, of each group; none before their start."""
+    return tuple(group.main for group in status.groups if group.main is not None)
+
+
+def former_attempt(status: Status) -> Optional[AttemptReport]:
+    """The attempt before this one; None when this is the first since launch or resume."""
+    if status.attempt <= max(status.first_attempt, 1):
         return None
-
-
-def former_attempt(status: Dict[str, Any]) -> Optional[Dict[str, Any]]:
-    """What the status keeps of the attempt before this one; None when this is the first since launch or resume."""
-    number = int(status.get("attempt") or 1)
-    if number <= int(status.get("first_attempt") or 1):
-        return None
-    return next((a for a in status.get("attempts") or [] if a.get("attempt") == number - 1), None)
-
-
-def main_process(status: Dict[str, Any]) -> Optional[Process]:
-    """torchrun, or the only rank's wrapper; None before its start."""
-    main = status.get("main")
-    return Process(int(main["pid"]), int(main["start_time"])) if isinstance(main, dict) else None
+    return next((a for a in status.attempts if a.attempt == status.attempt - 1), None)
 
 
 def utc(time_s: float) -> str:
     """A Unix time as it stands in the records."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_s))
+
+
+def gpus_of(plan: Optional[Plan], status: Status) -> Tuple[str, ...]:
+    """The job's GPUs as this host chose them, else as they were asked for."""
+    chosen, wanted = slot_of(status, "gpus"), wanted_gpus(plan) if plan else None
+    return tuple(chosen.split(",")) if chosen else wanted.gpus if wanted else ()

@@ -27,7 +27,7 @@ def first_to_keep(size: int, first_kept: int, limit: int) -> Optional[int]:
 
 
 class LogKeeper:
-    """Looks after one attempt's log folder."""
+    """Looks after one folder of logs."""
 
     def __init__(self, folder: str, limit_bytes: Optional[int]) -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class LogKeeper:
 
 
 class LogLimit:
-    """Keeps every log of one attempt's folder within `limit_bytes`."""
+    """Keeps every log of one folder within `limit_bytes`."""
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
         self._folder = folder

@@ -1,7 +1,8 @@
 """A job's logs as bytes: every file of its attempts by offset, so that a reader can go on after any cut.
 
-Offsets are per file name: prepare.log, launcher.log, rank_N.log of the first attempt, attempt_2/rank_N.log and so on of
-later ones. Polling only: inotify is blind on network file systems.
+Offsets are per file name (LogName): prepare.log, launcher.log, rank_N.log of the first attempt, attempt_2/rank_N.log
+and so on of later ones; ROLE/nodeK/rank_N.log of a job with several groups of processes. Polling only: inotify is blind
+on network file systems.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -11,7 +12,7 @@ import re
 from typing import Collection, Dict, List, NamedTuple, Optional, Tuple
 
 from ..host.files import read_json
-from ..host.layout import Job
+from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
@@ -24,8 +25,6 @@ DROPPED_FILE = "dropped.json"
 LIMIT_KEY = "log_max_bytes"
 
 _ATTEMPT = re.compile(r"attempt_(\d+)\Z")
-RANK_LOG = re.compile(r"rank_(\d+)\.log\Z")
-_ORDER = ("prepare.log", "launcher.log")
 
 
 class Chunk(NamedTuple):
@@ -35,11 +34,31 @@ class Chunk(NamedTuple):
     dropped: int = 0  # bytes that stood before it and are gone by the log's size limit
 
 
+class Chosen(NamedTuple):
+    """Some of an attempt's processes: what is None chooses nothing, so all of it is taken."""
+
+    role: Optional[str] = None
+    node: Optional[int] = None
+    ranks: Optional[Collection[int]] = None
+
+    def takes(self, name: LogName) -> bool:
+        """Whether it is a log of theirs. What a name does not say there is one of: of roles the only one, of nodes
+        node 0. The preparation was for all."""
+        if self.ranks is None and name.file == PREPARE_LOG:
+            return True
+        role, node = name.group
+        of_rank = self.ranks is None or name.rank in self.ranks
+        return of_rank and self.role in (None, role or self.role) and self.node in (None, node or 0)
+
+
+ALL = Chosen()
+
+
 class LogReader:
     """Reads on in the files of an attempt, also in those that appear later, and then in those of the next attempts.
 
     It begins with `attempt`, else with the last one that `offsets` name, else with the latest. `offsets` say where to
-    begin in each file (0 unless named); `ranks` restricts it to the logs of those ranks; with `stay` it reads one
+    begin in each file (0 unless named); `chosen` restricts it to the logs of some processes; with `stay` it reads one
     attempt alone.
     """
 
@@ -48,14 +67,14 @@ class LogReader:
         job: Job,
         attempt: Optional[int] = None,
         offsets: Optional[Dict[str, int]] = None,
-        ranks: Optional[Collection[int]] = None,
+        chosen: Chosen = ALL,
         *,
         stay: bool = False,
     ) -> None:
         self.offsets: Dict[str, int] = dict(offsets or {})
         self._job = job
         self._attempt = attempt or max(map(attempt_of, self.offsets), default=None)
-        self._ranks = ranks
+        self._chosen = chosen
         self._stay = stay
         self._dropped: Dict[str, Dropped] = {}
         self._ends: Dict[str, int] = {}
@@ -64,9 +83,8 @@ class LogReader:
         """What is written from now on is not read: a job that writes without a pause would have no present end."""
         attempt = latest_attempt(self._job)
         if attempt is not None:
-            folder = self._job.logs(attempt)
-            for name in log_files(folder):
-                self._ends[log_name(attempt, name)] = os.stat(os.path.join(folder, name)).st_size
+            for name in log_names(self._job, attempt):
+                self._ends[name.text] = os.stat(log_path(self._job, name)).st_size
 
     def limit(self, name: str) -> Optional[int]:
         """The size limit of a file, in bytes, once a part of it was dropped."""
@@ -89,13 +107,12 @@ class LogReader:
 
     def _poll(self, attempt: int) -> List[Chunk]:
         chunks: List[Chunk] = []
-        folder = self._job.logs(attempt)
-        files = [log_name(attempt, name) for name in log_files(folder, self._ranks)]
+        files = log_names(self._job, attempt, self._chosen)
         budget = POLL_BYTES
         while files and budget > 0:
             more = []
             for name in files:
-                chunk = self._read(folder, name)
+                chunk = self._read(name)
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= len(chunk.data)
@@ -104,17 +121,17 @@ class LogReader:
             files = more
         return chunks
 
-    def _read(self, folder: str, name: str) -> Optional[Chunk]:
+    def _read(self, log: LogName) -> Optional[Chunk]:
+        name, path = log.text, log_path(self._job, log)
         begun = offset = self.offsets.setdefault(name, 0)
-        dropped = self._dropped.setdefault(os.path.dirname(name), Dropped(folder))
-        path = os.path.join(folder, os.path.basename(name))
+        dropped = self._dropped.setdefault(os.path.dirname(name), Dropped(os.path.dirname(path)))
         while True:
             try:
                 data = _read_at(path, offset)
             except OSError:  # not readable now; the next poll tries again
                 return None
             # asked after the reading: what is to be freed is told first, and freed bytes read as zeros
-            first = dropped.first_kept(os.path.basename(name))
+            first = dropped.first_kept(log.file)
             if offset >= first or not data:
                 break
             offset = first
@@ -156,15 +173,15 @@ def _read_at(path: str, offset: int) -> bytes:
         return f.read(CHUNK_BYTES) or b""
 
 
-def log_name(attempt: int, file: str) -> str:
-    """The name by which a reader knows a file of an attempt's log folder."""
-    return file if attempt == 1 else "attempt_%d/%s" % (attempt, file)
+def log_path(job: Job, name: LogName) -> str:
+    """Where a log lies."""
+    return os.path.join(job.logs(name.attempt, name.group.folder), name.file)
 
 
 def attempt_of(name: str) -> int:
     """The attempt that a log's name means."""
-    match = _ATTEMPT.match(name.rpartition("/")[0])
-    return int(match.group(1)) if match else 1
+    found = LogName.parse(name)
+    return found.attempt if found is not None else 1
 
 
 def latest_attempt(job: Job) -> Optional[int]:
@@ -186,39 +203,34 @@ def attempts(job: Job) -> List[int]:
     return [int(m.group(1)) for m in map(_ATTEMPT.match, names) if m]
 
 
-def log_files(folder: str, ranks: Optional[Collection[int]] = None) -> List[str]:
-    """Log names of an attempt's folder in reading order: preparation, launcher, then ranks by number."""
-    try:
-        names = set(os.listdir(folder))
-    except OSError:
-        return []
-    of_rank = sorted((int(m.group(1)), name) for m, name in ((RANK_LOG.match(n), n) for n in names) if m)
-    if ranks is not None:
-        return [name for rank, name in of_rank if rank in ranks]
-    return [name for name in _ORDER if name in names] + [name for _, name in of_rank]
+def log_names(job: Job, attempt: int, chosen: Chosen = ALL) -> List[LogName]:
+    """An attempt's logs in reading order: preparation, launchers, then ranks by role, node and number."""
+    found = [LogName(attempt, group, file) for group, file in group_files(job.logs(attempt)) if is_log(file)]
+    return sorted(filter(chosen.takes, found), key=_reading_order)
 
 
-def tail_offsets(
-    job: Job, lines: int, ranks: Optional[Collection[int]] = None, attempt: Optional[int] = None
-) -> Dict[str, int]:
+def _reading_order(name: LogName) -> Tuple[int, Tuple[str, int], int]:
+    rank = name.rank
+    kind = 2 if rank is not None else 1 if name.file == LAUNCHER_LOG else 0
+    return kind, name.group.order, rank or 0
+
+
+def tail_offsets(job: Job, lines: int, chosen: Chosen = ALL, attempt: Optional[int] = None) -> Dict[str, int]:
     """Where to begin in each log of an attempt (the latest one) to get its last `lines` lines (0: none of it)."""
     attempt = attempt or latest_attempt(job)
-    if attempt is None:
-        return {}
-    folder = job.logs(attempt)
-    found = log_files(folder, ranks)
-    return {log_name(attempt, name): _tail_offset(os.path.join(folder, name), lines) for name in found}
+    names = log_names(job, attempt, chosen) if attempt is not None else []
+    return {name.text: _tail_offset(log_path(job, name), lines) for name in names}
 
 
-def last_lines(job: Job, rank: Optional[int], lines: int, *, attempt: Optional[int] = None) -> bytes:
-    """The last lines of a rank's log in an attempt (the latest), at most TAIL_BYTES. Without a rank: of the launcher's
-    log, or the preparation's when nothing was launched. Empty when there is none."""
+def last_lines(job: Job, chosen: Chosen, lines: int, *, attempt: Optional[int] = None) -> bytes:
+    """The last lines of the first log of the chosen ranks in an attempt (the latest), at most TAIL_BYTES. If no ranks
+    are chosen: of the launcher's, or the preparation's when nothing was launched. Empty when there is none."""
     attempt = attempt or latest_attempt(job)
-    if attempt is None:
-        return b""
-    names = ["rank_%d.log" % rank] if rank is not None else ["launcher.log", "prepare.log"]
-    for path in (os.path.join(job.logs(attempt), name) for name in names):
-        if os.path.exists(path) and os.path.getsize(path):
+    names = log_names(job, attempt, chosen) if attempt is not None else []
+    if chosen.ranks is None:
+        names = [name for file in (LAUNCHER_LOG, PREPARE_LOG) for name in names if name.file == file]
+    for path in (log_path(job, name) for name in names):
+        if os.path.getsize(path):
             with open(path, "rb") as f:
                 f.seek(_tail_offset(path, lines))
                 return f.read(TAIL_BYTES)

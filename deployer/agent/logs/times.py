@@ -10,8 +10,8 @@ import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
 from ..host.files import write_whole
-from ..host.layout import Job
-from .read import attempts, line_start, log_files, log_name
+from ..host.layout import ALONE, Job, group_files, is_log
+from .read import attempts, line_start, log_names, log_path
 
 TIMES_FILE = "times.jsonl"
 EVERY_S = 1.0
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 class TimeIndex:
-    """Writes the index of one attempt's log folder."""
+    """Writes the index of one folder of logs."""
 
     def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
@@ -60,11 +60,11 @@ def thinned(lines: List[bytes]) -> List[bytes]:
 
 
 def sizes_of(folder: str) -> Dict[str, int]:
-    """Every log of an attempt's folder with its present size."""
+    """Every log that lies in a folder itself, with its present size."""
     sizes = {}
-    for name in log_files(folder):
+    for file in sorted(file for group, file in group_files(folder) if group == ALONE and is_log(file)):
         try:
-            sizes[name] = os.stat(os.path.join(folder, name)).st_size
+            sizes[file] = os.stat(os.path.join(folder, file)).st_size
         except OSError:
             continue
     return sizes
@@ -102,17 +102,23 @@ def attempt_at(job: Job, unix_s: float) -> Optional[int]:
     """The attempt in which to begin for what was written since then: the first that still wrote, or the latest."""
     numbers = sorted(attempts(job))
     for number in numbers:
-        entries = read_index(job.logs(number))
-        if entries and entries[-1].unix_s >= unix_s:
+        if any(index[-1].unix_s >= unix_s for index in _indices(job, number).values() if index):
             return number
     return numbers[-1] if numbers else None
 
 
 def offsets_at(job: Job, attempt: int, unix_s: float) -> Dict[str, int]:
     """`offsets_since` of an attempt, each moved back to the beginning of its line, by the names that a reader uses."""
-    folder = job.logs(attempt)
-    found = offsets_since(read_index(folder), unix_s)
-    return {log_name(attempt, name): line_start(os.path.join(folder, name), offset) for name, offset in found.items()}
+    stood = {folder: offsets_since(index, unix_s) for folder, index in _indices(job, attempt).items()}
+    paths = {name: log_path(job, name) for name in log_names(job, attempt)}
+    found = {name: stood[os.path.dirname(path)].get(name.file, 0) for name, path in paths.items()}
+    return {name.text: line_start(paths[name], offset) for name, offset in found.items() if offset}
+
+
+def _indices(job: Job, attempt: int) -> Dict[str, List[Entry]]:
+    """The index of each folder that holds logs of an attempt."""
+    folders = {os.path.dirname(log_path(job, name)) for name in log_names(job, attempt)}
+    return {folder: read_index(folder) for folder in sorted(folders)}
 
 
 def _parse(line: bytes) -> Optional[Entry]:

@@ -5,12 +5,14 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from ..host.errors import AgentError
-from ..host.layout import Job, Root
+from ..host.layout import ALONE, LAUNCHER_LOG, Job, LogName, Root
+from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
+from ..job.views import JobView
 from ..logs import read
 from ..wire.conversation import Call
 
@@ -27,22 +29,21 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     """Streams the job's logs on until it has ended, or to their present end; says first where it begins.
 
     It begins at `offsets`, else at the last lines (`tail`) or a time (`since`) of an attempt, the latest unless given.
-    `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone; `from_attempt` is where
-    a client begins that started it and has seen nothing yet.
+    `role`, `node`, `ranks` and `grep` choose among the lines. An `attempt` that was asked for is shown alone;
+    `from_attempt` is where a client begins that started it and has seen nothing yet.
     """
     from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
     job = find_folder(root, call.head["job"], kind="unknown_job")  # which is not tried again
     asked = call.head.get("attempt")
-    ranks = call.head.get("ranks")
-    chosen = set(ranks) if ranks is not None else None
+    chosen = _chosen(call.head)
     lines = _line_filter(call.head["grep"]) if call.head.get("grep") is not None else None
     latest = read.latest_attempt(job)
     if asked is not None and not 1 <= asked <= (latest or 1):
         raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
     offsets = call.head.get("offsets")
     if not offsets:
-        offsets = _beginning(job, call.head, ranks=chosen)
+        offsets = _beginning(job, call.head, chosen)
     call.send_event("from", offsets)
     reader = read.LogReader(job, asked, offsets, chosen, stay=asked is not None)
     once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
@@ -51,13 +52,18 @@ def follow(root: Root, call: Call) -> Dict[str, Any]:
     return follow_job(job, call, reader, once=once, lines=lines)
 
 
+def _chosen(asked: Dict[str, Any]) -> read.Chosen:
+    ranks = asked.get("ranks")
+    return read.Chosen(asked.get("role"), asked.get("node"), None if ranks is None else set(ranks))
+
+
 def _line_filter(pattern: str) -> "LineFilter":
     from ..logs.grep import LineFilter
 
     return LineFilter(pattern)
 
 
-def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[int]]) -> Dict[str, int]:
+def _beginning(job: Job, asked: Dict[str, Any], chosen: read.Chosen) -> Dict[str, int]:
     """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
     attempt = asked.get("attempt") or asked.get("from_attempt") or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
@@ -71,10 +77,10 @@ def _beginning(job: Job, asked: Dict[str, Any], *, ranks: Optional[Collection[in
         if attempt is not None:
             offsets = times.offsets_at(job, attempt, unix_s)
     if asked.get("tail") is not None:
-        for name, offset in read.tail_offsets(job, asked["tail"], ranks, attempt).items():
+        for name, offset in read.tail_offsets(job, asked["tail"], chosen, attempt).items():
             offsets[name] = max(offset, offsets.get(name, 0))
     if attempt is not None:
-        offsets.setdefault(read.log_name(attempt, "launcher.log"), 0)
+        offsets.setdefault(LogName(attempt, ALONE, LAUNCHER_LOG).text, 0)
     return offsets
 
 
@@ -93,13 +99,13 @@ def follow_job(
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
             else:
                 _send_matches(call, _in_time(lines.feed, chunk))
-        news = now["state"], now.get("attempt"), now.get("queue")
+        news = now.state, now.attempt, now.queue
         if news != shown and not once:
             shown = news
-            call.send_event("state", now)
-        if not chunks and (once or now["state"] in FINAL):
+            call.send_event("state", to_json(now, sparse=True))
+        if not chunks and (once or now.state in FINAL):
             _send_matches(call, _in_time(lines.end) if lines else [])
-            call.send_event("status", dict(now, job_id=job.id))
+            call.send_event("status", to_json(JobView(job.id, now), sparse=True))
             return {}
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
         call.cancelled.wait(wait_s)
@@ -126,10 +132,10 @@ def _say_left_out(call: Call, file: str, size: int, limit: Optional[int]) -> Non
 
 
 def last_lines(root: Root, call: Call) -> Dict[str, Any]:
-    """The last lines of one rank (of the launcher when `rank` is null)."""
+    """The last lines of the first of the chosen ranks (of the launcher when `ranks` is null)."""
     from .jobs import find_folder
 
     job = find_folder(root, call.head["job"])
-    data = read.last_lines(job, call.head.get("rank"), int(call.head.get("lines", 20)))
+    data = read.last_lines(job, _chosen(call.head), int(call.head.get("lines", 20)))
     call.send_data(data[-65536:])
     return {}

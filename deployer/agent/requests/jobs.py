@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import time
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.killing import SWEEP_S, end_all
@@ -15,11 +15,14 @@ from ..host.locks import locked
 from ..host.machine import boot_id, this_machine
 from ..host.marks import Look, job_processes
 from ..host.processes import Process, describe, still_there
+from ..host.typed import Damage, to_json
 from ..job import progress
+from ..job.groups import processes_of
 from ..job.judge import judge
-from ..job.plan import main_role
-from ..job.record import Record, known_plan, known_record
-from ..job.status import FINAL, LOST, TOOL_FAILED, gpus_of, supervisor_of, write_status
+from ..job.plan import Plan, main_role, parse_plan
+from ..job.record import read_record
+from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
+from ..job.views import JobView, Row
 from ..supervisor import start
 from ..wire.conversation import Call
 
@@ -72,67 +75,72 @@ def _written_at(job: Job) -> float:
 
 
 def ps(root: Root, call: Call) -> Dict[str, Any]:
-    call.send_event("jobs", list_jobs(root))
+    call.send_event("jobs", to_json(list_jobs(root)))
     return {}
 
 
 def status(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
     now = judge(job)
-    found = {"latest": progress.last_metrics(job), "silent_s": progress.silent_s(job, int(now.get("attempt") or 1))}
-    call.send_event("status", dict(now, job_id=job.id, path=job.path, **found))
+    latest, silent_s = progress.last_metrics(job), progress.silent_s(job, now.attempt)
+    view = JobView(job.id, now, job.path, tuple(processes_of(job, nproc_of(now))), latest, silent_s)
+    call.send_event("status", to_json(view, sparse=True))
     return {}
 
 
 # --- in short, as ps shows them ---------------------------------------------------------------------------------------
 
-_SHOWN = (
-    "state",
-    "code",
-    "reason",
-    "on_host",
-    "attempt",
-    "max_attempts",
-    "queue",
-    "damaged",
-    "started_at",
-    "ended_at",
-)
 
-
-def list_jobs(root: Root) -> List[Dict[str, Any]]:
-    """One summary per job of this root, newest first. A broken job folder is listed as lost, never an error; a job that
+def list_jobs(root: Root) -> List[Row]:
+    """One row per job of this root, newest first. A broken job folder is listed as lost, never an error; a job that
     has lost its folder is listed as long as it runs."""
     look = Look()
     jobs = {job.id: job for job in [*map(root.job, look.job_ids(root)), *root.all_jobs()]}
-    return sorted((_summary(job, look) for job in jobs.values()), key=lambda s: (s["created"], s["id"]), reverse=True)
+    return sorted((_row(job, look) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
 
 
-def _summary(job: Job, look: Look) -> Dict[str, Any]:
+def _row(job: Job, look: Look) -> Row:
     try:
         status = judge(job, look)
     except OSError as e:
-        status = {"state": LOST, "code": TOOL_FAILED, "reason": "the job folder is broken: %s" % e}
-    record, plan = known_record(job), known_plan(job)
-    supervisor = status.get("supervisor")
-    return {
-        **{key: status.get(key) for key in _SHOWN},
-        "id": job.id,
-        "unsupervised": bool(status.get("unsupervised")),
-        "name": plan.name if plan else "",
-        "kind": main_role(plan).name if plan else None,
-        "created": plan.created if plan else "",
-        "age_s": _age_s(record),
-        "gpus": gpus_of(plan, status),
-        "nproc": main_role(plan).nproc if plan else None,
-        "host": supervisor.get("hostname") if isinstance(supervisor, dict) else None,
-        "step": progress.last_step(job),
-    }
+        status = Status(LOST, code=TOOL_FAILED, reason="the job folder is broken: %s" % e)
+    plan, age_s, damage = _known(job)
+    return Row(
+        job.id,
+        status.state,
+        code=status.code,
+        reason=status.reason or None,
+        on_host=status.on_host or None,
+        attempt=status.attempt or None,
+        max_attempts=status.max_attempts or None,
+        queue=status.queue,
+        damaged=status.damaged or damage or None,
+        started_at=status.started_at,
+        ended_at=status.ended_at,
+        unsupervised=status.unsupervised,
+        name=plan.name if plan else "",
+        kind=main_role(plan).name if plan else None,
+        created=plan.created if plan else "",
+        age_s=age_s,
+        gpus=gpus_of(plan, status),
+        nproc=main_role(plan).nproc if plan else None,
+        host=status.supervisor.hostname if status.supervisor is not None else None,
+        step=progress.last_step(job),
+    )
 
 
-def _age_s(record: Optional[Record]) -> Optional[float]:
-    """Seconds since the job was made, by this host's clock; the client's may differ."""
-    return max(0.0, time.time() - record.created_at) if record and record.created_at is not None else None
+def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], str]:
+    """(the plan, seconds since the job was made, why its job.json is not understood)."""
+    if not os.path.lexists(job.record):
+        return None, None, ""  # of a launch that has only begun
+    age_s = None
+    try:
+        record = read_record(job)
+        if record.created_at is not None:
+            age_s = max(0.0, time.time() - record.created_at)
+        return parse_plan(record.plan), age_s, ""
+    except Damage as damage:
+        return None, age_s, str(damage)
 
 
 # --- without a supervisor ---------------------------------------------------------------------------------------------
@@ -146,7 +154,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
             return
         try:
             status = judge(job)
-            if status.get("unsupervised"):
+            if status.unsupervised:
                 adopt(job, status)
             elif _is_unswept(status):
                 sweep_ended(job)
@@ -154,40 +162,38 @@ def adopt_all(root: Root, *, within_s: float) -> None:
             continue  # a job that is broken must not keep the others waiting
 
 
-def adopt(job: Job, status: Dict[str, Any]) -> None:
+def adopt(job: Job, status: Status) -> None:
     """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
     try:
-        start.adopt(job, attempt=int(status.get("attempt") or 1))
+        start.adopt(job, attempt=status.attempt)
     except AgentError:
-        if judge(job).get("unsupervised"):
+        if judge(job).unsupervised:
             raise
 
 
-def sweep_ended(job: Job) -> Dict[str, Any]:
+def sweep_ended(job: Job) -> Status:
     """Ends what an ended job left running; its status as it is then. Nothing when it was started again meanwhile."""
     if not os.path.isdir(job.path):
         return judge(job)  # lost, and nothing of it runs
     with locked(job):
         status = judge(job)
-        if status["state"] not in FINAL:
+        if status.state not in FINAL:
             return status
         told, left = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)
-        final = {**with_remaining(status, left), "ended": len(told - set(left))}
-        final["swept"] = int(status.get("swept") or 0) + len(told)
-        kept = {**status, "swept": final["swept"], "remaining": final["remaining"]}
-        if kept != status and not status.get("damaged") and supervisor_of(status) is not None:
+        kept = with_remaining(status, left)._replace(swept=(status.swept or 0) + len(told))
+        if kept != status and not status.damaged and status.supervisor is not None:
             write_status(job, kept)
-        return final
+        return kept._replace(ended=len(told - set(left)))
 
 
-def with_remaining(status: Dict[str, Any], left: Sequence[Process]) -> Dict[str, Any]:
+def with_remaining(status: Status, left: Sequence[Process]) -> Status:
     """An ended job's status with what is `remaining` of it now: `left`, and what could not be ended before."""
-    remaining = [*left, *(process for process in still_there(status.get("remaining")) if process not in left)]
-    return {**status, "remaining": [describe(process) for process in remaining]}
+    remaining = [*left, *(process for process in still_there(status.remaining) if process not in left)]
+    return status._replace(remaining=tuple(map(describe, remaining)))
 
 
-def _is_unswept(status: Dict[str, Any]) -> bool:
+def _is_unswept(status: Status) -> bool:
     """Whether the job ended on this machine without a supervisor, which would have ended what it left running."""
-    identity = supervisor_of(status)
+    identity = status.supervisor
     here = identity is not None and (identity.machine_id, identity.boot_id) == (this_machine(), boot_id())
-    return here and status.get("state") in FINAL and "swept" not in status
+    return here and status.state in FINAL and status.swept is None

@@ -49,7 +49,8 @@ def launch(root: Root, call: Call) -> Dict[str, Any]:
     if call.revoked:  # a client that is only gone may be asking again by now
         request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
-    queued = wanted_gpus(plan) is not None and (read_status(job) or {}).get("state") == QUEUED
+    begun = read_status(job)
+    queued = wanted_gpus(plan) is not None and begun is not None and begun.state == QUEUED
     call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "queued": queued})
     if not already:
         spare.make_later(root, plan.tree)

@@ -18,7 +18,7 @@ from ..job import progress
 from ..job.judge import judge
 from ..job.plan import Plan
 from ..job.record import RawPlan, Record, Resumed, known_record, plan_hash, read_plan, read_record, write_record
-from ..job.status import FINAL, read_status, read_word
+from ..job.status import FINAL, Status, read_status
 from ..job.stop import request_stop
 from ..logs.read import LogReader
 from ..wire.conversation import Call
@@ -37,8 +37,8 @@ def show_plan(root: Root, call: Call) -> Dict[str, Any]:
         plan = read_record(job).plan
     except Damage as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
-    found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now["state"]}
-    call.send_event("plan", dict(found, attempt=_attempt_of(now), from_step=progress.newest_checkpoint(job)))
+    found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now.state}
+    call.send_event("plan", dict(found, attempt=now.attempt, from_step=progress.newest_checkpoint(job)))
     return {}
 
 
@@ -60,7 +60,8 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
         request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")
     ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
-    call.send_event("ack", dict(ack, from_step=(read_status(job) or {}).get("resumed_from")))
+    begun = read_status(job)
+    call.send_event("ack", dict(ack, from_step=begun.resumed_from if begun is not None else None))
     if request.follow:
         return follow_job(job, call, LogReader(job, attempt=number))
     return {}
@@ -68,7 +69,8 @@ def resume(root: Root, call: Call) -> Dict[str, Any]:
 
 def _is_started(job: Job, plan: RawPlan, number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
-    if _attempt_of(read_word(job).status or {}) < number:
+    status = read_status(job)
+    if status is None or status.attempt < number:
         return False
     noted = _noted(known_record(job), number)
     if noted is not None and noted.plan_hash == plan_hash(plan):
@@ -77,25 +79,25 @@ def _is_started(job: Job, plan: RawPlan, number: int) -> bool:
     raise AgentError("usage", message, "look: deploy.py status %s" % job.id)
 
 
-def _check_ended(job: Job, now: Dict[str, Any]) -> None:
-    if now.get("on_host"):
-        raise AgentError("usage", "%s is a job of host %s" % (job.id, now["on_host"]), "resume it there")
-    if now["state"] not in FINAL:
+def _check_ended(job: Job, now: Status) -> None:
+    if now.on_host:
+        raise AgentError("usage", "%s is a job of host %s" % (job.id, now.on_host), "resume it there")
+    if now.state not in FINAL:
         hint = "follow it: deploy.py logs %s; or first: deploy.py stop %s" % (job.id, job.id)
-        raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now["state"], _attempt_of(now)), hint)
+        raise AgentError("usage", "%s is still %s (attempt %d)" % (job.id, now.state, now.attempt), hint)
 
 
 def _check_resumable(job: Job, number: int) -> None:
     now = judge(job)
     _check_ended(job, now)
-    if _attempt_of(now) != number - 1:
-        raise AgentError("usage", "%s never began: %s" % (job.id, now.get("reason")), "launch it anew")
+    if now.attempt != number - 1:
+        raise AgentError("usage", "%s never began: %s" % (job.id, now.reason), "launch it anew")
     if not os.path.isdir(job.code):
         raise AgentError("usage", "the code of %s is not there any more: %s" % (job.id, job.code), "launch it anew")
     _await_gone(job, now)
 
 
-def _await_gone(job: Job, status: Dict[str, Any]) -> None:
+def _await_gone(job: Job, status: Status) -> None:
     """The supervisor writes the final status just before it ends, and only one may hold a job. AgentError when
     something of the job is still there."""
     deadline = time.monotonic() + GONE_S
@@ -103,7 +105,7 @@ def _await_gone(job: Job, status: Dict[str, Any]) -> None:
     while found.supervisors and not found.others and time.monotonic() < deadline:
         time.sleep(0.01)
         found = Look().of(job)
-    left = {*found.all, *still_there(status.get("remaining"))}
+    left = {*found.all, *still_there(status.remaining)}
     if left:
         pids = ", ".join(str(process.pid) for process in sorted(left)[:6])
         message = "%s has ended, and %d of its processes still run: pid %s" % (job.id, len(left), pids)
@@ -131,8 +133,3 @@ def _note(job: Job, plan: Plan, request: LaunchRequest) -> LaunchRequest:
 
 def _noted(record: Optional[Record], number: int) -> Optional[Resumed]:
     return next((r for r in record.resumed if r.attempt == number), None) if record else None
-
-
-def _attempt_of(status: Dict[str, Any]) -> int:
-    """0 for a job that never had a supervisor."""
-    return int(status.get("attempt") or 0)

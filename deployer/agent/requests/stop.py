@@ -15,9 +15,11 @@ from ..host.killing import end_all
 from ..host.layout import Job, Root
 from ..host.marks import Look
 from ..host.processes import Process, send
+from ..host.typed import to_json
 from ..job.judge import judge
-from ..job.status import FINAL, RUNNING, STOPPED, read_word, utc, write_status
+from ..job.status import FINAL, RUNNING, STOPPED, Status, read_status, utc, write_status
 from ..job.stop import DEFAULT_GRACE_S, request_stop
+from ..job.views import StopReport
 from ..wire.conversation import Call
 from .jobs import GONE_S, adopt, find_job, sweep_ended, with_remaining
 
@@ -37,29 +39,29 @@ def stop(root: Root, call: Call) -> Dict[str, Any]:
     job = find_job(root, call.head["job"])
     before = judge(job)
     _check_here(job, before)
-    was, has_folder, found = before["state"], os.path.isdir(job.path), Look().of(job)
-    final: Optional[Dict[str, Any]] = before
+    was, has_folder, found = before.state, os.path.isdir(job.path), Look().of(job)
+    final: Optional[Status] = before
     if was not in FINAL or found.supervisors:
         was = RUNNING if was in FINAL and found.others else was
         grace_s, force = float(call.head.get("grace_s", DEFAULT_GRACE_S)), bool(call.head.get("force"))
         final = _Ending(job, call, 0.0 if force else grace_s, force=force).wait()
-    elif not before.get("on_host"):
+    elif not before.on_host:
         final = sweep_ended(job)
     if final is None:  # the client has gone; the supervisor goes on
         return {}
-    if not has_folder and not final.get("remaining"):
+    gone = not has_folder and not final.remaining
+    if gone:
         remove_folder(job.path)  # made again for the request and the supervisor's word
-        final = {**final, "gone": True}
-    call.send_event("status", dict(final, job_id=job.id, was=was))
+    call.send_event("status", to_json(StopReport(job.id, final, was, gone), sparse=True))
     return {}
 
 
-def _check_here(job: Job, status: Dict[str, Any]) -> None:
-    if status.get("on_host") and status["state"] not in FINAL:
+def _check_here(job: Job, status: Status) -> None:
+    if status.on_host and status.state not in FINAL:
         raise AgentError(
             "host",
-            "job %s runs on host %s, and this is host %s" % (job.id, status["on_host"], os.uname().nodename),
-            "connect to that host: deploy.py stop %s --ssh %s" % (job.id, status["on_host"]),
+            "job %s runs on host %s, and this is host %s" % (job.id, status.on_host, os.uname().nodename),
+            "connect to that host: deploy.py stop %s --ssh %s" % (job.id, status.on_host),
         )
 
 
@@ -77,28 +79,28 @@ class _Ending:
         self._others: Set[Process] = set()
         self._told: Set[Process] = set()
 
-    def wait(self) -> Optional[Dict[str, Any]]:
+    def wait(self) -> Optional[Status]:
         """The final status, `remaining` as it is seen now; None when the client has gone before."""
         asked = self._ask()
         ended_at: Optional[float] = None
         while True:
             now = judge(self._job)
-            if now["state"] in FINAL:
+            if now.state in FINAL:
                 ended_at = ended_at or time.monotonic()
                 # it ends after its last word, unless that is not its own, which it replaces then
                 if time.monotonic() > ended_at + GONE_S or not Look().of(self._job).supervisors:
                     return self._leave_nothing(now)
             took_s = time.monotonic() - self._began
-            if now.get("unsupervised") and not self._adopt(now):
+            if now.unsupervised and not self._adopt(now):
                 return self._leave_nothing(self._end_alone(now))
             if took_s > self._grace_s + OWN_S:
                 return self._leave_nothing(self._end_alone(now))
-            if not asked or (took_s > HEARD_S and not now.get("phase") and now["state"] not in FINAL):
+            if not asked or (took_s > HEARD_S and not now.phase and now.state not in FINAL):
                 self._signal_supervisors()
-            phase = str(now.get("phase") or now["state"])
+            phase = now.phase or now.state
             if phase != self._shown:
                 self._shown = phase
-                self._call.send_event("state", now)
+                self._call.send_event("state", to_json(now, sparse=True))
             if self._call.cancelled.wait(0.1):
                 return None
 
@@ -120,40 +122,39 @@ class _Ending:
                 self._told.add(supervisor)
                 send(supervisor, signal.SIGTERM)
 
-    def _adopt(self, now: Dict[str, Any]) -> bool:
+    def _adopt(self, now: Status) -> bool:
         try:
             adopt(self._job, now)
         except (AgentError, OSError):
             return False
         return True
 
-    def _end_alone(self, now: Dict[str, Any]) -> Dict[str, Any]:
+    def _end_alone(self, now: Status) -> Status:
         """Ends the job without its supervisor, which goes first: it could start the job again."""
         look = Look().of(self._job)
         for supervisor in look.supervisors:
             send(supervisor, signal.SIGKILL)
         left_s = max(0.0, self._began + self._grace_s - time.monotonic())
         end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
-        reason = "stopped on request, without its supervisor"
-        end = {
-            "state": STOPPED,
-            "code": None,
-            "reason": reason,
-            "phase": None,
-            "queue": None,
-            "ended_at": utc(time.time()),
-        }
-        final = {**now, **end, "unsupervised": False}
-        if read_word(self._job).status is not None:
+        final = now._replace(
+            state=STOPPED,
+            code=None,
+            reason="stopped on request, without its supervisor",
+            phase=None,
+            queue=None,
+            ended_at=utc(time.time()),
+            unsupervised=False,
+        )
+        if read_status(self._job) is not None:
             with suppress(OSError):  # a full disk: `judge` tells from the processes that it has ended
                 write_status(self._job, final)
         return final
 
-    def _leave_nothing(self, final: Dict[str, Any]) -> Dict[str, Any]:
+    def _leave_nothing(self, final: Status) -> Status:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
         told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)
-        if final.get("damaged") and self._others:  # it ran, and no supervisor could write how it ended
-            final = {**final, "state": STOPPED, "code": None, "reason": "stopped on request; %s" % final["damaged"]}
-        counted = final.get("ended")  # by its supervisor
+        if final.damaged and self._others:  # it ran, and no supervisor could write how it ended
+            final = final._replace(state=STOPPED, code=None, reason="stopped on request; %s" % final.damaged)
+        counted = final.ended  # by its supervisor
         ended = len((self._others | told) - set(left)) if counted is None else counted + len(told - set(left))
-        return {**with_remaining(final, left), "ended": ended}
+        return with_remaining(final, left)._replace(ended=ended)

@@ -7,19 +7,28 @@ import os
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Callable, List, Optional, Sequence, Set, Tuple
 
 from ..guard import secure_root
 from ..host.errors import AgentError
-from ..host.files import read_json, remove
+from ..host.files import remove
 from ..host.killing import SETTLE_S, SWEEP_S, Subreaper
 from ..host.layout import AGENT_DIR, Job, Root
 from ..host.marks import job_processes
 from ..host.processes import Process, is_running, process_of, read_stat
 from ..job import progress
-from ..job.ending import Ending, RankRecord, decide_ending, first_failure, read_ranks, with_oom, with_outcome
+from ..job.ending import (
+    Ending,
+    RankRecord,
+    decide_ending,
+    first_failure,
+    read_outcome,
+    read_ranks,
+    with_oom,
+    with_outcome,
+)
 from ..job.plan import is_trainer, main_role
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, main_process, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, main_processes, slot_of, utc
 from ..job.stop import Asked, StopRequest, new_stop
 from ..logs.keep import LogKeeper
 from . import stall
@@ -27,12 +36,14 @@ from .children import Children
 from .command import Command, Resolving, fill, job_command, job_env, marks
 from .start import LaunchInput
 from .status_file import StatusFile, say
-from .stop_stages import Stopping, child_of, kill_ranks, wrapper_of
+from .stop_stages import Stopping, kill_ranks
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
     from ..host.cgroups import OomWatch
 
+GROUP = ""
+"""The folder of a job's only group of processes."""
 SIBLINGS_S = 5.0
 """After a trainer's first failing rank the others get so long before they are killed."""
 
@@ -132,10 +143,10 @@ class Attempt:
     def _find_main(self) -> Optional[Process]:
         """The launcher: as the status has it, if that is one of the job's processes or has ended; else the one that
         leads a session and that none of the others started, the oldest."""
-        noted, ours = main_process(self.status.values), self.leftovers()
+        noted, ours = next(iter(main_processes(self.status.now)), None), self.leftovers()
         if not ours or (noted is not None and (noted in ours or not is_running(noted))):
             return noted
-        if noted is None and self.status.values["state"] != RUNNING:
+        if noted is None and self.status.now.state != RUNNING:
             return None  # it was being prepared
         pids = {process.pid for process in ours}
 
@@ -145,19 +156,22 @@ class Attempt:
 
         return min(ours, key=likeness)
 
-    def report(self, ending: Ending) -> Dict[str, Any]:
+    def report(self, ending: Ending) -> AttemptReport:
         """What the status keeps of this attempt once it has ended."""
-        values = self.status.values
         has_stepped = self._is_trainer and progress.metrics_mark(self.job) != self._metrics_before
-        return {
-            "attempt": self.number,
-            "started_at": values.get("started_at"),
-            "ended_at": utc(time.time()),
-            "resumed_from": values.get("resumed_from"),
-            "step": progress.last_step(self.job) if has_stepped else None,
-            "error": self._error(ending),
-            **{key: getattr(ending, key) for key in ("state", "code", "reason", "first_failing_rank", "signal")},
-        }
+        return AttemptReport(
+            self.number,
+            ending.state,
+            ending.code,
+            ending.reason,
+            ending.first_failing_rank,
+            ending.signal,
+            started_at=self.status.now.started_at,
+            ended_at=utc(time.time()),
+            resumed_from=self.status.now.resumed_from,
+            step=progress.last_step(self.job) if has_stepped else None,
+            error=self._error(ending),
+        )
 
     def term_s(self) -> float:
         """How long what it left running may take after its TERM, in seconds."""
@@ -194,15 +208,16 @@ class Attempt:
         role = main_role(self.plan)
         env = job_env(self.job, role, self.given, slots, attempt=self.number, restarted=self._restarted)
         command = job_command(role, env, slots)
-        self.status.values.update(slots=slots, argv=[fill(text, slots) for text in role.argv], cwd=command.cwd)
+        argv = tuple(fill(text, slots) for text in role.argv)
+        self.status.note_group(GROUP, slots=slots, argv=argv, cwd=command.cwd)
         return command
 
     def _resolve_python(self) -> str:
         if self._turn.asked.read() is not None:
             raise Stopped
-        known = (self.status.values.get("slots") or {}).get("python")
-        if self._restarted and known and os.path.exists(known):
-            return str(known)  # the one that the former attempt ran with
+        known = slot_of(self.status.now, "python")
+        if self._restarted and os.path.exists(known):
+            return known  # the one that the former attempt ran with
         env = {**self.given.base_env, **self.given.env, **self.given.secrets}
         root = Root(os.path.dirname(os.path.dirname(self.job.path)))
         log = os.path.join(self.job.logs(self.number), "prepare.log")
@@ -240,11 +255,12 @@ class Attempt:
         self._popen = started  # kept: its destructor would wait
         self.children.expect(started.pid)
         self.main = process_of(started.pid)
-        self.status.values.setdefault("began_mono_s", time.monotonic())
+        if self.status.now.began_mono_s is None:
+            self.status.note(began_mono_s=time.monotonic())
+        self.status.note_group(GROUP, main=self.main)
         self.status.save(
             state=RUNNING,
             started_at=utc(time.time()),
-            main=self.main._asdict(),
             resumed_from=progress.resumes_from(self.job, self.plan, restarted=self._restarted),
         )
 
@@ -269,7 +285,7 @@ class Attempt:
             self._logs = LogKeeper(self.job.logs(self.number), self.plan.policy.log_max_bytes)
         warning = self._logs.look(now=now)
         if warning is not None:
-            self.status.save(warnings=[*self.status.values.get("warnings", []), warning])
+            self.status.save(warnings=(*self.status.now.warnings, warning))
 
     def _drive_stop(self) -> None:
         request = self._turn.asked.read() or self._stall_request
@@ -288,7 +304,7 @@ class Attempt:
                 early=started < self.nproc,
             )
         phase = self._stop.advance(request)
-        if phase != self.status.values.get("phase"):
+        if phase != self.status.now.phase:
             self.status.save(phase=phase, grace_s=request.grace_s)
 
     def _kill_siblings(self) -> None:
@@ -323,7 +339,7 @@ class Attempt:
     def _ended(self) -> bool:
         ended = self._main_ended()
         if self._adopted and ended:  # torchrun may have gone with the supervisor while its ranks go on
-            known = {process for rank in self._ranks() for process in (child_of(rank), wrapper_of(rank))}
+            known = {process for rank in self._ranks() for process in (rank.program, rank.wrapper)}
             return not any(map(is_running, known)) or not known & set(self.leftovers())
         return ended
 
@@ -358,7 +374,7 @@ class Attempt:
         )
         if ending is not None and self._oom is not None and self._oom.has_killed():
             ending = with_oom(ending, reason=self._oom.REASON, hint=self._oom.HINT)
-        ending = with_outcome(ending, read_json(self.job.outcome))
+        ending = with_outcome(ending, read_outcome(self.job))
         if self.main is None:
             lost = "the launch did not complete: its supervisor was killed"
         else:
@@ -370,10 +386,10 @@ class Attempt:
         if self.main is None or ending.state != FAILED:
             return ending.reason
         if self._stall.ending is not None:
-            return "\n".join(rank["last_line"] for rank in self._stall.ranks)
-        outcome = read_json(self.job.outcome) or {}
-        if self._is_trainer and outcome.get("error"):
-            return str(outcome["error"]).strip().split("\n")[0][: progress.MAX_LINE]
+            return "\n".join(rank.last_line for rank in self._stall.ranks)
+        outcome = read_outcome(self.job)
+        if self._is_trainer and outcome is not None and outcome.error:
+            return outcome.error_line[: progress.MAX_LINE]
         return progress.last_line(self.job, ending.first_failing_rank, self.number)
 
     def _launcher_log(self) -> str:

@@ -12,7 +12,7 @@ import time
 from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn
 
 from ..host.errors import AgentError
-from ..host.layout import ATTEMPT_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 from ..job import plan
 from ..job.plan import TRAINER, Role, Text
 from ..python.spec import PythonSpec
@@ -20,6 +20,7 @@ from .start import LaunchInput
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_JOB = (RESTARTED_ENV, GROUP_ENV)
 
 
 class Command(NamedTuple):
@@ -43,8 +44,8 @@ def job_env(
 ) -> Dict[str, str]:
     """A role's environment: the session's, then the plan's, the user's, the secrets, and our own marks over them.
 
-    What an outer torchrun left in the session's is dropped: the job would take it for its own."""
-    base = {k: v for k, v in given.base_env.items() if not _is_torchruns(k)}
+    What an outer torchrun or job left in the session's is dropped: the job would take it for its own."""
+    base = {k: v for k, v in given.base_env.items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
     own = {name: fill(text, slots) for name, text in role.env.items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **own, **given.env, **given.secrets}
     if restarted:

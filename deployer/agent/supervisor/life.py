@@ -5,7 +5,7 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Set, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Set, Tuple
 
 from ..host.killing import end_all
 from ..host.layout import Job
@@ -22,18 +22,21 @@ from ..job.status import (
     RUNNING,
     STOPPED,
     TOOL_FAILED,
+    Status,
     gpus_of,
     read_word,
+    slot_of,
     utc,
 )
 from ..job.stop import StopRequest
 from . import stall
-from .attempt import Attempt, Hook, Turn
+from .attempt import GROUP, Attempt, Hook, Turn
 from .start import LaunchInput
 from .status_file import StatusFile, say
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
+    from ..gpus.view import GpuHolder
 
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
@@ -70,24 +73,25 @@ class JobRun:
             ending = Ending(FAILED, TOOL_FAILED, "the supervisor failed: %r" % e)
         self._finish(ending)
 
-    def _first_status(self) -> Dict[str, Any]:
+    def _first_status(self) -> Status:
         """What stands already: all of it for an adopted job, of a resumed one the attempts that have ended."""
         number = self.given.attempt
         before, damage = read_word(self.job)
         if self.given.adopt:
-            kept = {"attempt": number, "first_attempt": number, "max_attempts": number, "warnings": [damage]}
-            return before or {"state": RUNNING, **kept}
+            kept = Status(RUNNING, attempt=number, first_attempt=number, max_attempts=number, warnings=(damage,))
+            return before or kept
         most = number + self._max_restarts
-        first = {"state": PREPARING, "attempt": number, "first_attempt": number, "max_attempts": most}
+        first = Status(PREPARING, attempt=number, first_attempt=number, max_attempts=most)
         if number == 1:
             return first
         from_step = progress.resumes_from(self.job, self.plan, restarted=False)
-        return {**first, "attempts": (before or {}).get("attempts") or [], "resumed_from": from_step}
+        return first._replace(attempts=before.attempts if before else (), resumed_from=from_step)
 
     def _begin(self) -> bool:
         if self.gpus is not None and self.gpus.waiting:
-            self.status.values["state"] = QUEUED
-        self.status.save(supervisor=own_identity()._asdict(), nproc=main_role(self.plan).nproc)
+            self.status.note(state=QUEUED)
+        self.status.note_group(GROUP, nproc=main_role(self.plan).nproc)
+        self.status.save(supervisor=own_identity())
         if self.status.unsaved:
             return False
         self.status.reserve()
@@ -98,7 +102,7 @@ class JobRun:
         if not self.given.adopt and not self._queue():
             return Ending(STOPPED, None, "stopped on request, while it was queued")
         if self.gpus is not None:
-            self.status.values["devices"] = self.gpus.devices
+            self.status.note(devices=self.gpus.devices)
         ending = self._try(adopted=self.given.adopt)
         while ending.state == FAILED and self._max_restarts:
             reason = self._why_no_restart()
@@ -115,7 +119,7 @@ class JobRun:
         return ending
 
     def _gpus(self) -> "Optional[JobGpus]":
-        devices = self.status.values.get("devices") if self.given.adopt else None
+        devices = self.status.now.devices if self.given.adopt else ()
         wanted = wanted_gpus(self.plan)
         if wanted is None or not (self.given.held or devices):  # without a plan: the ranks hold them
             return None
@@ -123,7 +127,7 @@ class JobRun:
 
         gpus = JobGpus(wanted, self._env(), self.given.held)
         if devices:
-            gpus.hold_again(devices, (self.status.values.get("slots") or {}).get("gpus", ""))
+            gpus.hold_again(devices, slot_of(self.status.now, "gpus"))
         return gpus
 
     def _queue(self) -> bool:
@@ -131,9 +135,10 @@ class JobRun:
         while self.gpus is not None and self.gpus.waiting:
             self.gpus.look()
             waits = self.gpus.waiting
-            if not waits or self.gpus.view != self.status.values.get("queue"):
-                kept = {"state": QUEUED, "queue": self.gpus.view}
-                self.status.save(**(kept if waits else {"state": PREPARING, "queue": None}))
+            if not waits:
+                self.status.save(state=PREPARING, queue=None)
+            elif self.gpus.view != self.status.now.queue:
+                self.status.save(state=QUEUED, queue=self.gpus.view)
             if waits:
                 self._turn.wait()
             if self._turn.asked.read() is not None:
@@ -142,11 +147,10 @@ class JobRun:
 
     def _try(self, *, adopted: bool = False) -> Ending:
         """One attempt, up to its ending, which the status then keeps."""
-        number = int(self.status.values["attempt"])
         self.attempt = attempt = Attempt(
             self.job,
             self.given,
-            number,
+            self.status.now.attempt,
             restarted=self._restarted,
             status=self.status,
             turn=self._turn,
@@ -154,8 +158,8 @@ class JobRun:
             hooks=self._hooks(),
         )
         ending = attempt.adopt() if adopted else attempt.run()
-        former = (self.status.values.get("attempts") or [])[-KEPT_ATTEMPTS + 1 :]
-        self.status.save(attempts=[*former, attempt.report(ending)])
+        former = self.status.now.attempts[-KEPT_ATTEMPTS + 1 :]
+        self.status.save(attempts=(*former, attempt.report(ending)))
         return ending
 
     def _hooks(self) -> List[Hook]:
@@ -168,11 +172,10 @@ class JobRun:
             return "the supervisor that knew its secrets was killed; resume it"
         from . import restarts  # a job that does not fail starts sooner
 
-        first = int(self.status.values.get("first_attempt") or 1)
-        history = [restarts.past_of(a) for a in self.status.values["attempts"] if a["attempt"] >= first]
+        now = self.status.now
         return restarts.why_no_restart(
-            history,
-            restarts=int(self.status.values["attempt"]) - first,
+            [restarts.past_of(report) for report in now.attempts if report.attempt >= now.first_attempt],
+            restarts=now.attempt - now.first_attempt,
             max_restarts=self._max_restarts,
             is_trainer=is_trainer(self.plan),
         )
@@ -181,15 +184,15 @@ class JobRun:
         """Waits before the next attempt; the request when a stop is asked for meanwhile."""
         from . import restarts
 
-        number = int(self.status.values["attempt"])
-        wait_s = restarts.backoff_s(number - int(self.status.values.get("first_attempt") or 1))
+        now = self.status.now
+        wait_s = restarts.backoff_s(now.attempt - now.first_attempt)
+        self.status.note_group(GROUP, main=None)
         self.status.save(
             state=PREPARING,
-            attempt=number + 1,
-            main=None,
+            attempt=now.attempt + 1,
             started_at=None,
             phase=None,
-            stalled=None,
+            stalled=(),
             resumed_from=progress.resumes_from(self.job, self.plan, restarted=True),
         )
         if self.given.adopt:
@@ -213,7 +216,7 @@ class JobRun:
     def _limit_runtime(self) -> None:
         """Asks for an orderly stop once all attempts together have run for so long."""
         limit_s = self.plan.policy.max_runtime_s
-        began_s = self.status.values.get("began_mono_s")
+        began_s = self.status.now.began_mono_s
         if limit_s is None or began_s is None or self._limited or time.monotonic() < began_s + limit_s:
             return
         self._limited = True
@@ -241,27 +244,27 @@ class JobRun:
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""
         self._sweep()
-        final = {
+        self.status.note(
             **ending._asdict(),
-            "ended_at": utc(time.time()),
-            "swept": self._swept,
-            "remaining": [describe(p) for p in self._remaining],
-            "phase": None,
-            "queue": None,
-        }
+            ended_at=utc(time.time()),
+            swept=self._swept,
+            remaining=tuple(map(describe, self._remaining)),
+            phase=None,
+            queue=None,
+        )
         if ending.state == STOPPED:
-            final["ended"] = len(self._seen - set(self._remaining))
-            final["gpus_free"], final["gpu_holders"] = self._look_at_gpus()
+            free, holders = self._look_at_gpus()
+            self.status.note(ended=len(self._seen - set(self._remaining)), gpus_free=free, gpu_holders=tuple(holders))
         if self.gpus is not None:  # before anybody can see the end: the next job may follow at once
             self.gpus.release(ended=not self._remaining)
-        self.status.save_last(**final)
+        self.status.save_last()
 
-    def _look_at_gpus(self) -> Tuple[Optional[bool], List[Dict[str, Any]]]:
+    def _look_at_gpus(self) -> "Tuple[Optional[bool], Sequence[GpuHolder]]":
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
         if wanted_gpus(self.plan) is None or self.attempt is None:
-            return None, []
+            return None, ()
         from ..gpus.freed import wait_until_free
 
         pids = {process.pid for process in self._seen}
-        names = gpus_of(self.plan, self.status.values)
+        names = gpus_of(self.plan, self.status.now)
         return wait_until_free(names, self._env(), pids, allow_busy=self.plan.allow_busy)

@@ -4,9 +4,9 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import re
-from typing import Any, Dict, NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional, Sequence
 
-from ..job.status import FAILED
+from ..job.status import FAILED, AttemptReport, State
 
 BACKOFF_S = (1.0, 5.0, 30.0)
 """Before the first, the second, and every later restart."""
@@ -18,7 +18,7 @@ NOT_STARTED_CODES = {126: "the program cannot be executed", 127: "the program wa
 class Past(NamedTuple):
     """One attempt that has ended."""
 
-    state: str
+    state: State
     code: Optional[int]
     started: bool
     """Whether its command was started at all; False when the preparation failed."""
@@ -28,10 +28,8 @@ class Past(NamedTuple):
     """The last step that it noted in metrics.jsonl; None for a program, and before the first step."""
 
 
-def past_of(report: Dict[str, Any]) -> Past:
-    """An attempt as the status keeps it (`Attempt.report`)."""
-    started = report.get("started_at") is not None
-    return Past(report["state"], report["code"], started, report.get("error") or "", report.get("step"))
+def past_of(report: AttemptReport) -> Past:
+    return Past(report.state, report.code, report.started_at is not None, report.error, report.step)
 
 
 def why_no_restart(history: Sequence[Past], *, restarts: int, max_restarts: int, is_trainer: bool) -> Optional[str]:

@@ -4,15 +4,14 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 from ..host.layout import Job
 from ..host.processes import is_running
 from ..job import progress
 from ..job.ending import Ending, RankRecord
 from ..job.plan import Plan, is_trainer, main_role
-from ..job.status import FAILED
-from .stop_stages import child_of
+from ..job.status import FAILED, StalledRank
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""
@@ -48,7 +47,7 @@ class Stall:
 
     def __init__(self, job: Job, attempt: int, plan: Plan, ranks: Callable[[], Sequence[RankRecord]]) -> None:
         self.ending: Optional[Ending] = None
-        self.ranks: List[Dict[str, Any]] = []
+        self.ranks: Tuple[StalledRank, ...] = ()
         self._job = job
         self._attempt = attempt
         self._read_ranks = ranks
@@ -86,17 +85,17 @@ def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
     return Ending(FAILED, STALL_CODE, "no step for %s (%s)" % (duration(timeout_s), where))
 
 
-def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> List[Dict[str, Any]]:
+def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> Tuple[StalledRank, ...]:
     """Which ranks still ran, and what each said last."""
-    return [
-        {
-            "rank": rank.rank,
-            "pid": rank.pid,
-            "running": rank.code is None and is_running(child_of(rank)),
-            "last_line": progress.last_line(job, rank.rank, attempt),
-        }
+    return tuple(
+        StalledRank(
+            rank.rank,
+            rank.pid,
+            running=rank.code is None and is_running(rank.program),
+            last_line=progress.last_line(job, rank.rank, attempt, rank.group),
+        )
         for rank in ranks
-    ]
+    )
 
 
 def duration(seconds: float) -> str:

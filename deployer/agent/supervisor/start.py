@@ -20,7 +20,7 @@ from ..host.processes import own_process_argv
 from ..host.typed import parse, to_json
 from ..job.plan import Plan, unreadable_plan
 from ..job.record import known_plan
-from ..job.status import read_status, supervisor_of
+from ..job.status import read_status
 from .children import AWAITED
 
 START_S = 30.0
@@ -112,8 +112,8 @@ def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
     wait_s = 0.002
     while time.monotonic() < deadline:
-        identity = supervisor_of(read_status(job) or {})
-        if identity is not None and identity.pid == process.pid:
+        status = read_status(job)
+        if status is not None and status.supervisor is not None and status.supervisor.pid == process.pid:
             return
         if process.returncode is not None:
             raise AgentError("host", "the job's supervisor did not start: %s" % _last_words(job))

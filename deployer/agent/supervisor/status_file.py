@@ -5,11 +5,11 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import time
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 from ..host.files import remove
 from ..host.layout import Job
-from ..job.status import write_status
+from ..job.status import Status, with_group, write_status
 
 RESERVE_BYTES = 64 << 10
 """Held on the disk for the final status: the job's own output may have filled it."""
@@ -19,19 +19,27 @@ LAST_TRIES = 60
 
 class StatusFile:
     """The job's status as its supervisor keeps it: written again when a full disk refused it or somebody else has
-    changed it, with room held for the last word. `values` is what it says, `unsaved` whether the file lags behind."""
+    changed it, with room held for the last word. `now` is what it says, `unsaved` whether the file lags behind."""
 
-    def __init__(self, job: Job, values: Dict[str, Any]) -> None:
-        self.values = {**values, "job": job.id}
+    def __init__(self, job: Job, now: Status) -> None:
+        self.now = now._replace(job=job.id)
         self.unsaved = False
         self._job = job
         self._written = self._look()
 
+    def note(self, **changes: Any) -> None:
+        """For the next `save`."""
+        self.now = self.now._replace(**changes)
+
+    def note_group(self, folder: str, **changes: Any) -> None:
+        """The same for one group of the job's processes."""
+        self.now = with_group(self.now, folder, **changes)
+
     def save(self, **changes: Any) -> None:
-        """A full disk must not end the job: `retry` and `save_last` try again."""
-        self.values.update(changes)
+        """A full disk must not end the job: `keep` and `save_last` try again."""
+        self.note(**changes)
         try:
-            write_status(self._job, self.values)
+            write_status(self._job, self.now)
         except OSError as e:
             if not self.unsaved:
                 say("cannot write %s: %s" % (self._job.status, e.strerror))
@@ -60,10 +68,10 @@ class StatusFile:
         except OSError:
             pass  # then the final status waits for room
 
-    def save_last(self, **final: Any) -> None:
+    def save_last(self) -> None:
         """The last word, in the room that was kept for it."""
         remove(self._job.reserve)
-        self.save(**final)
+        self.save()
         for _ in range(LAST_TRIES):
             if not self.unsaved or not os.path.isdir(self._job.path):
                 return

@@ -85,19 +85,19 @@ class Stopping:
         if self._request is None or self._request.force:
             return
         ranks = self._ranks()
-        new = [r for r in ranks if r.code is None and not {child_of(r), wrapper_of(r)} & self._told]
+        new = [r for r in ranks if r.code is None and not {r.program, r.wrapper} & self._told]
         if not new and (self._early or self._believed >= self._nproc or self._launcher in self._told):
             return
         ours = set(self._leftovers())  # a record may be another job's, or older than a pid that was given away
         for rank in new:
-            self._tell(child_of(rank), ours, group=True)
-            if wrapper_of(rank) in ours:
-                send(wrapper_of(rank), signal.SIGCONT)
-        believed = [rank for rank in ranks if rank.code is not None or child_of(rank) in ours]
+            self._tell(rank.program, ours, group=True)
+            if rank.wrapper in ours:
+                send(rank.wrapper, signal.SIGCONT)
+        believed = [rank for rank in ranks if rank.code is not None or rank.program in ours]
         self._believed = len(believed)
         if self._believed < self._nproc and not self._early and self._launcher is not None:
             self._told.add(self._launcher)
-            recorded = {process for rank in believed for process in (child_of(rank), wrapper_of(rank))}
+            recorded = {process for rank in believed for process in (rank.program, rank.wrapper)}
             for process in ours - recorded:  # the launcher's children are wrappers, which hand it on
                 stat = read_stat(process.pid)
                 if stat is not None and stat.parent == self._launcher.pid:
@@ -118,14 +118,6 @@ def _term(process: Process) -> None:
 
 def kill_ranks(ranks: Sequence[RankRecord], leftovers: Callable[[], List[Process]]) -> None:
     """The programs, each with its process group; their wrappers stay and record it."""
-    running = {child_of(rank) for rank in ranks if rank.code is None}
+    running = {rank.program for rank in ranks if rank.code is None}
     for process in running & set(leftovers()) if running else ():
         send(process, signal.SIGKILL, group=True)
-
-
-def child_of(rank: RankRecord) -> Process:
-    return Process(rank.pid, rank.start_time)
-
-
-def wrapper_of(rank: RankRecord) -> Process:
-    return Process(rank.wrapper_pid, rank.wrapper_start_time)

@@ -48,7 +48,7 @@ def shell(host: Host, job_id: str | None) -> int:
     """A login shell on the host, in the job's code folder when one is given."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("a shell needs a terminal", hint="deploy.py exec ID -- cmd… runs one command without one")
-    folder = read_status(host, job_id)["path"] + "/code" if job_id else None
+    folder = read_status(host, job_id).path + "/code" if job_id else None
     if host.ssh is None:
         return subprocess.call([os.environ.get("SHELL", "/bin/sh")], cwd=folder)
     # the login shell may be fish or tcsh: it only hands on one constant text and one quoted word

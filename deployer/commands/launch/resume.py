@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.job.plan import is_alone
+from deployer.agent.job.status import Status
 from deployer.commands.launch.run import follow_through, tell_note
 from deployer.connection.host import Host
 from deployer.errors import UsageError
@@ -37,7 +38,7 @@ def resume(
     record = replace(record, secrets=plan.secret_names)
     attempt = job.attempt + 1
 
-    def start(screen: Any, view: Any) -> dict[str, Any] | None:
+    def start(screen: Any, view: Any) -> Status | None:
         screen.beginning = f"{job.job_id}: attempt {attempt}, {beginning(job, plan)}"
         return resume_and_follow(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s

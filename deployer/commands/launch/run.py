@@ -10,6 +10,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.job.plan import is_alone
+from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
 from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
@@ -128,7 +129,7 @@ def _launch(
 ) -> int:
     plan = prepared.plan
 
-    def start(screen: Screen, view: LogView | None) -> dict[str, Any] | None:
+    def start(screen: Screen, view: LogView | None) -> Status | None:
         return launch_and_follow(
             host.connect,
             plan,
@@ -148,7 +149,7 @@ def _launch(
 
 
 def follow_through(
-    start: Callable[[Screen, LogView | None], dict[str, Any] | None],
+    start: Callable[[Screen, LogView | None], Status | None],
     host: Host,
     record: JobRecord,
     *,
@@ -209,24 +210,24 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
     return True
 
 
-def tell_end(host: Host, job_id: str, final: dict[str, Any], *, pulled: bool) -> None:
+def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool) -> None:
     """Says how the job ended; of a failed one also the last words and where to look."""
-    state, reason = final["state"], str(final.get("reason") or "")
-    if state != "failed":
+    state, reason = final.state, final.reason
+    if state != FAILED:
         stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
-        ends = {"succeeded": "succeeded", "stopped": stopped, "lost": f"is lost: {reason}"}
+        ends = {STOPPED: stopped, LOST: f"is lost: {reason}"}
         terminal.notice(shown(f"{job_id} {ends.get(state, state)}"))
         return
-    rank = final.get("first_failing_rank")
+    rank = final.first_failing_rank
     stalled = stall_lines(final)
     for line in stalled:
         terminal.notice(shown(f"  {line}"))
     if not stalled:
         _show_last_lines(host, job_id, rank)
-    code = f"code {final.get('code')}"
+    code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
-    if final.get("hint"):
-        terminal.notice(shown(f"hint: {final['hint']}"))
+    if final.hint:
+        terminal.notice(shown(f"hint: {final.hint}"))
     next_commands(job_id, final, without="pull" if pulled else "")
 
 

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.status import FINAL, LOST
+from deployer.agent.host.processes import Survivor
+from deployer.agent.host.typed import to_json
+from deployer.agent.job.status import FINAL, LOST, Status
 from deployer.agent.job.stop import DEFAULT_GRACE_S
+from deployer.agent.job.views import StopReport
 from deployer.commands.in_words import state_line
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UnknownJob, UsageError
 from deployer.jobs.registry import forget
-from deployer.jobs.requests import stop_jobs
+from deployer.jobs.requests import End, stop_jobs
 from deployer.jobs.roster import ask_all
 from deployer.printable import shown
 
-_LEFT = "remaining", "gpu_holders"
-End = dict[str, Any] | FerryError
 Place = tuple[Host, str]
 """A job: its host, its id."""
 
@@ -30,13 +31,13 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
     within_s = 0.0 if force else DEFAULT_GRACE_S if grace_s is None else grace_s
     told: set[str] = set()
 
-    def tell(job_id: str, status: dict[str, Any]) -> None:
+    def tell(job_id: str, status: Status) -> None:
         if job_id not in told:  # a job that has ended tells nothing
             told.add(job_id)
             how = "at once (--force)" if force else f"up to {within_s:g} s to save (--grace)"
             terminal.notice(shown(f"stopping {job_id}: {how}"))
-        if status.get("phase"):
-            terminal.notice(shown(f"  {job_id + ' ' if len(places) > 1 else ''}{status['phase']}"))
+        if status.phase:
+            terminal.notice(shown(f"  {job_id + ' ' if len(places) > 1 else ''}{status.phase}"))
 
     try:
         ends = stop_jobs(places, grace_s=within_s, force=force, on_state=tell)
@@ -55,17 +56,27 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
 def _forget(end: End, host: Host, job_id: str) -> End:
     """Drops this client's notes of a job that has no folder and no process there any more; how the stop went."""
     if isinstance(end, UnknownJob) and forget(job_id, host.ssh, host.root):
-        return {"job_id": job_id, "state": LOST, "was": LOST, "reason": "its folder is gone", "gone": True}
-    if isinstance(end, dict) and end.get("gone") is True:
-        forget(end["job_id"], host.ssh, host.root)
+        return StopReport(job_id, Status(LOST, reason="its folder is gone"), LOST, gone=True)
+    if isinstance(end, StopReport) and end.gone:
+        forget(end.job_id, host.ssh, host.root)
     return end
 
 
 def _as_json(job_id: str, end: End) -> dict[str, Any]:
     if isinstance(end, FerryError):
         return {"id": job_id, "error": end.message, "hint": end.hint}
-    keys = ("state", "was", "code", "reason", "ended", "remaining", "gpus_free", "gpu_holders")
-    return {"id": end["job_id"], **{key: end.get(key) for key in keys}}
+    status = end.status
+    return {
+        "id": end.job_id,
+        "state": status.state,
+        "was": end.was,
+        "code": status.code,
+        "reason": status.reason or None,
+        "ended": status.ended,
+        "remaining": to_json(status.remaining),
+        "gpus_free": status.gpus_free,
+        "gpu_holders": to_json(status.gpu_holders),
+    }
 
 
 def _report(end: End) -> int:
@@ -73,41 +84,40 @@ def _report(end: End) -> int:
     if isinstance(end, FerryError):
         terminal.show_error(end)
         return end.exit_code
-    remaining, held = ([row for row in end.get(key) or [] if isinstance(row, dict)] for key in _LEFT)
-    for process in remaining:
-        terminal.notice(shown(f"  still there: pid {process.get('pid')} {process.get('cmdline')}{_why(process)}"))
-    for holder in held:
-        who = f"pid {holder['pid']} " if holder.get("pid") else ""
-        terminal.notice(
-            shown(f"  GPU {holder.get('gpu')} is not free: {who}{holder.get('command')}, {holder['memory_mib']} MiB")
-        )
+    status = end.status
+    for process in status.remaining:
+        terminal.notice(shown(f"  still there: pid {process.pid} {process.cmdline}{_why(process)}"))
+    for holder in status.gpu_holders:
+        who = f"pid {holder.pid} " if holder.pid else ""
+        terminal.notice(shown(f"  GPU {holder.gpu} is not free: {who}{holder.command}, {holder.memory_mib} MiB"))
     terminal.notice(shown(_summary(end)))
-    return 1 if remaining or end.get("gpus_free") is False else 0
+    return 1 if status.remaining or status.gpus_free is False else 0
 
 
-def _why(process: dict[str, Any]) -> str:
+def _why(process: Survivor) -> str:
     """Why it would not end."""
-    if process.get("uid") is not None:
-        return f" (it became another user's, uid {process['uid']}: that one or root can end it)"
-    return " (the kernel holds it in a call; it ends when that returns)" if process.get("state") == "D" else ""
+    if process.uid is not None:
+        return f" (it became another user's, uid {process.uid}: that one or root can end it)"
+    return " (the kernel holds it in a call; it ends when that returns)" if process.state == "D" else ""
 
 
-def _summary(end: dict[str, Any]) -> str:
-    ended, left = end.get("ended"), len(end.get("remaining") or [])
+def _summary(end: StopReport) -> str:
+    status, ended, left = end.status, end.status.ended, len(end.status.remaining)
     counted = f"{_processes(ended)} ended" if ended else ""
     remains = f"{_processes(left)} of it could not be ended" if left else ""
-    forgotten = "its folder is gone, and it is forgotten here" if end.get("gone") is True else ""
-    if end.get("was") in FINAL:
+    forgotten = "its folder is gone, and it is forgotten here" if end.gone else ""
+    if end.was in FINAL:
         counted = f"{counted} that it had left" if ended else ""
-        how = f"{'has' if left else 'had'} ended already: {state_line(end) if end['state'] == LOST else end['state']}"
-        return f"{end['job_id']} {how}" + "".join(f"; {text}" for text in (counted, remains, forgotten) if text)
-    free = end.get("gpus_free")
+        how = state_line(status) if status.state == LOST else status.state
+        how = f"{'has' if left else 'had'} ended already: {how}"
+        return f"{end.job_id} {how}" + "".join(f"; {text}" for text in (counted, remains, forgotten) if text)
+    free = status.gpus_free
     gpus = "" if free is None else f"its GPUs are {'free' if free else 'not free'}"
     told = (counted, remains, gpus, forgotten)
-    return f"{end['job_id']} {end['state']}" + "".join(f"; {text}" for text in told if text)
+    return f"{end.job_id} {status.state}" + "".join(f"; {text}" for text in told if text)
 
 
-def _processes(count: object) -> str:
+def _processes(count: int | None) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
@@ -121,10 +131,10 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
             terminal.notice(shown(f"{host.name}: {answer.message}; none of its jobs is stopped"))
             unasked = answer.exit_code
             continue
-        live = [row for row in answer if row["state"] not in FINAL]
-        for row in (row for row in live if row.get("on_host")):
-            terminal.notice(shown(f"{row['id']} runs on host {row['on_host']}: connect to that one to stop it"))
-        places += [(host, row["id"]) for row in live if not row.get("on_host")]
+        live = [row.job for row in answer if row.trouble or row.job.state not in FINAL]
+        for job in (job for job in live if job.on_host):
+            terminal.notice(shown(f"{job.id} runs on host {job.on_host}: connect to that one to stop it"))
+        places += [(host, job.id) for job in live if not job.on_host]
     if not places:
         terminal.notice(shown("no job to stop"))
         if as_json:

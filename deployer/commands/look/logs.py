@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deployer import terminal
+from deployer.agent.job.groups import Processes
 from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
@@ -27,8 +29,9 @@ class Wanted:
     since: dict[str, float] | None
     """`ago_s` or `unix_s`, both by the host's clock."""
     grep: str | None
-    rank: int | None
+    role: str | None
     node: int | None
+    rank: int | None
     attempt: int | None
     raw: bool
     launcher: bool
@@ -38,29 +41,31 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     """Shows a log; follows it while the job runs unless told otherwise. Returns the exit code."""
     _check_words(wanted)
     found = read_status(host, job_id)
-    job_id = found["job_id"]
-    nproc = int(found.get("nproc") or 1)
-    _check_job(wanted, job_id, nproc)
-    live = wanted.follow if wanted.follow is not None else found["state"] not in FINAL
-    view = log_view(bare=wanted.rank is not None or nproc == 1, raw=wanted.raw, launcher=wanted.launcher)
+    job_id, ended = found.job_id, found.status.state in FINAL
+    groups = found.processes
+    chosen = _choose(groups, wanted, job_id)
+    has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # of several more may begin
+    bare = len(chosen) == 1 and (has_one or wanted.rank is not None)
+    live = wanted.follow if wanted.follow is not None else not ended
+    view = log_view(bare=bare, raw=wanted.raw, launcher=wanted.launcher)
     record = JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport)
     screen = Screen(record, tells_attempts=wanted.attempt is None)
-    screen.folder = found["path"]
-    screen.state(found)
-    request = _request(wanted, live=live)
+    screen.folder = found.path
+    screen.state(found.status)
+    request = _request(wanted, chosen, live=live)
     try:
         final = follow_to_end(
             host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
         )
     except KeyboardInterrupt:
-        if found["state"] in FINAL:
+        if ended:
             raise
         screen.left_behind("", "detached")
         return DETACHED
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
-    if not live or final["state"] not in FINAL:
+    if not live or final.state not in FINAL:
         return 0
     terminal.notice(shown(f"{job_id} {state_line(final)}"))
     return exit_code_of(final)
@@ -76,20 +81,52 @@ def _check_words(wanted: Wanted) -> None:
         raise UsageError(f"--grep {wanted.grep!r} is no regular expression: {error}") from None
 
 
-def _check_job(wanted: Wanted, job_id: str, nproc: int) -> None:
-    """UsageError for what this job has not got."""
-    if wanted.node not in (None, 0):
-        raise UsageError(f"{job_id} has no node {wanted.node}: it runs on one node, which is node 0")
-    if wanted.rank is not None and wanted.rank >= nproc:
-        raise UsageError(f"{job_id} has no rank {wanted.rank}, only 0 to {nproc - 1}")
-    if wanted.raw and wanted.rank is None and nproc > 1:
-        raise UsageError(
-            f"--raw gives the bytes of one rank, and {job_id} has {nproc}", hint=f"add --rank R, 0 to {nproc - 1}"
-        )
+def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Processes]:
+    """Those whose log is wanted, each with the ranks that are. UsageError for what this job has not got."""
+    roles = sorted({group.role for group in groups})
+    if wanted.role is not None and wanted.role not in roles:
+        there = ", ".join(filter(None, roles)) or "nothing names its only one"
+        raise UsageError(f"{job_id} has no role {wanted.role}: {there}")
+    who = job_id if wanted.role is None else f"role {wanted.role} of {job_id}"
+    chosen = [group for group in groups if wanted.role in (None, group.role)]
+    nodes = {group.node for group in chosen}
+    if wanted.node is not None and wanted.node not in nodes:
+        there = "it runs on one node, which is node 0" if nodes == {0} else f"it runs on {_spans(nodes)}"
+        raise UsageError(f"{who} has no node {wanted.node}: {there}")
+    who += "" if wanted.node is None else f" on node {wanted.node}"
+    chosen = [group for group in chosen if wanted.node in (None, group.node)]
+    ranks = {rank for group in chosen for rank in group.ranks}
+    if wanted.rank is not None and wanted.rank not in ranks:
+        raise UsageError(f"{who} has no rank {wanted.rank}" + (f", only {_spans(ranks)}" if ranks else " yet"))
+    if wanted.rank is not None:
+        chosen = [group._replace(ranks=(wanted.rank,)) for group in chosen if wanted.rank in group.ranks]
+    count = sum(len(group.ranks) for group in chosen)
+    if wanted.raw and count != 1:
+        raise UsageError(f"--raw gives the bytes of one rank, and {who} has {count}", hint=_one_of(chosen))
+    return chosen
 
 
-def _request(wanted: Wanted, *, live: bool) -> dict[str, Any]:
-    rank = 0 if wanted.raw and wanted.rank is None else wanted.rank
-    ranks = None if rank is None else [rank]
-    part = {"tail": wanted.tail, "since": wanted.since, "grep": wanted.grep, "attempt": wanted.attempt}
-    return {**part, "ranks": ranks, "live": live}
+def _one_of(chosen: Sequence[Processes]) -> str:
+    """How to choose one rank."""
+    if len(chosen) == 1:
+        return f"add --rank R, {_spans(chosen[0].ranks)}"
+    there = [f"{group.role} node {group.node} rank {_spans(group.ranks)}".lstrip() for group in chosen if group.ranks]
+    return f"add --role, --node or --rank: {', '.join(there)}"
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """`0 to 3, 8 to 11`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{first} to {last}" for first, last in spans)
+
+
+def _request(wanted: Wanted, chosen: Sequence[Processes], *, live: bool) -> dict[str, Any]:
+    part = {"tail": wanted.tail, "since": wanted.since, "grep": wanted.grep, "attempt": wanted.attempt, "live": live}
+    role, node = (chosen[0].role, chosen[0].node) if len(chosen) == 1 else (wanted.role, wanted.node)
+    rank = chosen[0].ranks[0] if wanted.raw else wanted.rank
+    return {**part, "role": role, "node": node, "ranks": None if rank is None else [rank]}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from deployer import terminal
+from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
-from deployer.commands.in_words import age_of, state_of
+from deployer.commands.in_words import UNREACHABLE, age_of, state_of
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.jobs.registry import Row, read_records
+from deployer.jobs.registry import SeenJob, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
 from deployer.printable import Shown, cells, shown
 
@@ -23,7 +25,7 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     answers = ask_all(hosts)
     rows = rows_of(hosts, answers, read_records())
     if as_json:
-        terminal.say_json(rows)
+        terminal.say_json([row_as_json(row) for row in rows])
         return
     rows = rows if show_all else without_old(rows)
     if rows:
@@ -31,14 +33,25 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
             terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
+        else:
+            terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in answer if row.trouble))
     if not rows:
         terminal.notice(shown("no jobs"))
 
 
-def without_old(rows: Sequence[Row]) -> list[Row]:
+def without_old(rows: Sequence[SeenJob]) -> list[SeenJob]:
     """Without all but the last ended ones."""
-    ended = [row for row in rows if row["state"] in FINAL]
+    ended = [row for row in rows if row.job.state in FINAL and not row.trouble]
     return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
+
+
+def row_as_json(row: SeenJob) -> dict[str, Any]:
+    """For a script."""
+    told = {**to_json(row.job), "where": row.where, "seen_at": row.seen_at}
+    if not row.trouble:
+        return told
+    last_state = row.job.state if row.seen_at is not None else None
+    return {**told, "state": UNREACHABLE, "last_state": last_state, "reason": row.trouble}
 
 
 def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
@@ -65,7 +78,7 @@ def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
             asker.close()
 
 
-def _cells(row: Row) -> tuple[Shown, ...]:
-    step = row.get("step")
-    gpus = ",".join(row.get("gpus") or []) or "-"
-    return cells(row["id"], state_of(row), gpus, "-" if step is None else step, age_of(row), row["where"])
+def _cells(row: SeenJob) -> tuple[Shown, ...]:
+    job = row.job
+    step = "-" if job.step is None else job.step
+    return cells(job.id, state_of(row), ",".join(job.gpus) or "-", step, age_of(row), row.where)

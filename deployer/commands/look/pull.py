@@ -20,7 +20,7 @@ from deployer.pull.rounds import Pulled, pull
 def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:
     """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended."""
     if target is None:  # the id may be the beginning of one
-        job_id = read_status(host, job_id)["job_id"]
+        job_id = read_status(host, job_id).job_id
         target = Path("results") / job_id
     try:
         if every_s is not None:
@@ -52,7 +52,7 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
     pulled: Pulled | None = None
     while True:
         try:
-            ended = read_status(host, job_id)["state"] in FINAL  # asked first: what it wrote last must come too
+            ended = read_status(host, job_id).status.state in FINAL  # asked first: what it wrote last must come too
             pulled = _pull(host, job_id, target, wish)
             if ended:
                 return pulled

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
+from typing import Any
 
 from deployer import terminal
 from deployer.agent.gpus.queue import queue_line
-from deployer.agent.job.status import FINAL
-from deployer.commands.in_words import attempt_line, silence_line, stall_lines, state_line, state_of
+from deployer.agent.host.typed import Damage, from_json, load_json, to_json
+from deployer.agent.job.status import FINAL, status_to_json
+from deployer.agent.job.views import JobView
+from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
+from deployer.commands.look.ps import row_as_json
 from deployer.commands.screen import next_commands
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
@@ -16,6 +19,9 @@ from deployer.jobs.registry import recall_rows
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import unreachable
 from deployer.printable import cells, shown
+
+NULL_AT_FIRST = "job", "attempt", "first_attempt", "max_attempts", "cwd", "reason", "on_host", "damaged"
+"""What `status --json` says as null while there is nothing to say."""
 
 
 def status(host: Host, job_id: str, *, as_json: bool) -> None:
@@ -25,37 +31,46 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         _show_last_seen(host, job_id, error, as_json=as_json)
         raise
     if as_json:
-        terminal.say_json(found)
+        terminal.say_json(_as_json(found))
         return
-    state = state_line(found) if found["state"] in FINAL else state_of(found)
-    rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.get("path"))]
-    rows += [(key, found[key]) for key in ("started_at", "ended_at", "reason") if found.get(key)]
-    rows += [("warning", warning) for warning in found.get("warnings") or []]
-    rows += [("attempt", line) for line in [attempt_line(found)] if line]
+    job = found.status
+    state = state_line(job) if job.state in FINAL else live_state(job)
+    rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.path)]
+    told = (("started_at", job.started_at), ("ended_at", job.ended_at), ("reason", job.reason))
+    rows += [(name, text) for name, text in told if text]
+    rows += [("warning", warning) for warning in job.warnings]
+    rows += [("attempt", line) for line in [attempt_line(job)] if line]
     rows += [("silent", line) for line in [silence_line(found)] if line]
-    rows += [("stalled", line) for line in stall_lines(found)]
-    if found.get("queue"):
-        rows.append(("queue", queue_line(found["queue"], time.time())))
-    rows += _metrics_rows(found.get("latest"))
-    terminal.facts(shown(found["job_id"]), [cells(*row) for row in rows])
-    next_commands(found["job_id"], found if found["state"] in FINAL else None, without="status")
+    rows += [("stalled", line) for line in stall_lines(job)]
+    if job.queue is not None:
+        rows.append(("queue", queue_line(job.queue, time.time())))
+    rows += _metrics_rows(found.latest)
+    terminal.facts(shown(found.job_id), [cells(*row) for row in rows])
+    next_commands(found.job_id, job if job.state in FINAL else None, without="status")
+
+
+def _as_json(view: JobView) -> dict[str, Any]:
+    """For a script: one level, as status.json is."""
+    rest = {name: to_json(value) for name, value in view._asdict().items() if name != "status"}
+    flat = {**status_to_json(view.status), **rest}
+    return {**flat, **{name: flat.get(name) or None for name in NULL_AT_FIRST}}
 
 
 def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool) -> None:
-    seen = [row for row in recall_rows(host.ssh, host.root) if row["id"] == job_id]
-    if not seen:
+    seen = next((row for row in recall_rows(host.ssh, host.root) if row.job.id == job_id), None)
+    if seen is None:
         return
-    row = unreachable(seen[0], error)
+    row = unreachable(seen, error)
     if as_json:
-        terminal.say_json(row)
+        terminal.say_json(row_as_json(row))
     else:
-        rows = [cells("state", state_of(row)), cells("where", host.name), cells("seen", row["seen_at"])]
+        rows = [cells("state", state_of(row)), cells("where", host.name), cells("seen", row.seen_at)]
         terminal.facts(shown(job_id), rows)
 
 
 def _metrics_rows(latest: str | None) -> list[tuple[str, str]]:
     try:
-        metrics = json.loads(latest or "{}")
-    except ValueError:
+        metrics = from_json(load_json((latest or "{}").encode("utf-8", "surrogatepass")), dict[str, Any])
+    except Damage:
         return []
     return [(f"last {key}", terminal.number(value)) for key, value in metrics.items() if value is not None][:10]

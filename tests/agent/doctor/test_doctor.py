@@ -16,11 +16,13 @@ from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
 from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
-from deployer.agent.gpus.leases import Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder
+from deployer.agent.gpus.view import Claim
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
 from deployer.agent.host.layout import Root
+from deployer.agent.job.status import FAILED, LOST, RUNNING, SUCCEEDED
+from deployer.agent.job.views import Row
 from deployer.commands.host.doctor import Contact, check_contact
 from tests.support.ferry import REPO, Ferry
 from tests.support.pythons import make_python
@@ -137,17 +139,17 @@ FINDINGS: dict[str, tuple[Check | None, str, str]] = {
     "named": (check_host.check_network(Network(["a", "eth0"], "a"), {"NCCL_SOCKET_IFNAME": "eth"}), "ok", "eth"),
     "misnamed": (check_host.check_network(Network(["a"], "a"), {"NCCL_SOCKET_IFNAME": "=eth0"}), "fail", "NAME=a"),
     "excluding": (check_host.check_network(Network(["a", "b"], "a"), {"NCCL_SOCKET_IFNAME": "^a"}), "ok", "^a"),
-    "jobs": (check_root.check_jobs([{"id": "a", "state": "succeeded", "ended_at": "x"}]), "ok", "1, 0 of them"),
-    "lost job": (check_root.check_jobs([{"id": "a", "state": "lost"}]), "warn", "lost: a"),
-    "orphan": (check_root.check_jobs([{"id": "a", "state": "running", "unsupervised": True}]), "warn", "stop ID"),
+    "jobs": (check_root.check_jobs([Row("a", SUCCEEDED, ended_at="x")]), "ok", "1, 0 of them"),
+    "lost job": (check_root.check_jobs([Row("a", LOST)]), "warn", "lost: a"),
+    "orphan": (check_root.check_jobs([Row("a", RUNNING, unsupervised=True)]), "warn", "stop ID"),
     "other host's orphan": (
-        check_root.check_jobs([{"id": "a", "state": "lost", "on_host": "b", "unsupervised": True}]),
+        check_root.check_jobs([Row("a", LOST, on_host="b", unsupervised=True)]),
         "ok",
         "1",
     ),
-    "lease": (check_root.check_leases(CLAIMS, [{"id": "a", "state": "running"}]), "ok", "held by a of root; 1 in the"),
+    "lease": (check_root.check_leases(CLAIMS, [Row("a", RUNNING)]), "ok", "held by a of root; 1 in the"),
     "no lease": (check_root.check_leases([], []), "ok", "none"),
-    "lease of the dead": (check_root.check_leases(CLAIMS, [{"id": "a", "state": "failed"}]), "warn", "stop ID"),
+    "lease of the dead": (check_root.check_leases(CLAIMS, [Row("a", FAILED)]), "warn", "stop ID"),
     "leftovers": (check_root.check_garbage([Thing(AGENT, "a", 9, 9.0)]), "ok", "1 agent of another version"),
     "much left": (check_root.check_garbage([Thing(BLOB, "a", 32 * 10**8, 9.0)]), "warn", "would free 3.2 GB"),
     "environment left": (check_root.check_garbage([Thing(ENV, n, 0, 9.0) for n in "ab"]), "warn", "2 environments"),

@@ -18,7 +18,7 @@ from deployer.agent.host.files import remove_folder
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold
 from deployer.agent.host.machine import own_identity
-from deployer.agent.job.status import write_status
+from deployer.agent.job.status import STOPPED, GroupStatus, Status, write_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.store import spare
 from deployer.agent.store.content import Store
@@ -115,18 +115,18 @@ def test_a_job_whose_checkpoint_another_one_began_from_stays(root: Root) -> None
 
 
 def test_a_job_of_another_machine_stays(root: Root) -> None:
-    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")
     ended(root, "theirs", supervisor=elsewhere)
     called = Called(root, older_than_s=0)
     assert (called.jobs, called.kept) == ([], {"of other machines": 1})
 
 
 def test_a_cache_stays_while_a_job_of_another_machine_runs(root: Root) -> None:
-    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")._asdict()
+    elsewhere = own_identity()._replace(machine_id="other/box", hostname="box")
     cache, theirs = make_cache(root), ended(root, "theirs", state="running", supervisor=elsewhere)
     make_old(root.path)
     assert Called(root, max_bytes=0).found == {} and cache.exists()
-    write_status(theirs, {"state": "stopped", "supervisor": elsewhere})
+    write_status(theirs, Status(STOPPED, supervisor=elsewhere))
     assert Called(root, max_bytes=0).found == {CACHE: 1} and not cache.exists()
 
 
@@ -177,7 +177,7 @@ def test_data_environments_agents_and_leftovers_go_when_nobody_uses_them(root: R
     for folder in folders.split():
         (Path(root.path) / folder).mkdir(parents=True)
     slots = {"python": f"{root.envs}/{env}/bin/python", "agent": f"{root.agents}/{agent}/agent"}
-    ended(root, "a", used, slots=slots)
+    ended(root, "a", used, groups=(GroupStatus(slots=slots),))
     make_old(root.path)
     held = hold(f"{root.agents}/{other_agent}")
     assert Called(root).found == {TREE: 1, BLOB: 1, DATA: 1, ENV: 1, AGENT: 1, "tmp": 1}

@@ -152,7 +152,7 @@ def test_a_launch_keeps_the_store_from_its_first_question_to_its_start(root: Roo
     call = Launching(root, plan, b"1", entry)
     launch(root, call)  # type: ignore[arg-type]
     assert call.free_at == {"need_tree": False, "need_blobs": False, "ack": True}
-    assert end_of(root.job("a"))["state"] == "succeeded"
+    assert end_of(root.job("a")).state == "succeeded"
 
 
 def test_a_resume_waits_until_the_collection_is_over(ferry: Ferry) -> None:

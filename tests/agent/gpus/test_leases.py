@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from deployer.agent.gpus.claim import claim_gpus
-from deployer.agent.gpus.leases import LEASE, TICKET, Claim, Held, claiming, parse_claim, read_claims
-from deployer.agent.gpus.view import Wanted
+from deployer.agent.gpus.leases import Held, claiming, parse_claim, read_claims
+from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account
 from tests.support.ferry import Ferry

@@ -21,10 +21,10 @@ import pytest
 
 from deployer.agent.doctor.check_root import check_leases
 from deployer.agent.gpus.claim import JobGpus, claim_gpus
-from deployer.agent.gpus.leases import LEASE, MAX_NUMBER, TICKET, Claim, claiming, read_claims
+from deployer.agent.gpus.leases import MAX_NUMBER, claiming, read_claims
 from deployer.agent.gpus.places import MAX_OF_ONE, exposed, opened
 from deployer.agent.gpus.queue import queue_of
-from deployer.agent.gpus.view import Wanted
+from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
 from deployer.agent.host.errors import AgentError
 from tests.support.accounts import ROOT_ONLY, as_account, staying
 from tests.support.jobs import wait_for

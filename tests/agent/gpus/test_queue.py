@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deployer.agent.gpus.leases import LEASE, SHARED, TICKET, Claim
 from deployer.agent.gpus.nvidia import Gpu, Holder, Sight
 from deployer.agent.gpus.queue import freest, grant, overlap, queue_line, queue_view, refusal
+from deployer.agent.gpus.view import LEASE, SHARED, TICKET, Claim, Waiter
 
 GPUS = [Gpu(n, f"GPU-{n}", "H100", 80000, used) for n, used in enumerate([300, 4, 200, 4])]
 
@@ -69,7 +69,7 @@ def test_freest_beside_others_takes_what_is_not_to_be_avoided_first() -> None:
 def test_place_in_the_queue_counts_those_who_wait_for_the_same_gpus() -> None:
     claims = [lease(0), ticket(1, 3), ticket(2, 0), ticket(3, 0)]
     view = queue_view(claims[3], claims, Sight(GPUS, [GPUS[0]], []))
-    assert (view["position"], view["before"]) == (2, [{"job": "j2", "user": "root"}])
+    assert (view.position, view.before) == (2, (Waiter("j2", "root"),))
     assert queue_line(view, now=1000.0 + 7200) == (
         "position 2; GPU 0 is held by job holder of user root for 2h; before you: j2 of root"
     )

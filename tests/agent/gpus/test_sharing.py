@@ -123,7 +123,7 @@ def test_restarted_job_keeps_its_gpus_between_its_attempts(host: Ferry) -> None:
     reached(host, holder, "running")
     assert list((host.root.parent / "leases").iterdir()) == file
     go(holder)
-    assert end_of(Job(str(holder)))["state"] == "succeeded"
+    assert end_of(Job(str(holder))).state == "succeeded"
 
 
 def test_resumed_job_asks_for_its_gpus_again(host: Ferry) -> None:
@@ -175,7 +175,7 @@ def test_claims_whose_files_were_removed_are_made_again(host: Ferry) -> None:
     go(holder)
     reached(host, first, "running")
     go(first)
-    assert end_of(Job(str(first)))["state"] == "succeeded"
+    assert end_of(Job(str(first))).state == "succeeded"
 
 
 # --- chosen -----------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_queued_job_whose_supervisor_is_killed_is_lost_and_its_place_is_gone(hos
     first = begin(host, "first", "--gpus", "0,1", "--queue")
     os.kill(reached(host, first, "queued")["supervisor"]["pid"], signal.SIGKILL)
     final = end_of(Job(str(first)))
-    assert (final["state"], final["reason"]) == ("lost", "it waited for its GPUs, and its supervisor is gone")
+    assert (final.state, final.reason) == ("lost", "it waited for its GPUs, and its supervisor is gone")
     assert b"position" not in host.run("status", first.name, *host.where()).stdout
     assert run(host, "--gpus", "1").returncode == 0
 
@@ -259,7 +259,7 @@ def test_queue_waits_through_a_driver_that_hangs_and_says_so(host: Ferry, tmp_pa
     trouble = wait_for(lambda: (status_of(host, first).get("queue") or {}).get("trouble"))
     assert trouble == "nvidia-smi ended with 6: " + " ".join((FOUR + "No devices were found").split())
     fake_smi(tmp_path, gpus=FOUR)
-    assert end_of(Job(str(first)))["state"] == "succeeded"
+    assert end_of(Job(str(first))).state == "succeeded"
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from deployer.agent.host.processes import Process
 from deployer.agent.job import ending
 
 
 def record(number: int, code: int | None, *, at: int = 0, signum: int | None = None) -> ending.RankRecord:
-    return ending.RankRecord(number, 100 + number, 1, 200, 1, code, signum, at, at)
+    return ending.RankRecord(number, 100 + number, 1, Process(200, 1), code, signum, at, at)
 
 
 def test_first_failing_rank_gives_the_code_whatever_the_launcher_says() -> None:
@@ -68,10 +69,10 @@ def test_ranks_without_records_and_no_launcher_tell_nothing() -> None:
 @pytest.mark.parametrize(
     ("before", "outcome", "expected"),
     [
-        (None, {"state": "succeeded"}, ("succeeded", 0)),
-        (None, {"state": "failed", "rank": 0, "error": "x"}, None),
-        (ending.Ending("succeeded", 0, "fine"), {"state": "stopped"}, ("stopped", 0)),
-        (ending.Ending("failed", 7, "rank 1"), {"state": "succeeded"}, ("failed", 7)),
+        (None, ending.Outcome("succeeded"), ("succeeded", 0)),
+        (None, ending.Outcome("failed", "x", 0), None),
+        (ending.Ending("succeeded", 0, "fine"), ending.Outcome("stopped"), ("stopped", 0)),
+        (ending.Ending("failed", 7, "rank 1"), ending.Outcome("succeeded"), ("failed", 7)),
         (ending.Ending("failed", 7, "rank 1"), None, ("failed", 7)),
     ],
 )
@@ -83,7 +84,7 @@ def test_trainers_outcome_fills_what_nobody_saw_and_contradicts_no_exit(
 
 
 def test_reason_of_a_failed_trainer_has_its_own_words() -> None:
-    outcome = {"state": "failed", "rank": 1, "error": "Error: no row has a target token\n  in data.jsonl"}
+    outcome = ending.Outcome("failed", "Error: no row has a target token\n  in data.jsonl", 1)
     found = ending.with_outcome(ending.Ending("failed", 2, "rank 1 exited with code 2"), outcome)
     assert found is not None
     assert found.reason == "rank 1 exited with code 2; rank 1: Error: no row has a target token"

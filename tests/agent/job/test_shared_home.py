@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.host.layout import Job
-from deployer.agent.job.status import FINAL, read_status
+from deployer.agent.job.status import FINAL, Status, read_status
 from tests.agent.job.hosts import SharedHost, start_hosts
 from tests.support.ferry import Ferry
 from tests.support.jobs import said, wait_for
@@ -24,6 +24,18 @@ GO = "import os, time\nprint('up on', os.uname().nodename)\nwhile not os.path.ex
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SharedHost]]:
     with start_hosts(tmp_path_factory.mktemp("hosts"), 3) as running:
         yield running
+
+
+def written(job: Job) -> Status:
+    status = read_status(job)
+    assert status is not None
+    return status
+
+
+def written_pid(job: Job) -> int:
+    supervisor = written(job).supervisor
+    assert supervisor is not None
+    return supervisor.pid
 
 
 class Site:
@@ -60,7 +72,7 @@ def site(ferry: Ferry, hosts: list[SharedHost]) -> Iterator[Site]:
     yield running
     for job in running.jobs.values():
         (Path(job.code) / "go").touch()
-    wait_for(lambda: all((read_status(job) or {})["state"] in FINAL for job in running.jobs.values()))
+    wait_for(lambda: all(written(job).state in FINAL for job in running.jobs.values()))
 
 
 def test_each_host_judges_its_own_jobs_and_names_the_others_hosts(site: Site) -> None:
@@ -68,12 +80,12 @@ def test_each_host_judges_its_own_jobs_and_names_the_others_hosts(site: Site) ->
     for name in site.jobs:
         assert site.ps(name) == {**others, name: ("running", None)}
     dead = site.jobs["gpu1"]
-    supervisor = (read_status(dead) or {})["supervisor"]["pid"]
+    supervisor = written_pid(dead)
     os.kill(supervisor, signal.SIGKILL)
     assert site.ps("gpu2")["gpu1"] == ("running", "gpu1")  # gpu2 cannot know, and must neither judge nor adopt
-    assert (read_status(dead) or {})["supervisor"]["pid"] == supervisor
+    assert written_pid(dead) == supervisor
     assert site.ps("gpu1")["gpu1"] == ("running", None)
-    wait_for(lambda: (read_status(dead) or {})["supervisor"]["pid"] != supervisor)  # gpu1 adopted it
+    wait_for(lambda: written_pid(dead) != supervisor)  # gpu1 adopted it
 
 
 def test_job_of_another_host_can_be_read_and_is_not_stopped(site: Site) -> None:
@@ -91,7 +103,7 @@ def test_job_of_another_host_can_be_read_and_is_not_stopped(site: Site) -> None:
 
 def test_ps_of_all_hosts_lists_each_job_once_at_its_own_host(site: Site) -> None:
     (Path(site.jobs["gpu3"].code) / "go").touch()
-    wait_for(lambda: (read_status(site.jobs["gpu3"]) or {})["state"] == "succeeded")
+    wait_for(lambda: written(site.jobs["gpu3"]).state == "succeeded")
     rows = json.loads(site.ferry.run("ps", "--json").stdout)
     found = {row["id"]: (row["state"], row["where"]) for row in rows if row["where"] != "this machine"}
     ssh = {name: host.ssh for name, host in site.hosts.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ import pytest
 from deployer.agent.gc.inventory import read_inventory
 from deployer.agent.host.files import write_json
 from deployer.agent.host.layout import Job, Root
-from deployer.agent.host.machine import own_identity
+from deployer.agent.host.machine import Identity, own_identity
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, is_running, process_of, send
 from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
-from deployer.agent.job.status import read_status, write_status
+from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import read_stop, request_stop
 from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
@@ -57,14 +58,16 @@ def ended_process() -> Process:
     return process
 
 
-def identity_of(process: Process, **changes: Any) -> dict[str, Any]:
+def identity_of(process: Process, **changes: Any) -> Identity:
     own = own_identity()._replace(pid=process.pid, start_time=process.start_time)
-    return own._replace(**changes)._asdict()
+    return own._replace(**changes)
 
 
-def job_with(root: Path, supervisor: dict[str, Any], **status: Any) -> Job:
+def job_with(root: Path, supervisor: Identity, /, **status: Any) -> Job:
+    """`status`: what else its status.json says, as JSON."""
     job = make_job(root, "j", make_plan([]))
-    write_status(job, {"state": "running", "attempt": 1, "nproc": 1, "supervisor": supervisor, **status})
+    plain = {"state": "running", "attempt": 1, "nproc": 1, "supervisor": supervisor._asdict()}
+    write_json(job.status, {**plain, **status})
     Path(job.ranks(1)).mkdir(parents=True)
     return job
 
@@ -110,37 +113,38 @@ def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path, marked: Marked
 def test_job_of_another_machine_is_shown_as_written_with_its_host(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process(), machine_id="other", hostname="gpu7"))
     status = judge(job)
-    assert (status["state"], status["on_host"]) == ("running", "gpu7")
-    assert read_status(job)["state"] == "running"  # type: ignore[index]
+    assert (status.state, status.on_host) == ("running", "gpu7")
+    written = read_status(job)
+    assert written is not None and written.state == "running"
 
 
 def test_supervisor_pid_that_was_given_away_is_no_supervisor(tmp_path: Path) -> None:
     me = process_of(os.getpid())
     job = job_with(tmp_path, identity_of(me._replace(start_time=me.start_time - 1)))
-    assert judge(job)["state"] == "lost"
+    assert judge(job).state == "lost"
 
 
 def test_supervisor_pid_and_time_of_a_process_without_its_mark_is_none(tmp_path: Path, marked: Marked) -> None:
     job = job_with(tmp_path, identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path) + "2")))
-    assert judge(job)["state"] == "lost"
+    assert judge(job).state == "lost"
 
 
 def test_job_from_before_a_reboot_is_lost(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(process_of(os.getpid()), boot_id="another"))
     write_rank(job, 0, process_of(os.getpid()))  # a rank's pid of that boot belongs to somebody else now
     status = judge(job)
-    assert (status["state"], status["code"], status["reason"]) == ("lost", 125, "the host was rebooted")
+    assert (status.state, status.code, status.reason) == ("lost", 125, "the host was rebooted")
 
 
 def test_launch_whose_supervisor_died_did_not_complete(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process()), state="preparing")
-    assert "did not complete" in judge(job)["reason"]
+    assert "did not complete" in judge(job).reason
 
 
 def test_living_rank_without_supervisor_runs_unsupervised(tmp_path: Path, marked: Marked) -> None:
     job = job_with(tmp_path, identity_of(ended_process()))
     write_rank(job, 0, marked(TORCHFERRY_RUN_DIR=job.path))
-    assert (judge(job)["state"], judge(job)["unsupervised"]) == ("running", True)
+    assert (judge(job).state, judge(job).unsupervised) == ("running", True)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +161,18 @@ def test_end_of_an_unsupervised_job_comes_from_its_ranks(tmp_path: Path, codes: 
     for number, code in enumerate(codes):
         write_rank(job, number, ended_process(), code=code, ended_at_ns=10**18, ended_mono_ns=100 - number)
     status = judge(job)
-    assert (status["state"], status["code"], status.get("first_failing_rank")) == expected
+    assert (status.state, status.code, status.first_failing_rank) == expected
     assert read_status(job) == status
 
 
 def test_new_job_without_status_is_being_launched(tmp_path: Path) -> None:
-    assert judge(make_job(tmp_path, "j", make_plan([])))["state"] == "preparing"
+    assert judge(make_job(tmp_path, "j", make_plan([]))).state == "preparing"
 
 
 def test_old_job_without_status_was_never_launched(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     os.utime(job.path, (time.time() - 3600,) * 2)
-    assert judge(job)["state"] == "lost"
+    assert judge(job).state == "lost"
 
 
 def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_old_launch_that_holds_its_lock_goes_on(tmp_path: Path) -> None:
     with Path(job.lock).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.utime(job.path, (time.time() - 3600,) * 2)
-        assert judge(job)["state"] == "preparing"
+        assert judge(job).state == "preparing"
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def test_stop_flag_made_by_hand_asks_for_the_default_grace(tmp_path: Path) -> No
 def test_what_is_no_file_of_ours_keeps_nobody_waiting(tmp_path: Path, make: Callable[[str], object]) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     make(job.status)
-    assert judge(job)["reason"] == "its status.json is damaged, and nothing of it runs"
+    assert re.fullmatch("its status.json is damaged: .+, and nothing of it runs", judge(job).reason)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
     job = make_job(tmp_path, "j", make_plan([]))
     (Path(job.path) / file).write_text(text.replace("**", identity))
     (listed,) = list_jobs(Root(str(tmp_path)))
-    assert listed["state"] == judge(job)["state"]
+    assert listed.state == judge(job).state
     (kept,) = read_inventory(Root(str(tmp_path))).jobs
     assert kept.ended_s is None
 
@@ -248,8 +252,8 @@ def test_damaged_file_of_a_job_is_told_and_keeps_nothing_from_being_listed(
         ({"nproc": [2]}, "nproc is [2]"),
         ({"state": {}}, "state is {}"),
         ({"supervisor": None}, "it names no supervisor"),
-        ({"main": {"pid": "7", "start_time": 1}}, "pid is '7'"),
-        ({"attempts": [{"attempt": "1"}]}, "attempt is '1'"),
+        ({"main": {"pid": "7", "start_time": 1}}, "main.pid is '7'"),
+        ({"attempts": [{"attempt": "1"}]}, "attempts[0].attempt is '1'"),
         ({"job": "k"}, "its status.json is of another job, k"),
     ],
 )
@@ -257,12 +261,12 @@ def test_status_that_cannot_be_is_not_believed_and_says_why(
     tmp_path: Path, marked: Marked, change: dict[str, Any], says: str
 ) -> None:
     process = marked(TORCHFERRY_RUN_DIR=folder_of(tmp_path), TORCHFERRY_ATTEMPT="3")
-    job = job_with(tmp_path, **{"supervisor": identity_of(ended_process()), **change})
+    job = job_with(tmp_path, identity_of(ended_process()), **change)
     now = judge(job)
-    assert (now["state"], now["attempt"], now["unsupervised"]) == ("running", 3, True) and says in now["damaged"]
+    assert (now.state, now.attempt, now.unsupervised) == ("running", 3, True) and says in now.damaged
     os.kill(process.pid, 9)
     wait_for(lambda: not is_running(process))
-    assert judge(job)["state"] == "lost" and says in judge(job)["reason"]
+    assert judge(job).state == "lost" and says in judge(job).reason
 
 
 def test_record_of_another_jobs_rank_is_none(tmp_path: Path) -> None:
@@ -281,10 +285,10 @@ def test_list_has_every_folder_and_survives_broken_ones(tmp_path: Path, marked: 
     odd = make_job(tmp_path, "odd", make_plan([]))
     Path(odd.status).write_text('{"state": "running", "supervisor": 5, "attempt": "x"}')
     Path(root.jobs, "a file").touch()
-    jobs = {j["id"]: j for j in list_jobs(root)}
-    assert {name: j["state"] for name, j in jobs.items()} == {"j": "running", "broken": "lost", "odd": "lost"}
-    assert (jobs["j"]["name"], jobs["j"]["nproc"], jobs["j"]["created"]) == ("test", 1, "2026-01-02T03:04:05Z")
-    assert good.id == "j" and jobs["j"]["host"] == own_identity().hostname
+    jobs = {j.id: j for j in list_jobs(root)}
+    assert {name: j.state for name, j in jobs.items()} == {"j": "running", "broken": "lost", "odd": "lost"}
+    assert (jobs["j"].name, jobs["j"].nproc, jobs["j"].created) == ("test", 1, "2026-01-02T03:04:05Z")
+    assert good.id == "j" and jobs["j"].host == own_identity().hostname
 
 
 def test_list_of_a_root_without_jobs_is_empty(tmp_path: Path) -> None:

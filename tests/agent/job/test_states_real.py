@@ -20,7 +20,7 @@ from deployer.agent.host.processes import Process, is_running
 from deployer.agent.job import ending
 from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
-from deployer.agent.job.status import read_status, write_status
+from deployer.agent.job.status import RUNNING, Status, read_status, write_status
 from deployer.agent.job.stop import read_stop, request_stop
 from deployer.agent.requests.jobs import adopt_all
 from tests.support import stubborn
@@ -56,12 +56,12 @@ def test_any_command_that_comes_to_the_host_adopts_its_unsupervised_jobs(ferry: 
         wait_for(lambda: not any(is_held(str(agent)) for agent in (ferry.root / "agent").glob("*")))  # none adopts now
         kill_supervisor(job)
         now = judge(job)
-        assert now.get("unsupervised") is True, now
+        assert now.unsupervised is True, now
         assert ferry.run(*words).returncode == 0
-        wait_for(lambda: not judge(job).get("unsupervised"))
+        wait_for(lambda: not judge(job).unsupervised)
     (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], status["code"], log_of(job)) == ("failed", 9, "up\n")
+    assert (status.state, status.code, log_of(job)) == ("failed", 9, "up\n")
 
 
 def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_adopted_job_keeps_its_restarts(tmp_path: Path) -> None:
     adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], [a["code"] for a in status["attempts"]]) == ("succeeded", [9, 0])
+    assert (status.state, [a.code for a in status.attempts]) == ("succeeded", [9, 0])
 
 
 def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp_path: Path) -> None:
@@ -81,22 +81,24 @@ def test_adopted_job_whose_secrets_went_with_its_supervisor_is_not_restarted(tmp
     adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], status["code"]) == ("failed", 9) and "secrets" in status["reason"]
+    assert (status.state, status.code) == ("failed", 9) and "secrets" in status.reason
 
 
 def test_adoption_passes_over_broken_and_ended_jobs_and_those_of_other_machines(tmp_path: Path) -> None:
     ended = run_job(tmp_path, "ended", make_plan(python("pass")))
     (Path(make_job(tmp_path, "broken", make_plan([])).path) / "status.json").write_text('{"state": "running"}')
-    foreign = {**ended, "state": "running", "supervisor": {**ended["supervisor"], "machine_id": "other"}}
+    assert ended.supervisor is not None
+    elsewhere = ended.supervisor._replace(machine_id="other")
+    foreign = ended._replace(state=RUNNING, supervisor=elsewhere, job="foreign")
     write_status(make_job(tmp_path, "foreign", make_plan([])), foreign)
     job = run_up(tmp_path, "job", GO_AND_EXIT % 0)
     kill_supervisor(job)
     adopt_all(Root(str(tmp_path)), within_s=HANG_S)
-    assert judge(job).get("unsupervised") is None
+    assert not judge(job).unsupervised
     assert read_status(Root(str(tmp_path)).job("ended")) == ended
     assert read_status(Root(str(tmp_path)).job("foreign")) == foreign
     (Path(job.code) / "go").touch()
-    assert end_of(job)["state"] == "succeeded"
+    assert end_of(job).state == "succeeded"
 
 
 def test_supervisor_writes_its_status_again_when_somebody_has_changed_it(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_supervisor_writes_its_status_again_when_somebody_has_changed_it(tmp_pat
         damage()
         wait_for(lambda: read_status(job) == before)
     (Path(job.code) / "go").touch()
-    assert end_of(job)["state"] == "succeeded"
+    assert end_of(job).state == "succeeded"
 
 
 # --- a supervisor killed in each phase -------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
     if then == "go":
         (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], status["code"]) == expected[:2] and expected[2] in status["reason"]
+    assert (status.state, status.code) == expected[:2] and expected[2] in status.reason
     adopt_all(Root(str(tmp_path)), within_s=HANG_S)
     wait_for(lambda: not running(str(tmp_path)))  # nothing is left, the deaf worker of `finishing` neither
 
@@ -175,12 +177,16 @@ def test_job_whose_supervisor_was_killed_ends_in_the_right_state(
 
 def reboot(job: Job) -> None:
     """As a reboot leaves it: no process, and a status of another boot."""
-    status = read_status(job) or {}
+    status = judge(job)
     kill_supervisor(job)
-    for pid in [rank.wrapper_pid for rank in read_ranks(job, 1)]:
+    for pid in [rank.wrapper.pid for rank in read_ranks(job, 1)]:
         os.kill(pid, signal.SIGKILL)
-    other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
-    write_status(job, {**status, "supervisor": other})
+    write_status(job, of_another_boot(status))
+
+
+def of_another_boot(status: Status) -> Status:
+    assert status.supervisor is not None
+    return status._replace(supervisor=status.supervisor._replace(boot_id="11111111-2222-3333-4444-555555555555"))
 
 
 def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry) -> None:
@@ -194,12 +200,12 @@ def test_job_from_before_a_reboot_is_lost_with_the_way_to_resume_it(ferry: Ferry
 
 def test_job_that_had_ended_before_the_reboot_keeps_its_end(tmp_path: Path) -> None:
     status = run_job(tmp_path, "j", make_plan(python("import sys; sys.exit(7)")))
-    supervisor = Process(status["supervisor"]["pid"], status["supervisor"]["start_time"])
+    assert status.supervisor is not None
+    supervisor = Process(status.supervisor.pid, status.supervisor.start_time)
     wait_for(lambda: not is_running(supervisor))  # it ends a moment after its last word
     job = Root(str(tmp_path)).job("j")
-    other = {**status["supervisor"], "boot_id": "11111111-2222-3333-4444-555555555555"}
-    write_status(job, {**status, "state": "running", "code": None, "reason": None, "supervisor": other})
-    assert (judge(job)["state"], judge(job)["code"]) == ("failed", 7)
+    write_status(job, of_another_boot(status)._replace(state=RUNNING, code=None, reason=""))
+    assert (judge(job).state, judge(job).code) == ("failed", 7)
 
 
 @pytest.mark.soak
@@ -212,14 +218,15 @@ def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
             kill_supervisor(job)
             (Path(job.code) / "go").touch()
             wait_for(lambda job=job: '"code": ' in (Path(job.ranks(1)) / "rank_0.json").read_text())
-            status = read_status(job) or {}
-            write_status(job, {**status, "supervisor": {**status["supervisor"], "boot_id": "other"}})
+            written = read_status(job)
+            assert written is not None
+            write_status(job, of_another_boot(written))
             expected = ("succeeded" if code == 0 else "failed", code)
         else:
             reboot(job)
             expected = ("lost", 125)
         status = judge(job)
-        assert (status["state"], status["code"]) == expected, number
+        assert (status.state, status.code) == expected, number
         assert not running(job.path)
 
 
@@ -227,7 +234,7 @@ def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
 def test_clock_that_jumped_between_end_and_stop_changes_no_verdict(jump_s: float) -> None:
     now = time.monotonic()
     wall_ns = int((time.time() + jump_s) * 1e9)
-    failed = ending.RankRecord(0, 1, 1, 1, 1, 7, None, wall_ns, int((now - 5) * 1e9))
+    failed = ending.RankRecord(0, 1, 1, Process(1, 1), 7, None, wall_ns, int((now - 5) * 1e9))
     found = ending.decide_ending([failed], nproc=1, launcher_code=7, stop_requested_mono=now)
     assert found is not None and (found.state, found.code) == ("failed", 7)
 
@@ -246,13 +253,13 @@ def test_clock_that_jumped_during_a_stop_changes_no_grace(tmp_path: Path, jump_s
 def test_folder_without_a_status_from_the_future_was_never_launched(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     os.utime(job.path, (time.time() + 86400,) * 2)
-    assert judge(job)["state"] == "lost"
+    assert judge(job).state == "lost"
 
 
 def test_verdict_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
     job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
     reboot(job)
     Path(f"{job.status}.{os.getpid()}.tmp").mkdir()  # as on a full disk, nothing can be written
-    assert (judge(job)["state"], judge(job)["reason"]) == ("lost", "the host was rebooted")
+    assert (judge(job).state, judge(job).reason) == ("lost", "the host was rebooted")
     assert json.loads(Path(job.status).read_text())["state"] == "running"
     shutil.rmtree(f"{job.status}.{os.getpid()}.tmp")

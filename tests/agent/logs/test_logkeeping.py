@@ -200,8 +200,8 @@ def disk_without_holes(tmp_path: Path) -> Iterator[Path]:
 def test_job_on_a_disk_that_cannot_free_a_part_of_a_file_keeps_all_and_says_so(disk_without_holes):
     plan = make_plan(python("print('x' * 300_000)"), policy={"log_max_bytes": 100_000})
     status = run_job(disk_without_holes, "holes", plan)
-    (warning,) = status["warnings"]
-    assert warning.startswith("--log-max: this disk cannot free") and status["state"] == "succeeded"
+    (warning,) = status.warnings
+    assert warning.startswith("--log-max: this disk cannot free") and status.state == "succeeded"
     logs = disk_without_holes / "jobs" / "holes" / "logs" / "attempt_1"
     assert (logs / LOG).read_bytes() == b"x" * 300_000 + b"\n" and not (logs / "dropped.json").exists()
     shutil.rmtree(disk_without_holes / "jobs")

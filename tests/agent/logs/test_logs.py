@@ -9,7 +9,7 @@ import pytest
 
 from deployer.agent.host.layout import Job
 from deployer.agent.logs import read
-from deployer.agent.logs.read import CHUNK_BYTES, LogReader
+from deployer.agent.logs.read import CHUNK_BYTES, Chosen, LogReader
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_reader_that_stops_here_takes_nothing_that_comes_later(job: Job) -> None
 def test_reader_of_some_ranks_shows_only_theirs(job: Job) -> None:
     for name in ("launcher.log", "rank_0.log", "rank_1.log", "rank_11.log"):
         write(job, name, b"x")
-    assert [c.file for c in LogReader(job, ranks={1}).poll()] == ["rank_1.log"]
+    assert [c.file for c in LogReader(job, chosen=Chosen(ranks={1})).poll()] == ["rank_1.log"]
 
 
 def test_order_is_preparation_launcher_then_ranks_by_number(job: Job) -> None:
@@ -157,12 +157,12 @@ def test_tail_of_an_endless_line_is_bounded(job: Job) -> None:
 
 def test_last_lines_of_a_rank(job: Job) -> None:
     write(job, "rank_1.log", b"one\ntwo\nthree")
-    assert read.last_lines(job, 1, 2) == b"two\nthree"
-    assert read.last_lines(job, 0, 2) == b""
+    assert read.last_lines(job, Chosen(ranks={1}), 2) == b"two\nthree"
+    assert read.last_lines(job, Chosen(ranks={0}), 2) == b""
 
 
 def test_last_lines_without_a_rank_are_the_launchers_or_the_preparations(job: Job) -> None:
     write(job, "prepare.log", b"pip failed\n")
-    assert read.last_lines(job, None, 5) == b"pip failed\n"
+    assert read.last_lines(job, read.ALL, 5) == b"pip failed\n"
     write(job, "launcher.log", b"torchrun\n")
-    assert read.last_lines(job, None, 5) == b"torchrun\n"
+    assert read.last_lines(job, read.ALL, 5) == b"torchrun\n"

@@ -22,7 +22,18 @@ from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO, Ferry
-from tests.support.jobs import end_of, kill_supervisor, make_job, make_plan, python, said, start, torchrun, wait_for
+from tests.support.jobs import (
+    end_of,
+    kill_supervisor,
+    make_job,
+    make_plan,
+    python,
+    said,
+    start,
+    supervisor_pid,
+    torchrun,
+    wait_for,
+)
 from tests.support.limits import PATIENCE, patient
 
 FAILS_ONCE = """
@@ -51,34 +62,35 @@ def rank_log(job: Job, attempt: int, rank: int = 0) -> str:
 def test_failed_job_starts_again_with_its_own_log_records_and_secrets(tmp_path: Path) -> None:
     job = begin(tmp_path, make_plan(python(FAILS_ONCE), **policy(max_restarts=2)), secrets={"TOKEN": "hush"})
     status = end_of(job)
-    assert (status["state"], status["code"], status["attempt"], status["max_attempts"]) == ("succeeded", 0, 2, 3)
+    assert (status.state, status.code, status.attempt, status.max_attempts) == ("succeeded", 0, 2, 3)
     assert [rank_log(job, n) for n in (1, 2)] == ["attempt 1 hush\n", "attempt 2 hush\n"]
     assert [json.loads((Path(job.ranks(n)) / "rank_0.json").read_text())["code"] for n in (1, 2)] == [5, 0]
-    first, second = status["attempts"]
-    assert (first["attempt"], first["state"], first["code"], first["first_failing_rank"]) == (1, "failed", 5, 0)
-    assert first["reason"] == "rank 0 exited with code 5"
-    assert (second["attempt"], second["state"]) == (2, "succeeded")
-    assert first["started_at"] <= first["ended_at"] <= second["started_at"] <= second["ended_at"]
+    first, second = status.attempts
+    assert (first.attempt, first.state, first.code, first.first_failing_rank) == (1, "failed", 5, 0)
+    assert first.reason == "rank 0 exited with code 5"
+    assert (second.attempt, second.state) == (2, "succeeded")
+    times = [first.started_at, first.ended_at, second.started_at, second.ended_at]
+    assert times == sorted(map(str, times))
 
 
 def test_without_the_option_a_failed_job_stays_failed(tmp_path: Path) -> None:
     status = end_of(begin(tmp_path, make_plan(python(FAILS_ONCE), **policy()), secrets={"TOKEN": ""}))
-    assert (status["state"], status["code"], status["reason"]) == ("failed", 5, "rank 0 exited with code 5")
+    assert (status.state, status.code, status.reason) == ("failed", 5, "rank 0 exited with code 5")
 
 
 def test_program_that_fails_the_same_way_twice_is_not_started_a_third_time(tmp_path: Path) -> None:
     plan = make_plan(python("import sys; print('row 7 is broken'); sys.exit(3)"), **policy(max_restarts=5))
     status = end_of(begin(tmp_path, plan))
-    assert (status["state"], status["code"], status["attempt"]) == ("failed", 3, 2)
-    assert status["reason"] == (
+    assert (status.state, status.code, status.attempt) == ("failed", 3, 2)
+    assert status.reason == (
         "rank 0 exited with code 3; not restarted: the same error a second time, after the same last line"
     )
 
 
 def test_program_that_does_not_exist_is_not_started_again(tmp_path: Path) -> None:
     status = end_of(begin(tmp_path, make_plan(["/no/such/program"], **policy(max_restarts=5))))
-    assert (status["code"], status["attempt"]) == (127, 1)
-    assert status["reason"].endswith("not restarted: the program was not found")
+    assert (status.code, status.attempt) == (127, 1)
+    assert status.reason.endswith("not restarted: the program was not found")
 
 
 def test_daemon_of_a_failed_attempt_is_gone_before_the_next_begins(tmp_path: Path) -> None:
@@ -91,7 +103,7 @@ pid = open(os.environ['TORCHFERRY_RUN_DIR'] + '/logs/attempt_1/rank_0.log').read
 print(os.path.exists('/proc/' + pid))
 """
     job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=1)))
-    assert (end_of(job)["swept"], rank_log(job, 2)) == (1, "False\n")
+    assert (end_of(job).swept, rank_log(job, 2)) == (1, "False\n")
 
 
 def test_no_attempt_starts_where_another_account_could_have_put_the_programs(tmp_path: Path) -> None:
@@ -102,18 +114,18 @@ sys.exit(1)
 """
     job = begin(tmp_path / "root", make_plan(python(code), **policy(max_restarts=1)))
     status = end_of(job)
-    assert status["state"] == "failed" and not Path(job.ranks(2)).exists()
-    assert f"{tmp_path / 'root'} cannot be used any more: other users can write into it (mode 777)" in status["reason"]
+    assert status.state == "failed" and not Path(job.ranks(2)).exists()
+    assert f"{tmp_path / 'root'} cannot be used any more: other users can write into it (mode 777)" in status.reason
 
 
 def test_stop_between_two_attempts_ends_the_job(tmp_path: Path) -> None:
     plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(1)"), **policy(max_restarts=5))
     job = begin(tmp_path, plan)
-    wait_for(lambda: judge(job).get("attempt") == 3 and judge(job)["state"] == "preparing")  # waits 5 s
+    wait_for(lambda: judge(job).attempt == 3 and judge(job).state == "preparing")  # waits 5 s
     request_stop(job, 5)
     status = end_of(job, timeout_s=4 * PATIENCE)  # not the whole wait
-    assert (status["state"], status["attempt"], Path(job.logs(3)).exists()) == ("stopped", 3, False)
-    assert status["reason"] == "stopped on request, before the next attempt; rank 0 exited with code 1"
+    assert (status.state, status.attempt, Path(job.logs(3)).exists()) == ("stopped", 3, False)
+    assert status.reason == "stopped on request, before the next attempt; rank 0 exited with code 1"
 
 
 def test_earlier_outcome_of_a_trainer_does_not_become_the_next_attempts(tmp_path: Path) -> None:
@@ -127,8 +139,8 @@ sys.exit(1)
 """
     job = begin(tmp_path, make_plan(python(code), kind="trainer", **policy(max_restarts=1)))
     status = end_of(job)
-    assert [a["error"] for a in status["attempts"]] == ["first", ""]
-    assert status["reason"] == "rank 0 exited with code 9; not restarted: all 1 restarts are used up"
+    assert [a.error for a in status.attempts] == ["first", ""]
+    assert status.reason == "rank 0 exited with code 9; not restarted: all 1 restarts are used up"
 
 
 def test_all_ranks_of_torchrun_start_again_after_one_was_killed(tmp_path: Path) -> None:
@@ -144,22 +156,19 @@ if attempt == '1':
 """
     job = begin(tmp_path, make_plan(**torchrun(code), **policy(max_restarts=1)))
     status = end_of(job)
-    assert (status["state"], status["attempts"][0]["first_failing_rank"], status["attempts"][0]["signal"]) == (
-        "succeeded",
-        1,
-        9,
-    )
+    first = status.attempts[0]
+    assert (status.state, first.first_failing_rank, first.signal) == ("succeeded", 1, 9)
     assert [rank_log(job, 2, rank) for rank in (0, 1)] == ["rank 0 attempt 2\n", "rank 1 attempt 2\n"]
 
 
 def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp_path: Path) -> None:
     plan = make_plan(python("import os, sys; print(os.urandom(8)); sys.exit(6)"), **policy(max_restarts=5))
     job = begin(tmp_path, plan)
-    wait_for(lambda: judge(job).get("attempt") == 3 and judge(job)["state"] == "preparing")
-    os.kill(judge(job)["supervisor"]["pid"], signal.SIGKILL)
+    wait_for(lambda: judge(job).attempt == 3 and judge(job).state == "preparing")
+    os.kill(supervisor_pid(job), signal.SIGKILL)
     status = end_of(job)
-    assert (status["state"], status["code"]) == ("failed", 6)
-    assert status["reason"] == "rank 0 exited with code 6; its supervisor was killed before attempt 3"
+    assert (status.state, status.code) == ("failed", 6)
+    assert status.reason == "rank 0 exited with code 6; its supervisor was killed before attempt 3"
 
 
 def kill_supervisor_and_adopt(job: Job) -> None:
@@ -184,13 +193,13 @@ def test_adopted_job_starts_again_unless_its_secrets_are_gone(
     plan = make_plan(python(FAILS_ON_GO), secret_names=secret_names, **policy(max_restarts=1))
     job = begin(tmp_path, plan)
     said(job, "attempt 1")
-    wait_for(lambda: judge(job)["state"] == "running")
+    wait_for(lambda: judge(job).state == "running")
     kill_supervisor_and_adopt(job)
     (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], status["attempt"]) == (state_, attempt)
+    assert (status.state, status.attempt) == (state_, attempt)
     if secret_names:
-        assert "the supervisor that knew its secrets was killed" in status["reason"]
+        assert "the supervisor that knew its secrets was killed" in status.reason
     else:
         assert rank_log(job, 2) == "attempt 2 True\n"
 
@@ -208,8 +217,8 @@ sys.exit(1) if os.environ['TORCHFERRY_ATTEMPT'] == '1' else time.sleep(1000)
 """
     job = begin(tmp_path, make_plan(python(code), **policy(max_restarts=3, max_runtime_s=patient(6))))
     status = end_of(job)
-    assert (status["state"], status["code"], status["attempt"]) == ("stopped", 0, 2)
-    assert status["reason"] == f"stopped after --max-runtime {patient(6)}s"
+    assert (status.state, status.code, status.attempt) == ("stopped", 0, 2)
+    assert status.reason == f"stopped after --max-runtime {patient(6)}s"
     assert rank_log(job, 2) == "up\nsaved\n"
 
 
@@ -217,9 +226,9 @@ def test_runtime_limit_outlives_the_supervisor_that_was_killed(tmp_path: Path) -
     plan = make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(max_runtime_s=patient(3)))
     job = begin(tmp_path, plan)
     said(job, "up")
-    wait_for(lambda: judge(job)["state"] == "running")
+    wait_for(lambda: judge(job).state == "running")
     kill_supervisor_and_adopt(job)
-    assert end_of(job)["reason"] == f"stopped after --max-runtime {patient(3)}s"
+    assert end_of(job).reason == f"stopped after --max-runtime {patient(3)}s"
 
 
 def test_status_tells_how_long_a_running_job_has_been_silent(ferry: Ferry) -> None:
@@ -237,15 +246,13 @@ def test_stalled_program_ends_with_a_code_of_its_own_and_what_its_ranks_said_las
         python("import time; print('one'); print('two'); time.sleep(1000)"), **policy(stall_timeout_s=patient(3))
     )
     status = end_of(begin(tmp_path, plan))
-    assert (status["state"], status["code"], status["reason"]) == ("failed", 124, f"no output for {patient(3)}s")
-    assert [(r["rank"], r["running"], r["last_line"]) for r in status["stalled"]] == [(0, True, "two")]
+    assert (status.state, status.code, status.reason) == ("failed", 124, f"no output for {patient(3)}s")
+    assert [(r.rank, r.running, r.last_line) for r in status.stalled] == [(0, True, "two")]
 
 
 def test_program_that_goes_on_speaking_does_not_stall(tmp_path: Path) -> None:
     code = "import time\nfor n in range(9):\n    print(n)\n    time.sleep(0.5)"
-    assert (
-        end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=patient(3)))))["state"] == "succeeded"
-    )
+    assert end_of(begin(tmp_path, make_plan(python(code), **policy(stall_timeout_s=patient(3))))).state == "succeeded"
 
 
 STALLS_AT_FIRST = """
@@ -267,16 +274,16 @@ def test_stalled_trainer_is_killed_and_starts_again(tmp_path: Path) -> None:
     plan = make_plan(python(STALLS_AT_FIRST), kind="trainer", **policy(stall_timeout_s=patient(2), max_restarts=1))
     job = begin(tmp_path, plan)
     status = end_of(job)
-    assert (status["state"], status["attempt"]) == ("succeeded", 2)
-    first = status["attempts"][0]
-    assert (first["code"], first["reason"], first["step"]) == (124, f"no step for {patient(2)}s (last step 3)", 3)
+    assert (status.state, status.attempt) == ("succeeded", 2)
+    first = status.attempts[0]
+    assert (first.code, first.reason, first.step) == (124, f"no step for {patient(2)}s (last step 3)", 3)
 
 
 def test_rank_that_hangs_after_another_has_left_is_found_and_named(tmp_path: Path) -> None:
     code = "import os, time\nprint('rank', os.environ['RANK'])\nif os.environ['RANK'] == '1': time.sleep(1000)"
     status = end_of(begin(tmp_path, make_plan(**torchrun(code), **policy(stall_timeout_s=patient(2)))))
-    assert (status["state"], status["code"]) == ("failed", 124)
-    assert [(r["running"], r["last_line"]) for r in status["stalled"]] == [(False, "rank 0"), (True, "rank 1")]
+    assert (status.state, status.code) == ("failed", 124)
+    assert [(r.running, r.last_line) for r in status.stalled] == [(False, "rank 0"), (True, "rank 1")]
 
 
 # --- out of memory ---------------------------------------------------------------------------------------------------
@@ -303,11 +310,11 @@ def test_rank_that_the_kernel_kills_for_memory_is_told_from_another_kill(tmp_pat
         argv = [sys.executable, "-c", STARTS_IN_GROUP, job.path, str(group)]
         subprocess.run(argv, check=True, cwd=REPO)
         status = end_of(job)
-        assert (status["code"], status["reason"]) == (
+        assert (status.code, status.reason) == (
             137,
             "rank 0 was killed by SIGKILL; the kernel ended it: out of memory",
         )
-        assert "memory limit" in status["hint"]
+        assert "memory limit" in status.hint
     finally:
         wait_for(lambda: not (group / "cgroup.procs").read_text())
         group.rmdir()
@@ -340,8 +347,8 @@ def test_job_whose_disk_fills_at_some_moment_ends_with_its_own_code(small_root: 
     threading.Event().wait(random.Random(seed).uniform(0, 0.5))
     fill(small_root)
     status = end_of(job)
-    assert status["state"] == "failed"
-    assert status["code"] == 7 or rank_log(job, 1) == ""  # a program that had not begun cannot: its log has no place
+    assert status.state == "failed"
+    assert status.code == 7 or rank_log(job, 1) == ""  # a program that had not begun cannot: its log has no place
 
 
 def test_restart_without_room_says_so_and_keeps_what_is_known_of_the_first_attempt(small_root: Path) -> None:
@@ -350,20 +357,20 @@ def test_restart_without_room_says_so_and_keeps_what_is_known_of_the_first_attem
     job = make_job(small_root, "attempts", make_plan([]))
     (Path(job.code) / "full").touch()
     status = end_of(start(job, make_plan(python(code), **policy(max_restarts=2))))
-    assert (status["state"], status["attempts"][0]["code"]) == ("failed", 5)
-    assert "No space left on device" in status["reason"] or status["code"] == 5
+    assert (status.state, status.attempts[0].code) == ("failed", 5)
+    assert "No space left on device" in status.reason or status.code == 5
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_runtime_s": 1}], ids=["by request", "by the limit"])
 def test_job_on_a_full_disk_can_be_stopped(small_root: Path, limits: dict[str, Any]) -> None:
     job = begin(small_root, make_plan(python("import time; print('up'); time.sleep(1000)"), **policy(**limits)))
     said(job, "up")
-    wait_for(lambda: judge(job)["state"] == "running")
+    wait_for(lambda: judge(job).state == "running")
     fill(small_root)
     if not limits:
         request_stop(job, 5)
     status = end_of(job)
-    assert (status["state"], status["code"]) == ("stopped", 143)
+    assert (status.state, status.code) == ("stopped", 143)
     assert read_status(job) == status  # it was written, not only found out
 
 

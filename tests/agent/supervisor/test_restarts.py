@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from deployer.agent.host import cgroups
+from deployer.agent.host.processes import Process
 from deployer.agent.job import ending
+from deployer.agent.job.status import FAILED, RUNNING, AttemptReport, State, Status
+from deployer.agent.job.views import JobView
 from deployer.agent.supervisor.restarts import Past, backoff_s, why_no_restart
 from deployer.agent.supervisor.stall import StallWatch, duration
 from deployer.commands.in_words import attempt_line, silence_line
 
 
-def past(code: int = 1, *, state: str = "failed", started: bool = True, words: str = "", step: int | None = 5) -> Past:
+def past(code: int = 1, *, state: State = FAILED, started: bool = True, words: str = "", step: int | None = 5) -> Past:
     return Past(state, code, started, words, step)
 
 
@@ -142,7 +145,7 @@ def test_own_control_group_is_found_in_both_versions() -> None:
 
 
 def test_reason_of_a_rank_that_the_kernel_killed_says_so_and_what_to_do() -> None:
-    ranks = [ending.RankRecord(1, 5, 1, code=137, signal=9)]
+    ranks = [ending.RankRecord(1, 5, 1, Process(4, 1), code=137, signal=9)]
     found = ending.decide_ending(ranks, nproc=2, launcher_code=1)
     assert found is not None
     assert found.reason == "rank 1 was killed by SIGKILL (often the host ran out of memory)"
@@ -163,10 +166,10 @@ def test_other_ends_are_not_taken_for_the_kernels(code: int, signum: int | None)
 KILLED = "after attempt 1 ended: rank 1 was killed by SIGKILL, at step 340"
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    former = {"attempt": 1, "state": "failed", "reason": "rank 1 was killed by SIGKILL", "step": 340}
-    base = {"state": "running", "attempt": 2, "first_attempt": 1, "max_attempts": 4, "attempts": [former]}
-    return {**base, "resumed_from": 300, **changes}
+def status(**changes: Any) -> Status:
+    former = AttemptReport(1, FAILED, reason="rank 1 was killed by SIGKILL", step=340)
+    base = Status(RUNNING, attempt=2, first_attempt=1, max_attempts=4, attempts=(former,), resumed_from=300)
+    return base._replace(**changes)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +178,7 @@ def status(**changes: Any) -> dict[str, Any]:
         ({}, f"attempt 2 of at most 4, {KILLED}; goes on from step 300"),
         ({"max_attempts": 2, "first_attempt": 2}, f"attempt 2, {KILLED}; goes on from step 300"),
         ({"resumed_from": None}, f"attempt 2 of at most 4, {KILLED}; starts again"),
-        ({"attempt": 1, "attempts": []}, None),
-        ({"attempt": "moon", "attempts": [7]}, None),
+        ({"attempt": 1, "attempts": ()}, None),
     ],
 )
 def test_line_of_an_attempt_names_the_former_end_and_the_new_beginning(changes: dict[str, Any], line: str) -> None:
@@ -185,7 +187,7 @@ def test_line_of_an_attempt_names_the_former_end_and_the_new_beginning(changes: 
 
 @pytest.mark.parametrize(
     ("state", "silent_s", "line"),
-    [("running", 600.0, "no log for 10m"), ("running", 60.0, None), ("failed", 600.0, None), ("running", None, None)],
+    [(RUNNING, 600.0, "no log for 10m"), (RUNNING, 60.0, None), (FAILED, 600.0, None), (RUNNING, None, None)],
 )
-def test_silence_of_a_running_job_is_told(state: str, silent_s: float | None, line: str | None) -> None:
-    assert silence_line({"state": state, "silent_s": silent_s}) == line
+def test_silence_of_a_running_job_is_told(state: State, silent_s: float | None, line: str | None) -> None:
+    assert silence_line(JobView("j", Status(state), silent_s=silent_s)) == line

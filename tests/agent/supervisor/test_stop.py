@@ -15,11 +15,16 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.gpus.freed import Held, device_holders, still_held
+from deployer.agent.gpus.freed import device_holders, still_held
 from deployer.agent.gpus.nvidia import Gpu, Holder
+from deployer.agent.gpus.view import GpuHolder
 from deployer.agent.host.layout import Job
+from deployer.agent.host.processes import Survivor
+from deployer.agent.host.typed import to_json
 from deployer.agent.job.judge import judge
+from deployer.agent.job.status import RUNNING, STOPPED, Status
 from deployer.agent.job.stop import request_stop
+from deployer.agent.job.views import StopReport
 from deployer.commands.launch import stop as command
 from deployer.errors import HostError
 from tests.support import stubborn
@@ -35,6 +40,7 @@ from tests.support.jobs import (
     run_up,
     said,
     start,
+    supervisor_pid,
     torchrun,
     wait_for,
 )
@@ -59,8 +65,8 @@ def test_tree_of_shell_torchrun_deaf_ranks_workers_and_daemons_is_gone_soon_afte
     request_stop(job, 1)
     status = end_of(job)
     took_s = time.monotonic() - began
-    assert (status["state"], status["remaining"], running(word)) == ("stopped", [], [])
-    assert status["ended"] >= 16
+    assert (status.state, status.remaining, running(word)) == ("stopped", (), [])
+    assert status.ended is not None and status.ended >= 16
     assert took_s < 25 * PATIENCE  # the grace and the bound are 3 s; torchrun itself would take 30
     assert [log_of(job, f"rank_{n}.log") for n in (0, 1)] == ["up\n", "up\n"]  # no rank was started again
 
@@ -72,7 +78,7 @@ def test_processes_that_start_each_other_anew_are_all_ended(tmp_path: Path, part
     wait_for(lambda: "hopper" not in parts or hops(Path(job.code)))
     wait_for(lambda: "respawner" not in parts or len(running(word)) > 3)
     request_stop(job, 0)
-    assert (end_of(job)["remaining"], running(word), hops(Path(job.code))) == ([], [], False)
+    assert (end_of(job).remaining, running(word), hops(Path(job.code))) == ((), [], False)
 
 
 def test_halted_rank_goes_on_to_save(tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ time.sleep(1000)
 """
     job = run_up(tmp_path, "halted", code)
     request_stop(job, FOREVER_S)
-    assert end_of(job)["state"] == "stopped"
+    assert end_of(job).state == "stopped"
     assert (Path(job.code) / "saved").read_text() == "all of it"
 
 
@@ -97,7 +103,7 @@ def test_forced_stop_gives_no_time_to_save(tmp_path: Path) -> None:
     request_stop(job, FOREVER_S)
     wait_for(lambda: (Path(job.code) / "heard").exists())
     request_stop(job, FOREVER_S, force=True)
-    assert end_of(job)["state"] == "stopped"
+    assert end_of(job).state == "stopped"
 
 
 def test_job_launched_by_a_job_is_not_its_own(tmp_path: Path) -> None:
@@ -113,18 +119,18 @@ print('up'); time.sleep(1000)
     outer = run_up(tmp_path, "outer", code, str(tmp_path))
     inner = Job(str(Path(outer.path).parent / "inner"))
     request_stop(outer, 0)
-    assert end_of(outer)["remaining"] == []
-    assert (judge(inner)["state"], judge(inner).get("unsupervised")) == ("running", None)
+    assert end_of(outer).remaining == ()
+    assert (judge(inner).state, judge(inner).unsupervised) == ("running", False)
     request_stop(inner, 0)
-    assert end_of(inner)["state"] == "stopped"
+    assert end_of(inner).state == "stopped"
 
 
 def test_job_of_the_same_id_under_another_root_is_left_alone(tmp_path: Path) -> None:
     one, two = (run_up(tmp_path / name, "same", UP) for name in ("a", "b"))
     request_stop(one, 0)
-    assert (end_of(one)["state"], judge(two)["state"]) == ("stopped", "running")
+    assert (end_of(one).state, judge(two).state) == ("stopped", "running")
     request_stop(two, 0)
-    assert end_of(two)["code"] == 143
+    assert end_of(two).code == 143
 
 
 @pytest.mark.soak
@@ -140,7 +146,7 @@ def test_fifty_stubborn_trees_leave_no_process(tmp_path: Path) -> None:
         else:
             request_stop(job, chance.choice([0, 0.2, 1]))
         status = end_of(job)
-        assert (status["state"], status["remaining"], running(word)) == ("stopped", [], []), (number, parts)
+        assert (status.state, status.remaining, running(word)) == ("stopped", (), []), (number, parts)
         assert not hops(Path(job.code))
 
 
@@ -153,11 +159,11 @@ GPU = Gpu(0, "GPU-0", "Fake H100", 81559, 4)
     ("used_mib", "using", "expected"),
     [
         (4, [], []),
-        (600, [(7, "root", 590)], [Held(0, 7, "x", 590)]),  # 7 is the job's
+        (600, [(7, "root", 590)], [GpuHolder(0, 7, "x", 590)]),  # 7 is the job's
         (600, [(8, "ann", 590)], []),  # the next one's job has the GPU already
-        (70_000, [(8, "ann", 60_000)], [Held(0, None, "no process that is seen here", 10_000)]),
+        (70_000, [(8, "ann", 60_000)], [GpuHolder(0, None, "no process that is seen here", 10_000)]),
         (70_000, [(8, "ann", 0)], []),  # the driver does not tell how much of it is whose
-        (600, [(9, "?", 590)], [Held(0, 9, "x", 590)]),
+        (600, [(9, "?", 590)], [GpuHolder(0, 9, "x", 590)]),
     ],
 )
 def test_gpu_is_held_by_the_jobs_own_and_by_what_nobody_explains(used_mib: int, using: Any, expected: Any) -> None:
@@ -178,7 +184,7 @@ def test_process_that_only_inherited_the_device_is_found(tmp_path: Path) -> None
     assert (3, child.pid, f"sleep 1000 holds {device}") in [(h.gpu, h.pid, h.command) for h in held]
 
 
-def gpu_job(tmp_path: Path, smi: str, code: str = UP) -> dict[str, Any]:
+def gpu_job(tmp_path: Path, smi: str, code: str = UP) -> Status:
     """The final status of a stopped job on GPU 0 whose pid is in the file `pid`; `smi` prints the compute processes."""
     env = {**os.environ, **fake_smi(tmp_path, gpus="0, GPU-0, Fake H100, 81559, 4\n")}
     script = tmp_path / "nvidia-smi"
@@ -196,14 +202,14 @@ def test_gpus_are_free_once_the_driver_lists_the_job_no_more(tmp_path: Path) -> 
     (tmp_path / "left").write_text("1")
     once = f"{look}; kill -0 $(cat {tmp_path}/pid) 2>/dev/null || : > {tmp_path}/left"  # listed once after its end
     status = gpu_job(tmp_path, once)
-    assert (status["gpus_free"], status["gpu_holders"], (tmp_path / "left").read_text()) == (True, [], "")
+    assert (status.gpus_free, status.gpu_holders, (tmp_path / "left").read_text()) == (True, (), "")
 
 
 def test_gpu_that_still_lists_the_job_is_reported_with_the_pid(tmp_path: Path) -> None:
     status = gpu_job(tmp_path, f"echo GPU-0, $(cat {tmp_path}/pid), 500")
     pid = int((tmp_path / "pid").read_text())
-    (holder,) = status["gpu_holders"]
-    assert (status["gpus_free"], holder["gpu"], holder["pid"], holder["memory_mib"]) == (False, 0, pid, 500)
+    (holder,) = status.gpu_holders
+    assert (status.gpus_free, holder.gpu, holder.pid, holder.memory_mib) == (False, 0, pid, 500)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -242,7 +248,7 @@ while True: time.sleep(1)
     said(job, "saving")
     client.send_signal(signal.SIGKILL)
     client.communicate()
-    assert end_of(job)["state"] == "stopped"
+    assert end_of(job).state == "stopped"
     assert (Path(job.code) / "saved").read_text() == "all of it"
 
 
@@ -252,11 +258,10 @@ def test_stop_ends_what_a_job_left_that_was_killed_with_its_supervisor(ferry: Fe
     code += stubborn.PARTS["deaf worker"] + "print('up'); time.sleep(1000)"
     job = Job(str(ferry.job(launch(ferry, "left", code))))
     wait_for(lambda: running(word))
-    status = judge(job)
     rank = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
-    for pid in (status["supervisor"]["pid"], rank["wrapper"]["pid"], rank["pid"]):
+    for pid in (supervisor_pid(job), rank["wrapper"]["pid"], rank["pid"]):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: judge(job).get("unsupervised"))  # nothing says that it has ended
+    wait_for(lambda: judge(job).unsupervised)  # nothing says that it has ended
     done = ferry.run("stop", job.id, "--grace", "0")
     assert (done.returncode, running(word)) == (0, []), done.stderr.decode()
 
@@ -281,26 +286,22 @@ def test_handler_that_crashes_ends_its_rank_and_the_stop_is_true(tmp_path: Path)
     job = run_up(tmp_path, "crashes", code)
     request_stop(job, FOREVER_S)
     status = end_of(job)
-    assert (status["state"], status["code"], status["remaining"]) == ("stopped", 1, [])
+    assert (status.state, status.code, status.remaining) == ("stopped", 1, ())
     assert "ZeroDivisionError" in log_of(job)
 
 
 def test_what_remains_is_named_with_pid_command_and_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    final = {
-        "job_id": "j",
-        "was": "running",
-        "state": "stopped",
-        "ended": 3,
-        "remaining": [
-            {"pid": 7, "cmdline": "python train.py\x1b[2J", "state": "D"},
-            {"pid": 8, "cmdline": "sudo nvtop", "state": "S", "uid": 0},
-        ],
-        "gpus_free": False,
-        "gpu_holders": [{"gpu": 0, "pid": 7, "command": "python", "memory_mib": 500}],
-    }
-    code = f"event('status', {final!r}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
+    final = Status(
+        STOPPED,
+        ended=3,
+        remaining=(Survivor(7, 1, "python train.py\x1b[2J", "D"), Survivor(8, 1, "sudo nvtop", "S", 0)),
+        gpus_free=False,
+        gpu_holders=(GpuHolder(0, 7, "python", 500),),
+    )
+    report = to_json(StopReport("j", final, RUNNING))
+    code = f"event('status', {report!r}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
     assert command.stop([(lying_host(code, tmp_path), "j")], grace_s=1, force=False, as_json=False) == 1
     said = capsys.readouterr().err
     assert "still there: pid 7 python train.py\\x1b[2J (the kernel holds it in a call" in said
@@ -324,12 +325,12 @@ def test_stop_of_all_asks_on_a_terminal_and_a_no_stops_nothing(ferry: Ferry) -> 
     assert client.wait(HANG_S) == 1 and job_id.encode() in seen
     os.close(terminal)
     job = Job(str(ferry.job(job_id)))
-    assert (judge(job)["state"], Path(job.stop).exists()) == ("running", False)
+    assert (judge(job).state, Path(job.stop).exists()) == ("running", False)
     request_stop(job, force=True)
-    assert end_of(job)["state"] == "stopped"
+    assert end_of(job).state == "stopped"
 
 
-@pytest.mark.parametrize("status", [5, {"state": "stopped"}, {"state": 3, "job_id": "j"}])
+@pytest.mark.parametrize("status", [5, {"job_id": "j"}, {"job_id": "j", "was": "running", "status": {"state": 3}}])
 def test_stop_of_a_host_that_answers_nonsense_is_one_error(tmp_path: Path, status: Any) -> None:
     code = f"event('state', 5); event('status', {status!r}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
     with pytest.raises(HostError, match="not understood"):

@@ -29,7 +29,7 @@ from deployer.agent.host.layout import (
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, command_of
 from deployer.agent.job.judge import judge
-from deployer.agent.job.status import read_status, write_status
+from deployer.agent.job.status import PREPARING, Status, read_status, with_group, write_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.supervisor.start import adopt
 from tests.support.ferry import REPO
@@ -45,6 +45,7 @@ from tests.support.jobs import (
     run_up,
     said,
     start,
+    supervisor_pid,
     torchrun,
     wait_for,
 )
@@ -76,27 +77,27 @@ def test_rank_wrapper_uses_the_names_of_the_layout() -> None:
 )
 def test_exit_of_a_program_is_the_jobs(tmp_path: Path, code: str, expected: tuple[Any, ...]) -> None:
     status = run_job(tmp_path, "j", make_plan(python(code)))
-    assert tuple(status[key] for key in ("state", "code", "first_failing_rank", "signal")) == expected
+    assert (status.state, status.code, status.first_failing_rank, status.signal) == expected
 
 
 def test_output_of_both_streams_is_kept_to_the_last_byte(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", make_plan([]))
     end_of(start(job, make_plan(["/bin/sh", "-c", r"printf 'one\n'; printf 'bar\r' >&2; printf last; exit 4"])))
     assert log_of(job) == "one\nbar\rlast"
-    assert judge(job)["code"] == 4
+    assert judge(job).code == 4
 
 
 def test_missing_program_gives_127_and_says_so_in_the_log(tmp_path: Path) -> None:
     plan = make_plan(["/no/such/program"])
     job = start(make_job(tmp_path, "j", plan), plan)
-    assert end_of(job)["code"] == 127
+    assert end_of(job).code == 127
     assert log_of(job) == "cannot start /no/such/program: No such file or directory\n"
 
 
 def test_missing_working_folder_fails_as_the_tools_error(tmp_path: Path) -> None:
     status = run_job(tmp_path, "j", make_plan(python("pass"), cwd="/no/such/folder"))
-    assert (status["state"], status["code"]) == ("failed", 125)
-    assert "/no/such/folder" in status["reason"]
+    assert (status.state, status.code) == ("failed", 125)
+    assert "/no/such/folder" in status.reason
 
 
 def test_values_reach_the_job_unchanged_and_secrets_no_file(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_values_reach_the_job_unchanged_and_secrets_no_file(tmp_path: Path) -> N
     code = "import os, json; print(json.dumps([os.environ[k] for k in ('A', 'EMPTY', 'LONG', 'ODD', 'TOKEN')]))"
     plan = make_plan(python(code))
     job = start(make_job(tmp_path, "j", plan), plan, env=values, secrets={"TOKEN": "s3cr" + "et-value"})
-    assert end_of(job)["code"] == 0
+    assert end_of(job).code == 0
     assert json.loads(log_of(job)) == [*values.values(), "s3cret-value"]
     files = [p for p in Path(job.path).rglob("*") if p.is_file() and p.name != "rank_0.log"]
     assert not [p for p in files if b"s3cret-value" in p.read_bytes()]
@@ -115,13 +116,14 @@ def test_running_status_names_slots_command_and_processes(tmp_path: Path) -> Non
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
     status = judge(job)
-    assert (status["state"], status["slots"]["python"], status["argv"][-1]) == ("running", sys.executable, "a b")
+    (group,) = status.groups
+    assert (status.state, group.slots["python"], group.argv[-1]) == ("running", sys.executable, "a b")
     pid = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())["pid"]
     cmdline = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
-    assert [part.decode() for part in cmdline] == status["argv"]
+    assert [part.decode() for part in cmdline] == list(group.argv)
     assert f"{JOB_ID_ENV}=j".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     request_stop(job, 60)
-    assert end_of(job)["state"] == "stopped"
+    assert end_of(job).state == "stopped"
 
 
 def test_files_of_a_job_are_private(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def long_save(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def torchrun_ends(tmp_path_factory: pytest.TempPathFactory, long_save: Job) -> dict[str, tuple[Job, dict[str, Any]]]:
+def torchrun_ends(tmp_path_factory: pytest.TempPathFactory, long_save: Job) -> dict[str, tuple[Job, Status]]:
     """Each job of TORCHRUN_JOBS, run to its end; started together to share torch's import time."""
     root = tmp_path_factory.mktemp("torchrun")
     plans = {name: make_plan(**changes) for name, changes in TORCHRUN_JOBS.items()}
@@ -202,7 +204,7 @@ def torchrun_ends(tmp_path_factory: pytest.TempPathFactory, long_save: Job) -> d
 )
 def test_first_failing_rank_of_torchrun_is_the_jobs_code(torchrun_ends: Any, name: str, expected: Any) -> None:
     _, status = torchrun_ends[name]
-    assert tuple(status[key] for key in ("state", "code", "first_failing_rank", "signal")) == expected
+    assert (status.state, status.code, status.first_failing_rank, status.signal) == expected
 
 
 def test_each_rank_has_its_own_log_with_its_last_words(torchrun_ends: Any) -> None:
@@ -232,17 +234,17 @@ def stop_while_saving(root: Path, *, saving_s: float, grace_s: float) -> Job:
 def test_stop_lets_a_rank_save_though_its_sibling_has_died(tmp_path: Path) -> None:
     job = stop_while_saving(tmp_path, saving_s=3, grace_s=FOREVER_S)
     status = end_of(job)
-    assert (status["state"], status["remaining"], status["gpus_free"]) == ("stopped", [], None)
+    assert (status.state, status.remaining, status.gpus_free) == ("stopped", (), None)
     assert (Path(job.code) / "saved").read_text() == "all of it"
-    assert status["code"] == 143  # of rank 1, which has no handler
+    assert status.code == 143  # of rank 1, which has no handler
 
 
 def test_stop_before_the_ranks_have_started_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     plan = make_plan(**torchrun(BOTH_UP), kind="trainer")
     job = start(make_job(tmp_path, "j", plan), plan)
-    wait_for(lambda: judge(job)["state"] == "running")  # torchrun itself imports torch for seconds
+    wait_for(lambda: judge(job).state == "running")  # torchrun itself imports torch for seconds
     request_stop(job, FOREVER_S)
-    assert (end_of(job)["state"], log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
+    assert (end_of(job).state, log_of(job), log_of(job, "rank_1.log")) == ("stopped", "", "")
 
 
 # --- stop and sweep --------------------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_stop_ends_what_ignores_it_or_has_left_the_session(tmp_path: Path) -> No
     request_stop(job, 1)
     status = end_of(job)
     assert time.monotonic() - began < 60 * PATIENCE  # the grace and the bound of a stop are 3 s; the usual grace is 120
-    assert (status["state"], status["code"], status["swept"], status["remaining"]) == ("stopped", 137, 2, [])
+    assert (status.state, status.code, status.swept, status.remaining) == ("stopped", 137, 2, ())
     assert leftovers(job) == []
 
 
@@ -283,15 +285,15 @@ def test_stop_of_one_job_leaves_its_twin_alone(tmp_path: Path) -> None:
     one, two = (start(make_job(tmp_path, name, plan), plan) for name in ("j", "j2"))
     said(one, "up"), said(two, "up")
     request_stop(one, 0)
-    assert (end_of(one)["state"], judge(two)["state"], len(leftovers(two))) == ("stopped", "running", 2)
+    assert (end_of(one).state, judge(two).state, len(leftovers(two))) == ("stopped", "running", 2)
     request_stop(two, 0)
-    assert end_of(two)["state"] == "stopped"
+    assert end_of(two).state == "stopped"
 
 
 def test_daemon_of_a_finished_job_is_swept(tmp_path: Path) -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
     status = run_job(tmp_path, "j", make_plan(python(code)))
-    assert (status["state"], status["swept"], status["remaining"]) == ("succeeded", 1, [])
+    assert (status.state, status.swept, status.remaining) == ("succeeded", 1, ())
 
 
 def test_trainer_is_stopped_by_the_flag_and_gets_no_signal(tmp_path: Path) -> None:
@@ -309,7 +311,7 @@ print('saved')
     said(job, "up")
     request_stop(job, FOREVER_S)
     status = end_of(job)
-    assert (status["state"], status["code"], log_of(job)) == ("stopped", 0, "up\nsaved\n")
+    assert (status.state, status.code, log_of(job)) == ("stopped", 0, "up\nsaved\n")
 
 
 def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
@@ -317,9 +319,9 @@ def test_term_to_the_supervisor_is_a_stop(tmp_path: Path) -> None:
     plan = make_plan(python(code))
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
-    os.kill(judge(job)["supervisor"]["pid"], signal.SIGTERM)
+    os.kill(supervisor_pid(job), signal.SIGTERM)
     status = end_of(job)
-    assert (status["state"], status["code"], status["grace_s"]) == ("stopped", 5, 120.0)
+    assert (status.state, status.code, status.grace_s) == ("stopped", 5, 120.0)
 
 
 def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_stop_before_the_start_starts_nothing(tmp_path: Path) -> None:
     job = make_job(tmp_path, "j", plan)
     request_stop(job, 0)
     status = end_of(start(job, plan))
-    assert (status["state"], status["code"], list(Path(job.code).iterdir())) == ("stopped", None, [])
+    assert (status.state, status.code, list(Path(job.code).iterdir())) == ("stopped", None, [])
 
 
 def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
@@ -340,7 +342,7 @@ def test_stop_ends_a_preparation_that_takes_long(tmp_path: Path) -> None:
     wait_for(lambda: [p for p in leftovers(job) if "sleep" in command_of(p.pid)])
     request_stop(job, 0)
     status = end_of(job)
-    assert (status["state"], status["remaining"], list(Path(job.code).iterdir())) == ("stopped", [], [])
+    assert (status.state, status.remaining, list(Path(job.code).iterdir())) == ("stopped", (), [])
     assert leftovers(job) == []
 
 
@@ -349,9 +351,9 @@ def test_shorter_grace_replaces_a_longer_one(tmp_path: Path) -> None:
     job = start(make_job(tmp_path, "j", plan), plan)
     said(job, "up")
     request_stop(job, FOREVER_S)
-    wait_for(lambda: judge(job).get("phase") == "stopping")
+    wait_for(lambda: judge(job).phase == "stopping")
     request_stop(job, 0)
-    assert end_of(job)["code"] == 137
+    assert end_of(job).code == 137
 
 
 # --- the supervisor's death ------------------------------------------------------------------------------------------
@@ -369,10 +371,10 @@ def start_and_kill_supervisor(root: Path, job_id: str, code: int) -> Job:
 def test_ranks_outlive_their_supervisor_and_their_end_is_known(tmp_path: Path, code: int, expected: str) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", code)
     status = judge(job)
-    assert (status["state"], status["unsupervised"]) == ("running", True)
+    assert (status.state, status.unsupervised) == ("running", True)
     (Path(job.code) / "go").touch()
     status = end_of(job)
-    assert (status["state"], status["code"], log_of(job)) == (expected, code, "up\nover\n")
+    assert (status.state, status.code, log_of(job)) == (expected, code, "up\nover\n")
     assert read_status(job) == status
 
 
@@ -381,7 +383,7 @@ def test_rank_killed_with_its_wrapper_and_supervisor_is_lost(tmp_path: Path) -> 
     found = json.loads((Path(job.ranks(1)) / "rank_0.json").read_text())
     os.kill(found["wrapper"]["pid"], signal.SIGKILL)
     status = end_of(job)
-    assert (status["state"], status["code"]) == ("lost", 125)
+    assert (status.state, status.code) == ("lost", 125)
     wait_for(lambda: not leftovers(job))  # the program went with its wrapper
 
 
@@ -389,20 +391,20 @@ def test_adopted_job_can_be_stopped(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
     adopt(job)
     status = judge(job)
-    assert (status["state"], status.get("unsupervised")) == ("running", None)
+    assert (status.state, status.unsupervised) == ("running", False)
     request_stop(job, 60)
     status = end_of(job)
-    assert (status["state"], status["code"], status["remaining"]) == ("stopped", 143, [])
+    assert (status.state, status.code, status.remaining) == ("stopped", 143, ())
 
 
 def test_program_of_a_supervisor_killed_before_it_noted_it_counts_as_running(tmp_path: Path) -> None:
     job = start_and_kill_supervisor(tmp_path, "j", 0)
-    status = read_status(job) or {}
-    write_status(job, {**status, "state": "preparing", "main": None})
+    status = with_group(judge(job), "", main=None)
+    write_status(job, status._replace(state=PREPARING))
     shutil.rmtree(job.ranks(1))
-    assert judge(job)["state"] == "running"
+    assert judge(job).state == "running"
     (Path(job.code) / "go").touch()
-    assert end_of(job)["state"] == "lost"
+    assert end_of(job).state == "lost"
 
 
 def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
@@ -412,7 +414,7 @@ def test_second_supervisor_of_a_job_refuses(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="has a supervisor already"):
         start(job, plan)
     (Path(job.code) / "go").touch()
-    assert end_of(job)["state"] == "succeeded"
+    assert end_of(job).state == "succeeded"
 
 
 SPAWNS_AND_DIES = """
@@ -435,7 +437,7 @@ def test_jobs_outlive_the_agent_and_its_process_group(tmp_path: Path) -> None:
     for job in jobs:
         said(job, "up")
         (Path(job.code) / "go").touch()
-    assert [end_of(job)["state"] for job in jobs] == ["succeeded"] * 5
+    assert [end_of(job).state for job in jobs] == ["succeeded"] * 5
 
 
 def test_ten_jobs_at_once_each_have_their_own_end(tmp_path: Path) -> None:
@@ -443,10 +445,10 @@ def test_ten_jobs_at_once_each_have_their_own_end(tmp_path: Path) -> None:
     jobs = [start(make_job(tmp_path, name, plan), plan) for name, plan in plans.items()]
     for job in jobs:
         said(job, "up")
-    assert {judge(job)["state"] for job in jobs} <= {"running", "preparing"}
+    assert {judge(job).state for job in jobs} <= {"running", "preparing"}
     for job in jobs:
         (Path(job.code) / "go").touch()
-    assert [end_of(job)["code"] for job in jobs] == list(range(10))
+    assert [end_of(job).code for job in jobs] == list(range(10))
 
 
 # --- the wrapper by hand ---------------------------------------------------------------------------------------------
@@ -461,5 +463,5 @@ def test_wrapper_without_a_run_folder_becomes_the_program(tmp_path: Path) -> Non
 
 
 def test_stop_lets_a_rank_save_for_longer_than_the_30_s_that_torchrun_would_give_it(long_save: Job) -> None:
-    assert end_of(long_save)["state"] == "stopped"
+    assert end_of(long_save).state == "stopped"
     assert (Path(long_save.code) / "saved").read_text() == "all of it"

@@ -26,6 +26,7 @@ def ended_job(ferry: Ferry, *attempts: dict[str, bytes], nproc: int = 1, **statu
         folder = job / "logs" / f"attempt_{number}"
         folder.mkdir(parents=True)
         for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # of a group of processes
             (folder / name).write_bytes(data)
     supervisor = {"machine_id": "m", "boot_id": "b", "pid": 1, "start_time": 1, "hostname": "h"}
     final = {"state": "succeeded", "code": 0, "nproc": nproc, "attempt": len(attempts), "supervisor": supervisor}

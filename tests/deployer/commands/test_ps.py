@@ -11,16 +11,18 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import Job
+from deployer.agent.job.status import FAILED, QUEUED, RUNNING, SUCCEEDED, Status
+from deployer.agent.job.views import Row
 from deployer.commands.in_words import state_of
 from deployer.commands.screen import Screen
 from deployer.connection.host import Host
 from deployer.errors import HostError
-from deployer.jobs.registry import JobRecord, read_records, recall_rows, remember_rows, write_record
+from deployer.jobs.registry import JobRecord, SeenJob, read_records, recall_rows, remember_rows, write_record
 from deployer.jobs.roster import Asker, ask_all, rows_of
 from tests.support.ferry import Ferry
 from tests.support.jobs import GO, end_of, launch, make_job, make_plan, python, start, wait_for
@@ -65,13 +67,13 @@ def modes(folder: Path) -> list[str]:
 
 
 def test_followed_job_is_known_to_a_ps_that_reaches_nobody(tmp_path: Path) -> None:
-    Screen(JobRecord("j-1", "j", "h", "/r", "", "2026-01-02T03:04:05Z")).state({"state": "running"})
+    Screen(JobRecord("j-1", "j", "h", "/r", "", "2026-01-02T03:04:05Z")).state(Status(RUNNING))
     (row,) = recall_rows("h", "/r")
-    assert (row["id"], row["state"], row["where"], row["created"]) == ("j-1", "running", "h", "2026-01-02T03:04:05Z")
+    assert (row.job.id, row.job.state, row.where, row.job.created) == ("j-1", "running", "h", "2026-01-02T03:04:05Z")
 
 
 def test_torn_note_of_a_host_is_as_none(tmp_path: Path) -> None:
-    remember_rows("h", "/r", [{"id": "a", "state": "running", "where": "h", "seen_at": "2026-01-02T03:04:05Z"}])
+    remember_rows("h", "/r", [SeenJob(Row("a", RUNNING), "h", "2026-01-02T03:04:05Z")])
     (path,) = (tmp_path / "state" / "hosts").iterdir()
     path.write_text(path.read_text()[:-9])
     assert recall_rows("h", "/r") == []
@@ -85,7 +87,7 @@ def test_launched_job_that_the_host_had_no_more_when_asked_last_is_forgotten(tmp
     assert asked.wait(HANG_S) == []
     write_record(later)
     rows = rows_of([Host("h", "/r")], [HostError("gone")], read_records())
-    assert [(row["id"], state_of(row)) for row in rows] == [("later", "unreachable (never seen)")]
+    assert [(row.job.id, state_of(row)) for row in rows] == [("later", "unreachable (never seen)")]
 
 
 def test_silent_host_keeps_the_others_waiting_only_for_a_bound(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_silent_host_keeps_the_others_waiting_only_for_a_bound(tmp_path: Path) -
         answers = ask_all(hosts, within_s=5 * PATIENCE)
         took_s = time.monotonic() - began
     (row,) = rows_of(hosts, answers, [])
-    assert (row["id"], row["state"]) == ("here", "succeeded")
+    assert (row.job.id, row.job.state) == ("here", "succeeded")
     assert (
         isinstance(answers[0], HostError)
         and f"within {5 * PATIENCE:g} s" in answers[0].message
@@ -128,17 +130,17 @@ def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"state": "running"}, "running"),
-        ({"state": "running", "unsupervised": True}, "running (unsupervised)"),
-        ({"state": "running", "on_host": "gpu7", "attempt": 2}, "running (on gpu7, attempt 2)"),
-        ({"state": "queued", "queue": {"position": 3}}, "queued (position 3)"),
-        ({"state": "failed", "code": 7, "attempt": 2}, "failed(7)"),
-        ({"state": "succeeded", "on_host": "gpu7"}, "succeeded"),
-        ({"state": "unreachable", "reason": "no route"}, "unreachable (never seen)"),
+        (Row("j", RUNNING), "running"),
+        (Row("j", RUNNING, unsupervised=True), "running (unsupervised)"),
+        (Row("j", RUNNING, on_host="gpu7", attempt=2), "running (on gpu7, attempt 2)"),
+        (Row("j", QUEUED, queue=QueueView(3)), "queued (position 3)"),
+        (Row("j", FAILED, code=7, attempt=2), "failed(7)"),
+        (Row("j", SUCCEEDED, on_host="gpu7"), "succeeded"),
     ],
 )
-def test_state_in_the_words_of_the_table(row: dict[str, Any], expected: str) -> None:
-    assert state_of(row) == expected
+def test_state_in_the_words_of_the_table(row: Row, expected: str) -> None:
+    assert state_of(SeenJob(row, "h", "2026-01-02T03:04:05Z")) == expected
+    assert state_of(SeenJob(row, "h", trouble="no route")) == "unreachable (never seen)"
 
 
 def test_age_is_by_the_hosts_clock_and_the_step_by_its_metrics(ferry: Ferry) -> None:

@@ -12,14 +12,16 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.saves import as_of_format_2, change_state
 from tests.support.tiny import ALONE
-from tests.support.trainings import build, losses, train, training_on
+from tests.support.trainings import build, build_of, losses, train, training_on
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
 from trainer.checkpoint.resume import check_optimizer, render_horizon
 from trainer.config.load import config_from_dict, config_to_dict
+from trainer.data.loader import build_data
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer
 from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
+from trainer.recipes.causal_lm import CausalLM
 from trainer.schema import OptimConfig
 from trainer.train import loop
 
@@ -218,29 +220,13 @@ def test_checkpoint_of_another_model_is_refused_with_both_values(rows, run_dir, 
         build_of(config_from_dict(config), run_dir)
 
 
-def build_of(config, run_dir: Path, dist: Dist = ALONE, **options):
-    """As tests.trainer.train.test_loop.build does, of a whole config."""
-    from functools import partial
-
-    from trainer.data.loader import build_data
-    from trainer.data.tokenize.tokenizer import load_tokenizer
-    from trainer.models.losses import sft_loss
-    from trainer.models.shapes import shape_from_config
-    from trainer.train.build import build_run
-
-    tokenizer = load_tokenizer(config)
-    shape = shape_from_config(config.model, len(tokenizer))
-    data, loss_fn = build_data(config, dist, tokenizer), partial(sft_loss, packed=config.data.packing)
-    return build_run(config, run_dir, dist, shape=shape, folder=None, data=data, loss_fn=loss_fn, **options)
-
-
 def test_checkpoint_of_another_tokenizer_is_refused_with_both_hashes(rows, tmp_path):
     config = training_on(rows, backend="pytorch", stop_after_steps=2, **FIELDS)
-    run = build_of(config, tmp_path, hashes={"tokenizer": "aaaa"})
+    run = build_of(config, tmp_path, recipe=CausalLM(build_data, lambda _: "aaaa"))
     loop.train(run)
     run.log.close()
     with pytest.raises(ModelError, match="made with another tokenizer: aaaa -> bbbb"):
-        build_of(config, tmp_path, hashes={"tokenizer": "bbbb"})
+        build_of(config, tmp_path, recipe=CausalLM(build_data, lambda _: "bbbb"))
 
 
 def test_learning_rate_of_another_length_is_the_scaled_one(rows, tmp_path, capsys):

@@ -20,10 +20,11 @@ from trainer.config.load import config_from_dict
 from trainer.config.rules import config_notes
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import Decoder, Linear
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder import Decoder
 from trainer.models.float8 import odd_size, use_float8
 from trainer.models.hf import init_random, named_weights
+from trainer.models.layers import Linear
 from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
 from trainer.parallel.float8_choice import decide_float8, float8_gain, seconds_of
@@ -40,7 +41,7 @@ GRADIENT_ERROR = 0.2
 
 def model_of(config: Config | None = None, *, float8: bool = True) -> Decoder:
     config = config or Config(train=BF16)
-    decoder = build_decoder(config, SHAPE).to_empty(device="cpu")
+    decoder = build_model(config, SHAPE).to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
     fill_weights(config, decoder, None)
     if float8:
@@ -82,7 +83,7 @@ def test_loss_and_gradients_are_within_the_error_of_float8():
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["whole", "lora"])
 def test_float8_is_in_the_seven_projections_alone_and_changes_no_name(lora):
-    decoder = build_decoder(Config(lora=lora, train=BF16), tiny_shape(tie_embeddings=False))
+    decoder = build_model(Config(lora=lora, train=BF16), tiny_shape(tie_embeddings=False))
     names = [name for name, _ in decoder.named_parameters()]
     use_float8(decoder, emulate=True)
     linears = {name: child for name, child in decoder.named_modules() if isinstance(child, Linear)}
@@ -114,7 +115,7 @@ def test_block_in_float8_is_one_graph():
 
 def spread_grads(dist: Dist, backend: str) -> dict[str, torch.Tensor]:
     config = Config(target=TargetConfig(train_backend=backend), train=BF16)
-    spread, decoder = make_backend(config, dist), build_decoder(config, SHAPE)
+    spread, decoder = make_backend(config, dist), build_model(config, SHAPE)
     use_float8(decoder, emulate=True)
     module = spread.prepare(decoder)
     init_random(module, 0)
@@ -154,7 +155,7 @@ def gain_with(dist: Dist, failure: Exception | None) -> float:
                 raise failure
 
     config = Config(train=replace(BF16, micro_batch_size=1), data=DataConfig(seq_len=16))
-    return float8_gain(build_decoder(config, SHAPE), config, dist, arrange=arrange, gathered=True)
+    return float8_gain(build_model(config, SHAPE), config, dist, arrange=arrange, gathered=True)
 
 
 def where_one_ranks_compiler_fails(dist: Dist) -> float:
@@ -180,7 +181,7 @@ def test_float8_that_cannot_be_is_an_error_when_asked_for_and_a_line_otherwise()
 def test_backend_says_why_it_stays_with_bf16():
     config = Config(train=replace(BF16, float8="auto"), target=ON_CPU)
     backend = make_backend(config, ALONE)
-    module = backend.prepare(build_decoder(config, SHAPE))
+    module = backend.prepare(build_model(config, SHAPE))
     assert "float8: off (target.device is cpu)" in backend.describe()
     assert module.blocks[0].mlp.up_proj.product is F.linear
 
@@ -188,7 +189,7 @@ def test_backend_says_why_it_stays_with_bf16():
 def test_a_model_that_is_no_longer_compiled_goes_back_to_bf16():
     config = Config(train=replace(BF16, float8="auto"), target=ON_CPU)
     backend = make_backend(config, ALONE)
-    module = backend.prepare(build_decoder(config, SHAPE))
+    module = backend.prepare(build_model(config, SHAPE))
     use_float8(module, emulate=True)
     backend.rearrange(config)
     assert "float8: off (blocks are not compiled)" in backend.describe()
@@ -198,7 +199,7 @@ def test_a_model_that_is_no_longer_compiled_goes_back_to_bf16():
 def test_backend_refuses_float8_on_a_device_without():
     config = Config(train=replace(BF16, float8="on"), parallel=ParallelConfig(compile=True))
     with pytest.raises(ConfigError, match=r"train\.float8 is on, and there is none: not on a GPU"):
-        make_backend(config, ALONE).prepare(build_decoder(config, SHAPE))
+        make_backend(config, ALONE).prepare(build_model(config, SHAPE))
 
 
 def test_size_that_float8_cannot_multiply_is_named():
@@ -238,7 +239,7 @@ def test_float8_needs_torchao_in_the_jobs_environment(tmp_path):
 
 def test_few_blocks_like_the_models_are_timed_without_drawing_from_the_generator_of_training():
     seen: list[Decoder] = []
-    decoder = build_decoder(Config(lora=LoraConfig(rank=4), train=BF16), SHAPE)
+    decoder = build_model(Config(lora=LoraConfig(rank=4), train=BF16), SHAPE)
     state = torch.get_rng_state()
     timed = partial(seconds_of, decoder, rows=2, seq_len=16, device=torch.device("cpu"), stored=torch.bfloat16)
     assert timed(seen.append) > 0

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.oracles.reference import hf_model
 from tests.support.tiny import packed_batch, tiny_decoder, tiny_shape
 from tests.support.trainings import build
-from trainer.metrics.flops import flops_of
 from trainer.train import loop
 from trainer.train.values import Window
 
@@ -34,14 +33,14 @@ def test_packed_rows_count_what_torch_counts_of_each_document_alone():
             ids = torch.randint(SHAPE.vocab_size, (1, length))
             model(ids, labels=ids).loss.backward()
     window = Window(tokens=sum(lengths), squares=float(packed_batch(LENGTHS, length=70).squared_lengths))
-    ours = flops_of(model, SHAPE).per_token(window.mean_length) * window.tokens
+    ours = SHAPE.build().flops().per_token(window.mean_length) * window.tokens
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_full_rows_of_one_document_count_as_the_formula_of_fixed_rows():
     batch = packed_batch([[96], [96]], length=96)
     window = Window(tokens=float(batch.num_tokens), squares=float(batch.squared_lengths))
-    flops = flops_of(tiny_decoder(), tiny_shape())
+    flops = tiny_decoder().flops()
     assert flops.per_token(window.mean_length) == 6 * tiny_shape().num_params + 12 * 2 * 4 * 8 * 96
 
 

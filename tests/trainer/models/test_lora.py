@@ -24,10 +24,10 @@ from trainer.dist import Dist
 from trainer.errors import ConfigError, ModelError
 from trainer.export.adapter import plain_adapted, verify_adapter, write_adapter
 from trainer.export.model import sequence_logits
-from trainer.metrics.flops import Flops, flops_of
 from trainer.models.adapter_files import adapter_weights, lora_spec
-from trainer.models.build import base_fingerprint, build_decoder, fill_weights
-from trainer.models.decoder import Decoder
+from trainer.models.build import base_fingerprint, build_model, fill_weights
+from trainer.models.families.decoder import Decoder
+from trainer.models.figures import Flops
 from trainer.models.hf import base_weights, gather_full
 from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of, render_lora, split_adapter
 from trainer.optim.build import build_optimizer
@@ -53,7 +53,7 @@ def config(
 
 def prepared(dist: Dist, cfg: Config):
     backend = make_backend(cfg, dist)
-    module = backend.prepare(build_decoder(cfg, SHAPE))
+    module = backend.prepare(build_model(cfg, SHAPE))
     fill_weights(cfg, module, None)
     with torch.no_grad():
         for name, parameter in adapter_weights(module).items():
@@ -109,7 +109,7 @@ PARALLEL = {
 
 def first_adapters(dist: Dist, backend: str) -> dict[str, Tensor]:
     spread = make_backend(config(backend), dist)
-    module = spread.prepare(build_decoder(config(backend), SHAPE))
+    module = spread.prepare(build_model(config(backend), SHAPE))
     fill_weights(config(backend), module, None)
     return {name: full(parameter.detach()) for name, parameter in adapter_weights(module).items()}
 
@@ -153,13 +153,13 @@ def test_first_adapters_are_those_of_the_seed_on_any_number_of_ranks(on_ranks):
 
 @pytest.mark.parametrize(("precision", "base_dtype"), [("bf16", "fp32"), ("fp32", "bf16")])
 def test_base_dtype_is_the_storage_of_the_frozen_model(precision, base_dtype):
-    decoder = build_decoder(config(precision=precision, base_dtype=base_dtype), SHAPE)
+    decoder = build_model(config(precision=precision, base_dtype=base_dtype), SHAPE)
     stored = {parameter.dtype for parameter in base_weights(decoder).values()}
     assert stored == {{"fp32": torch.float32, "bf16": torch.bfloat16}[base_dtype]}
 
 
 def test_adapters_are_shown_in_the_plan():
-    decoder = build_decoder(config(targets=["q_proj"], rslora=True), SHAPE)
+    decoder = build_model(config(targets=["q_proj"], rslora=True), SHAPE)
     expected = "rslora: rank 4, alpha 8, so scaled by 4, dropout 0, beside 2 linear modules"
     assert render_lora(decoder) == [expected]
     assert render_lora(Decoder(SHAPE)) == []
@@ -170,7 +170,7 @@ def test_frozen_parameters_count_two_products_of_three():
     frozen, adapters = SHAPE.num_params, 2 * (32 + 32)
     attention = 12 * 2 * 4 * 8  # layers, heads, head_dim
     head = 4 * SHAPE.vocab_size * SHAPE.hidden_size
-    flops = flops_of(build_decoder(cfg, SHAPE), SHAPE)
+    flops = build_model(cfg, SHAPE).flops()
     assert flops == Flops(4 * frozen + 6 * adapters, head, attention)
 
 

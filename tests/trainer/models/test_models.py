@@ -17,16 +17,17 @@ from trainer.batch import Batch
 from trainer.errors import ModelError
 from trainer.export.model import (
     check_logits,
-    plain_decoder,
+    plain_model,
     random_rows,
     rows_of,
     sequence_logits,
     verify_export,
     write_export,
 )
-from trainer.models.decoder import Decoder, DecoderShape, logits_head
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape, model_folder, shape_from_config, shape_to_hf_config
 from trainer.models.hf import gather_full, load_pretrained
-from trainer.models.shapes import model_folder, shape_from_config, shape_to_hf_config
+from trainer.models.layers import logits_head
 from trainer.schema import ModelConfig
 
 
@@ -302,7 +303,7 @@ def test_an_export_with_another_weight_does_not_verify(tmp_path):
         verify_export(tmp_path, tiny_shape(), tensors=tensors, rows=[[1]])
 
 
-def test_gathered_weights_build_a_plain_decoder_with_the_same_logits():
+def test_gathered_weights_build_a_plain_model_with_the_same_logits():
     decoder = tiny_decoder()
-    again = plain_decoder(decoder.shape, gather_full(decoder, ALONE))
+    again = plain_model(decoder.shape, gather_full(decoder, ALONE))
     assert torch.equal(sequence_logits(again, [1, 2, 3]), sequence_logits(decoder, [1, 2, 3]))

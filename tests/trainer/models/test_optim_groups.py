@@ -21,7 +21,7 @@ from tests.support.tiny import ALONE, tiny_decoder, tiny_shape
 from trainer.config.load import config_from_dict, load_config
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.models.build import build_decoder
+from trainer.models.build import build_model
 from trainer.models.hf import init_random, named_weights
 from trainer.optim.build import build_optimizer, parameter_groups, render_groups
 from trainer.optim.schedules import lr_multiplier, peak_learning_rate, render_lr_scaling
@@ -160,7 +160,7 @@ def grads_of_frozen(dist: Dist, backend: str) -> tuple[dict[str, Tensor], int]:
     """Gradients after two micro-batches, with the embedding (and tied head) and the first layer frozen."""
     cfg = freezing("model.embed_tokens.*", "model.layers.[0-0].*", backend=backend)
     spread = make_backend(cfg, dist)
-    module = spread.prepare(build_decoder(cfg, SHAPE))
+    module = spread.prepare(build_model(cfg, SHAPE))
     init_random(module, 0)
     backward(spread, module, micro_batches(dist, 2))
     grads = {name: full(p.grad) for name, p in named_weights(module) if p.grad is not None}
@@ -174,7 +174,7 @@ def ignored_and_frozen(dist: Dist) -> None:
     cfg = freezing("model.norm.*", backend="fsdp")
     cfg = replace(cfg, parallel=replace(cfg.parallel, ignored_modules=["model.norm"]))
     spread = make_backend(cfg, dist)
-    module = spread.prepare(build_decoder(cfg, SHAPE))
+    module = spread.prepare(build_model(cfg, SHAPE))
     init_random(module, 0)
     backward(spread, module, micro_batches(dist, 1))
     assert module.model.norm.weight.grad is None
@@ -197,17 +197,17 @@ def test_frozen_parameters_get_no_gradient_and_the_others_the_same_on_every_back
 
 def test_pattern_that_freezes_nothing_is_refused_with_the_near_names():
     with pytest.raises(ConfigError, match=r"model.freeze has 'model.embed_token.weight'(.|\n)*embed_tokens.weight"):
-        build_decoder(freezing("model.embed_token.weight"), SHAPE)
+        build_model(freezing("model.embed_token.weight"), SHAPE)
 
 
 def test_head_that_is_the_embedding_is_named_as_such():
     with pytest.raises(ConfigError, match=r"did you mean model.embed_tokens.weight \(a tied head is the embedding\)"):
-        build_decoder(freezing("lm_head.*"), SHAPE)
+        build_model(freezing("lm_head.*"), SHAPE)
 
 
 def test_freezing_everything_is_refused():
     with pytest.raises(ConfigError, match=r"model.freeze is \['\*'\], all 24 tensors of the model"):
-        build_decoder(freezing("*"), SHAPE)
+        build_model(freezing("*"), SHAPE)
 
 
 def test_trained_parameters_in_bf16_are_refused():
@@ -307,7 +307,7 @@ def eight_bit_losses(dist: Dist) -> tuple[list[float], int]:
         optim=EIGHT_BIT,
     )
     spread = make_backend(cfg, dist)
-    module = spread.prepare(build_decoder(cfg, WIDE))
+    module = spread.prepare(build_model(cfg, WIDE))
     init_random(module, 0)
     optimizer = build_optimizer(module, cfg.optim)
     totals = []
@@ -395,6 +395,6 @@ def test_8_bit_state_is_sharded_and_trains_as_on_one_process(eight_bit):
 def test_plan_counts_8_bit_state():
     words, train = ("adamw", "adamw8bit"), TrainConfig(precision="bf16")
     configs = [Config(optim=OptimConfig(optimizer=word), train=train) for word in words]
-    plans = [plan_wrapping(build_decoder(config, WIDE), config, 1) for config in configs]
+    plans = [plan_wrapping(build_model(config, WIDE), config, 1) for config in configs]
     states = [float(re.search(r"AdamW state ([\d.]+) MiB", "".join(plan.render()))[1]) for plan in plans]
     assert states[1] / states[0] == pytest.approx(2.0625 / 8, abs=0.05)

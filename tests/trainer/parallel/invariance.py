@@ -25,9 +25,10 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.dist import Dist
 from trainer.metrics.log import MetricsLog
 from trainer.models import losses
-from trainer.models.build import build_decoder
-from trainer.models.decoder import Decoder, logits_head
+from trainer.models.build import build_model
+from trainer.models.families.decoder import Decoder
 from trainer.models.hf import init_random, named_weights
+from trainer.models.layers import logits_head
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
@@ -204,7 +205,7 @@ def _config(split: Split) -> Config:
 
 def _prepared(dist: Dist, split: Split) -> tuple[Backend, nn.Module]:
     backend = make_backend(_config(split), dist)
-    module = backend.prepare(build_decoder(_config(split), tiny_shape(tie_embeddings=split.tied)))
+    module = backend.prepare(build_model(_config(split), tiny_shape(tie_embeddings=split.tied)))
     spread_weights(module)
     return backend, module
 

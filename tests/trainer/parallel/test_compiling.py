@@ -10,8 +10,8 @@ from torch._dynamo.exc import Unsupported
 
 from tests.support.tiny import packed_batch, tiny_shape
 from trainer.errors import ConfigError
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import Decoder
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder import Decoder
 from trainer.models.losses import sft_loss
 from trainer.parallel import blocks
 from trainer.schema import Config, LoraConfig, TrainConfig
@@ -24,7 +24,7 @@ WHOLE, ADAPTERS = LoraConfig(), LoraConfig(rank=2, targets=["q_proj", "up_proj"]
 def model_of(lora: LoraConfig) -> Decoder:
     """Products in float64: weights are cast, as for bf16, and what fusing them changes is not lost in rounding."""
     config = Config(lora=lora, train=TrainConfig(precision="bf16"))
-    decoder = build_decoder(config, SHAPE).to_empty(device="cpu")
+    decoder = build_model(config, SHAPE).to_empty(device="cpu")
     decoder.reset_buffers(torch.device("cpu"))
     decoder.compute_dtype = torch.float64
     fill_weights(config, decoder, None)

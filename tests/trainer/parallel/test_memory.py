@@ -10,18 +10,16 @@ import torch
 
 from tests.support.configs import config_of
 from tests.support.ranks import run_ranks
-from tests.support.tiny import packed_batch, tiny_shape
+from tests.support.tiny import packed_batch, saved_bytes, tiny_shape
 from trainer.config.load import config_from_dict
-from trainer.config.parallel import recompute_mode
 from trainer.data.batches.steps import micro_batches
 from trainer.dist import Dist
 from trainer.memory.estimate import MemoryEstimate, estimate_memory, savings
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import init_random
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
-from trainer.parallel.blocks import recompute_blocks
 from trainer.parallel.choose import make_backend
 from trainer.schema import Config
 from trainer.tensors import local_tensor
@@ -108,27 +106,8 @@ def test_8_bit_state_of_large_matrices_takes_a_quarter():
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def saved_bytes(config: Config, **shape: Any) -> int:
-    """Bytes that autograd holds between forward and backward, each storage once, without the parameters' casts."""
-    decoder = build_decoder(config, tiny_shape(**shape))
-    recompute_blocks(decoder, recompute_mode(config.parallel), config.parallel.checkpoint_every)
-    decoder.to_empty(device="cpu")
-    decoder.reset_buffers(torch.device("cpu"))
-    fill_weights(config, decoder, None)
-    weights = {tuple(p.shape) for p in decoder.parameters()}
-    weights |= {tuple(reversed(size)) for size in weights}
-    held: dict[int, torch.Tensor] = {p.data_ptr(): torch.empty(0) for p in decoder.parameters()}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) not in weights:
-            held.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    batch = packed_batch([[40, 20], [64], [30]], length=LENGTH)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = sft_loss(decoder, batch, packed=config.data.packing)
-    assert loss.count > 0
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+def saved_of(config: Config, **shape: Any) -> int:
+    return saved_bytes(config, tiny_shape(**shape), packed_batch([[40, 20], [64], [30]], length=LENGTH))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -138,7 +117,7 @@ def test_activations_are_what_autograd_saves_within_10_percent(family, packing, 
     config = sized(data={"packing": packing}, train={"precision": precision})
     shape = {"family": family, "num_layers": 4, "hidden_size": 48, "head_dim": 12, "intermediate_size": 80}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
-    assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
+    assert estimate.activations == pytest.approx(saved_of(config, **shape), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +133,7 @@ def test_activations_are_what_autograd_saves_within_10_percent(family, packing, 
 def test_activations_of_what_trains_in_part_are_within_10_percent(part):
     config, shape = sized(**part), {"num_layers": 4, "hidden_size": 48}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
-    assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
+    assert estimate.activations == pytest.approx(saved_of(config, **shape), rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +144,7 @@ def test_activations_of_what_trains_in_part_are_within_10_percent(part):
 def test_recomputed_activations_are_what_autograd_keeps_of_the_block(parallel):
     config, shape = sized(parallel=parallel), {"num_layers": 12, "hidden_size": 48}
     estimate = estimate_memory(tiny_shape(**shape), config, world_size=1)
-    assert estimate.activations == pytest.approx(saved_bytes(config, **shape), rel=0.1)
+    assert estimate.activations == pytest.approx(saved_of(config, **shape), rel=0.1)
 
 
 def test_block_that_is_computed_again_is_there_in_its_backward_pass():

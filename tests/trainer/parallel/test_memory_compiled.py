@@ -21,8 +21,10 @@ from torch._subclasses import FakeTensorMode
 from trainer.config.load import config_from_dict
 from trainer.memory.activations import Kernels, count_activations
 from trainer.models.attention import document_blocks
-from trainer.models.build import build_decoder
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.build import build_model
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
+from trainer.models.figures import Micro
 from trainer.parallel.blocks import recompute_blocks
 from trainer.parallel.partition import kept_by, partition_budget
 
@@ -38,7 +40,7 @@ WIDTHS = {
 
 def decoder_of(shape: DecoderShape, *, gathered: bool = True, **sections: Any) -> Decoder:
     """The model on meta; under FSDP (`gathered`) a block sees its weights cast."""
-    decoder = build_decoder(
+    decoder = build_model(
         config_from_dict({"target": {"device": "cpu"}, "train": {"precision": "bf16"}, **sections}), shape
     )
     for parameter in decoder.parameters() if gathered else ():
@@ -108,9 +110,9 @@ def test_compiled_block_is_said_to_keep_what_the_partitioner_chooses(case, monke
     name, share, options = CASES[case]
     gathered, packed = options.get("gathered", True), options.get("packed", False)
     decoder = decoder_of(WIDTHS[name], gathered=gathered, **{k: v for k, v in options.items() if k == "lora"})
-    micro: dict[str, Any] = {"n": TOKENS, "c": 2, "casts": not gathered}
-    said = kept_by(decoder.blocks[0], decoder, budget=share, **micro)
-    budget = partition_budget(decoder.blocks[0], decoder, share=share, **micro)
+    micro = Micro(TOKENS, LENGTH, packed, c=2, triton=True, compiled=True, gathered=gathered)
+    block = decoder.block_memory(decoder.blocks[0], micro)
+    said, budget = kept_by(block, share), partition_budget(block, share)
     chosen = kept_by_partitioner(monkeypatch, decoder, budget=budget, packed=packed)
     assert said.values + said.casts == pytest.approx(chosen, rel=0.02)
 

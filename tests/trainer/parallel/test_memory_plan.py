@@ -15,7 +15,7 @@ from trainer.config.load import config_from_dict
 from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.fitting import Fit, MemoryKeeper, fit_into, fit_memory, read_failed
 from trainer.memory.plans import MemoryPlan, choose_plan, possible_plans, render_table, usable
-from trainer.models.decoder import DecoderShape
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.schema import MEMORY_PLAN_FILE, Config, ParallelConfig
 from trainer.words import GIB, MIB
 

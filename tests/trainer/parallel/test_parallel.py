@@ -35,8 +35,9 @@ from trainer.dist import (
     sum_over_ranks,
 )
 from trainer.errors import ModelError
-from trainer.models.build import build_decoder
-from trainer.models.decoder import Decoder, DecoderShape
+from trainer.models.build import build_model
+from trainer.models.families.decoder import Decoder
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import gather_full, load_pretrained
 from trainer.models.losses import sft_loss
 from trainer.parallel.choose import make_backend
@@ -178,7 +179,7 @@ def test_every_buffer_made_without_storage_is_that_of_a_model_made_on_the_cpu(wo
 
 
 def load_and_gather(dist: Dist, cfg: Config, shape: DecoderShape, folder: Path) -> tuple[dict | None, int, Tensor]:
-    module = make_backend(cfg, dist).prepare(build_decoder(cfg, shape))
+    module = make_backend(cfg, dist).prepare(build_model(cfg, shape))
     load_pretrained(module, folder)
     buffer = (module.module if cfg.target.train_backend == "ddp" else module).model.inv_freq
     return gather_full(module, dist), sum(local_tensor(p).numel() for p in module.parameters()), buffer
@@ -271,7 +272,7 @@ def test_every_backend_works_in_one_process_without_torchrun(backend):
 
 def plan(dist: Dist, cfg: Config) -> str:
     backend = make_backend(cfg, dist)
-    backend.prepare(build_decoder(cfg, tiny_shape()))
+    backend.prepare(build_model(cfg, tiny_shape()))
     return backend.describe()
 
 

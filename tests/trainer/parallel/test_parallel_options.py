@@ -32,8 +32,8 @@ from tests.support.tiny import ALONE, tiny_shape
 from trainer.checkpoint import load
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.models.build import build_decoder, fill_weights
-from trainer.models.decoder import DecoderShape
+from trainer.models.build import build_model, fill_weights
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.hf import load_pretrained, named_weights
 from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
@@ -266,7 +266,7 @@ def test_prefetch_gathers_so_many_blocks_ahead(options, ahead):
 
 def groups_of(options: dict[str, Any], **shape: Any) -> list[str]:
     cfg = config("fsdp", **options)
-    plan = plan_wrapping(build_decoder(cfg, tiny_shape(**shape)), cfg, 2)
+    plan = plan_wrapping(build_model(cfg, tiny_shape(**shape)), cfg, 2)
     return [group.name for group in plan.groups]
 
 
@@ -360,7 +360,7 @@ def adapters_over_whole_modules(dist: Dist) -> dict[str, Tensor]:
     name = "fsdp" if dist.world_size > 1 else "pytorch"
     cfg = replace(config(name, **(options if dist.world_size > 1 else {})), lora=lora)
     backend = make_backend(cfg, dist)
-    module = backend.prepare(build_decoder(cfg, tiny_shape()))
+    module = backend.prepare(build_model(cfg, tiny_shape()))
     fill_weights(cfg, module, None)
     backward(backend, module, micro_batches(dist, 2))
     return {name: full(p.grad) for name, p in named_weights(module) if p.grad is not None}
@@ -407,7 +407,7 @@ def test_offloaded_parameters_step_on_the_cpu_and_a_skipped_step_changes_nothing
 
 def sent_weights(dist: Dist, folders: list[str], options: dict[str, Any]) -> dict[str, Tensor]:
     cfg = config("fsdp", **options)
-    module = make_backend(cfg, dist).prepare(build_decoder(cfg, tiny_shape()))
+    module = make_backend(cfg, dist).prepare(build_model(cfg, tiny_shape()))
     load_pretrained(module, folders[dist.rank], sender=dist)
     weights = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in module.named_parameters()}
     return {n: w.detach().clone() for n, w in weights.items()}
@@ -423,7 +423,7 @@ def test_rank_0_alone_reads_the_weights_and_sends_them(options, tmp_path):
 
 def failed_sending(dist: Dist, folder: str) -> str:
     cfg = config("fsdp")
-    module = make_backend(cfg, dist).prepare(build_decoder(cfg, tiny_shape(num_layers=1)))
+    module = make_backend(cfg, dist).prepare(build_model(cfg, tiny_shape(num_layers=1)))
     try:
         load_pretrained(module, folder, sender=dist)
     except Exception as error:

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, packed_batch, tiny_shape
 from trainer.dist import Dist
 from trainer.errors import ConfigError
-from trainer.models.build import build_decoder
+from trainer.models.build import build_model
 from trainer.models.losses import sft_loss
 from trainer.parallel.wrapping import plan_wrapping
 
@@ -145,7 +145,7 @@ def test_recomputation_and_compile_give_the_same_gradients_on_one_and_two_ranks(
 
 
 def test_gradients_of_several_micro_batches_are_kept_whole_and_the_plan_says_how_large():
-    plan = plan_wrapping(build_decoder(config("fsdp"), tiny_shape()), config("fsdp"), 4)
+    plan = plan_wrapping(build_model(config("fsdp"), tiny_shape()), config("fsdp"), 4)
     assert plan.unsharded_grad_bytes == 4 * 18_784
     assert plan.render()[-1].startswith("with several micro-batches a step, whole gradients wait between them")
 

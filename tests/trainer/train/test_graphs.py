@@ -9,7 +9,7 @@ from tests.support.tiny import packed_batch, tiny_decoder, tiny_shape
 from trainer.batch import Batch, LossSum
 from trainer.config.load import load_config
 from trainer.errors import ConfigError
-from trainer.models.decoder import DecoderShape
+from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.losses import sft_loss
 from trainer.schema import Config, DataConfig, TrainConfig
 from trainer.train.graphs import GraphedMicroBatches, decide_graphs

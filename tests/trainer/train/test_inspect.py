@@ -20,7 +20,7 @@ from trainer.inspection.inspect_run import inspect_run
 from trainer.inspection.samples import Label, Piece, Sample
 from trainer.inspection.view import print_inspection, render_sample
 from trainer.memory.estimate import MemoryEstimate
-from trainer.models.shapes import shape_to_hf_config
+from trainer.models.families.decoder_shape import shape_to_hf_config
 
 ROWS = [
     {"question": "a?", "answer": "b"},

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, ModelError
 from trainer.export.finish import rows_to_compare
 from trainer.export.model import random_rows, rows_of
 from trainer.models.build import check_length
-from trainer.models.shapes import shape_from_config
+from trainer.models.families.decoder_shape import shape_from_config
 from trainer.recipes import sft
 from trainer.train import loop
 from trainer.train.loop import stop_requests

@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import build
 from trainer.config.load import config_from_dict
+from trainer.data.batches.steps import largest_batch
 from trainer.dist import Dist
 from trainer.kernels import support
 from trainer.memory.fitting import MemoryKeeper
@@ -63,7 +64,7 @@ def test_pass_changes_neither_random_numbers_nor_gradients_nor_steps(backend, ro
     ],
 )
 def test_largest_batch_has_full_rows_all_of_targets(train, data, shape):
-    batch = probe.largest_batch(config_from_dict({"train": train, "data": data}))
+    batch = largest_batch(config_from_dict({"train": train, "data": data}))
     assert tuple(batch.input_ids.shape) == shape
     assert int(batch.num_targets) == int(batch.num_tokens) == shape[0] * shape[1]
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.batch import Batch
+from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks
 from trainer.dist import Dist
 from trainer.schema import Config
@@ -70,6 +71,14 @@ def micro_batches(config: Config, world_size: int) -> int:
     if train.global_batch_size is None:
         return 1
     return -(-train.global_batch_size // (world_size * train.micro_batch_size))
+
+
+def largest_batch(config: Config) -> Batch:
+    """The micro-batch that takes most memory: full rows of one document each, every token but the last a target."""
+    rules = BatchRules.of(config)
+    length = rules.padded(rules.seq_len)
+    tokens = torch.zeros(rules.rows, length, dtype=torch.int64)
+    return Batch(tokens, tokens.clone(), torch.arange(length).repeat(rules.rows, 1), torch.zeros_like(tokens))
 
 
 class Ahead:

@@ -11,63 +11,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.attention import Mask, Tiles, attention, document_blocks, document_mask
+from trainer.models.attention import (
+    Mask,
+    Tiles,
+    attention,
+    document_blocks,
+    document_mask,
+    tuned_tiles,
+    why_no_flex,
+)
+from trainer.models.families.decoder_memory import block_memory, outer_memory
+from trainer.models.figures import BlockMemory, Flops, Micro, OuterMemory
+from trainer.models.layers import Head, Linear, RMSNorm, products
+from trainer.models.protocol import Model, Units
 
 if TYPE_CHECKING:
-    from trainer.models.lora import LoraSpec
+    from trainer.models.families.decoder_shape import DecoderShape, RopeScaling
 
-Family = Literal["qwen2", "qwen3", "llama"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those of pretraining."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Everything that decides a decoder's parameters and its function."""
-
-    family: Family
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    max_position_embeddings: int = 4096
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.family == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        return self.family == "qwen3"
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters, a tied matrix counted once."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in Decoder(self).parameters())
+HF_FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+HF_CLASSES = {"DecoderLayer": "Block", "Attention": "Attention", "MLP": "MLP", "RMSNorm": "RMSNorm"}
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -101,59 +69,7 @@ def rotate(x_bhte: Tensor, cos_bte: Tensor, sin_bte: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bhte.dtype)
 
 
-def logits_head(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """A head for `Decoder.forward`: fp32 logits [B, T, V] of every position."""
-    return F.linear(hidden, head_weight.to(hidden.dtype)).float()
-
-
 # --- modules ----------------------------------------------------------------------------------------------------------
-
-
-class Linear(nn.Linear):
-    """A product in the input's dtype; the parameters are cast when theirs differs."""
-
-    adapter: Callable[[Tensor, Tensor], Tensor] | None = None
-    """What is added: of the input and the product, the output. No module, so that no name changes (`models.lora`)."""
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
-    """Of input, weight and bias in one dtype; another one in `models.float8`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.adapted(x, self.product(x, self.weight.to(x.dtype), bias))
-
-    def adapted(self, x: Tensor, out: Tensor) -> Tensor:
-        return out if self.adapter is None else self.adapter(x, out)
-
-
-def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """What each of the linear modules makes of the same input; in one product where that costs no copy.
-
-    Storage stays as Hugging Face names it. Where a compiled block casts the weights anyway (fp32 parameters, bf16
-    products), the compiler writes the casts into one matrix. Gathered weights (FSDP) and stored bf16 ones would have
-    to be copied for it. For queries, keys and values alone: one product for gate and up makes a step of 0.5B 4 %
-    longer, for the kernel of their gradients then computes each branch for both (H200, torch 2.11).
-    """
-    if not torch.compiler.is_compiling() or any(linear.weight.dtype == x.dtype for linear in linears):
-        return [linear(x) for linear in linears]
-    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
-    biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
-    out = linears[0].product(x, weight, torch.cat(biases) if biases else None)
-    outs = out.split([m.out_features for m in linears], dim=-1)
-    return [m.adapted(x, out) for m, out in zip(linears, outs, strict=True)]
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm: statistics in fp32, result in the input's dtype."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight.to(x.dtype) * normed.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -209,13 +125,6 @@ class Block(nn.Module):
         return out
 
 
-class Head(Linear):
-    """The output head of an untied model, which runs what is made of the logits: FSDP gathers its weight for that."""
-
-    def forward(self, hidden: Tensor, head: Callable[[Tensor, Tensor], Any] = logits_head) -> Any:
-        return head(hidden, self.weight)
-
-
 class Trunk(nn.Module):
     """What Hugging Face calls `model`: the embedding, the layers and the final norm."""
 
@@ -238,7 +147,7 @@ class Trunk(nn.Module):
         return normed
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """A causal language model. Its parameter names are the keys of Hugging Face's checkpoint, no more and no fewer.
 
     A tied model has no `lm_head` at all: the head is the embedding's own parameter, which nothing can untie.
@@ -246,9 +155,8 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape: DecoderShape = shape
         self.compute_dtype = compute_dtype
-        self.lora: LoraSpec | None = None
         self._flex = False
         self.model = Trunk(shape)
         if not shape.tie_embeddings:
@@ -275,12 +183,6 @@ class Decoder(nn.Module):
             return hidden
         return head(hidden, self.head_weight) if self.shape.tie_embeddings else self.lm_head(hidden, head)
 
-    def pack_with(self, *, flex: bool, tiles: Tiles | None = None) -> None:
-        """Say what packed rows go through: FlexAttention with these tile sizes, or a dense mask as at first."""
-        self._flex = flex
-        for block in self.blocks:
-            block.self_attn.tiles = tiles
-
     @property
     def blocks(self) -> Sequence[Block]:
         return cast("Sequence[Block]", self.model.layers)  # a ModuleList does not say of what it is one
@@ -290,6 +192,47 @@ class Decoder(nn.Module):
         """The [V, D] matrix from hidden states to logits, tied or own."""
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
+    def units(self) -> Units:
+        blocks, trunk = tuple(self.blocks), self.model
+        compiled, inside = (*blocks, trunk.norm), (trunk, trunk.layers)
+        if self.shape.tie_embeddings:  # the head uses the embedding after its group would be freed
+            return Units(sharded=blocks, inseparable=(*inside, trunk.embed_tokens), compiled=compiled)
+        # an untied embedding and head are as large as several blocks: alone, their traffic hides behind products
+        return Units(sharded=(trunk.embed_tokens, *blocks, self.lm_head), inseparable=inside, compiled=compiled)
+
+    def hf_classes(self) -> dict[str, str]:
+        family = HF_FAMILIES[self.shape.family]
+        return {f"{family}{theirs}": ours for theirs, ours in HF_CLASSES.items()}
+
+    def choose_kernels(self, device: torch.device) -> None:
+        """Packed rows go through FlexAttention where that can be had, else a dense mask as at first."""
+        head_dim = self.shape.head_dim
+        self._flex = why_no_flex(device, head_dim) is None
+        for block in self.blocks:
+            block.self_attn.tiles = tuned_tiles(device, head_dim)
+
     def reset_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies again, after `to_empty` has left them undefined."""
         self.model.inv_freq = rotary_frequencies(self.shape).to(device)
+
+    def flops(self) -> Flops:
+        """An untied embedding is looked up, not multiplied with, and counts for nothing. A frozen parameter takes part
+        in two products instead of three: it has no gradient."""
+        shape = self.shape
+        flops = {
+            name: parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
+            for name, parameter in self.named_parameters()
+            if shape.tie_embeddings or not name.endswith("embed_tokens.weight")
+        }
+        head = "embed_tokens.weight" if shape.tie_embeddings else "lm_head.weight"
+        return Flops(
+            products=sum(flops.values()),
+            head=sum(count for name, count in flops.items() if name.endswith(head)),
+            attention=12.0 * shape.num_layers * shape.num_heads * shape.head_dim,
+        )
+
+    def block_memory(self, block: nn.Module, micro: Micro) -> BlockMemory:
+        return block_memory(cast("Block", block), self.shape, self.lora, micro)
+
+    def outer_memory(self, micro: Micro) -> OuterMemory:
+        return outer_memory(self, micro)

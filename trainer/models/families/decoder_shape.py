@@ -1,54 +1,120 @@
-"""Which Decoder a config, a folder or a Hugging Face name describes, and the transformers config of a Decoder."""
+"""The shape of a Decoder: as a value, from a config, a folder or a Hugging Face name, and as transformers' config."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.dist import Dist, rank0_first
+import torch
+
+from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.files import expanded
-from trainer.models.decoder import DecoderShape, RopeScaling
+from trainer.models.families.decoder import Decoder
+from trainer.models.hf import fetch_model
 from trainer.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trainer.schema import ModelConfig
+    from trainer.schema import Config, ModelConfig
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 SUPPORTED = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those of pretraining."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Everything that decides a decoder's parameters and its function."""
+
+    family: Literal["qwen2", "qwen3", "llama"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_position_embeddings: int = 4096
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family == "qwen3"
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, a tied matrix counted once."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+    def build(self, compute_dtype: torch.dtype = torch.float32) -> Decoder:
+        return Decoder(self, compute_dtype=compute_dtype)
+
+    def few_blocks(self, most: int) -> DecoderShape:
+        return replace(self, num_layers=min(most, self.num_layers), vocab_size=16)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def hf_class(self) -> str:
+        return {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[self.family]
+
+    def hf_config(self) -> PretrainedConfig:
+        return shape_to_hf_config(self)
+
+    def hf_fields(self) -> dict[str, Any]:
+        return self.hf_config().to_dict() | rope_fields(self)
+
+
+class DecoderFamily:
+    """Qwen2, Qwen3 and Llama: `trainer.models.protocol.Family`."""
+
+    def folder(self, config: Config, dist: Dist, *, weights: bool = True) -> Path | None:
+        if config.model.name is None:
+            return None
+        return model_folder(config.model.name, dist, weights=weights and config.model.init != "random")
+
+    def shape(self, config: Config, vocab_size: int, *, folder: Path | None) -> DecoderShape:
+        return shape_from_config(config.model, vocab_size, folder=folder)
+
+    def read_shape(self, values: Mapping[str, Any]) -> DecoderShape:
+        scaling = values["rope_scaling"]
+        return DecoderShape(**{**values, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+
+DECODERS = DecoderFamily()
+
+
+# --- from a config or a folder ----------------------------------------------------------------------------------------
+
+
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
-    """The local folder of a model given by folder or Hugging Face name, downloaded where needed (rank 0 first).
-
-    Raises ModelError for one that Decoder does not compute: before its weights are loaded, and nothing of it is run.
-    """
-    folder = expanded(name)
-    if folder.is_dir():
-        read_model_config(folder)
-        return folder
-    if folder.is_absolute() or name.startswith((".", "~")):
-        raise ModelError(f"model.name={name}: there is no such folder")
-    return rank0_first(dist, lambda: _download(name, weights))
-
-
-def _download(name: str, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    small = ["*.json", "*.jinja", "*.txt", "*.model"]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=small))
-        read_model_config(folder)
-        return Path(snapshot_download(name, allow_patterns=[*small, "*.safetensors"])) if weights else folder
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(
-            f"model.name={name} is no folder here and could not be fetched from Hugging Face: {reason};"
-            " give a local folder, or check the name, the network and HF_TOKEN"
-        ) from error
+    """The local folder of a model given by folder or Hugging Face name. Raises ModelError for one that Decoder does not
+    compute."""
+    return fetch_model(name, dist, check=read_model_config, weights=weights)
 
 
 def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
@@ -182,11 +248,13 @@ def _rope(hf: PretrainedConfig, source: Path | str) -> tuple[float, RopeScaling 
     raise ModelError(f"{source}: rope_type={kind} is not supported; default, linear and llama3 are")
 
 
+# --- as Hugging Face says it ------------------------------------------------------------------------------------------
+
+
 def shape_to_hf_config(shape: DecoderShape) -> PretrainedConfig:
     """The transformers config of the same model."""
-    names = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config: PretrainedConfig = _config_class(shape.family)(
-        architectures=[names[shape.family]],
+        architectures=[shape.hf_class],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -1,0 +1,61 @@
+"""What a host says of a job to who asks: as `status` shows it, as `ps` lists it, and how a stop went.
+
+Stdlib only, Python 3.8: both ends use it.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+from ..gpus.view import QueueView
+from .groups import Processes
+from .status import State, Status
+
+
+class JobView(NamedTuple):
+    """One job with its whole id; the end of a log that was followed, too."""
+
+    job_id: str
+    status: Status
+    path: str = ""
+    processes: Tuple[Processes, ...] = ()
+    """By role and node."""
+    latest: Optional[str] = None
+    """The last line of metrics.jsonl."""
+    silent_s: Optional[float] = None
+    """Since any rank wrote to its log; None before the first byte."""
+
+
+class StopReport(NamedTuple):
+    """A job that was stopped, or had ended: `was` is its state before."""
+
+    job_id: str
+    status: Status
+    was: State
+    gone: bool = False
+    """Its folder is, and nothing of it runs."""
+
+
+class Row(NamedTuple):
+    """One job as `ps` lists it."""
+
+    id: str
+    state: State
+    code: Optional[int] = None
+    reason: Optional[str] = None
+    on_host: Optional[str] = None
+    attempt: Optional[int] = None
+    max_attempts: Optional[int] = None
+    queue: Optional[QueueView] = None
+    damaged: Optional[str] = None
+    started_at: Optional[str] = None
+    ended_at: Optional[str] = None
+    unsupervised: bool = False
+    name: str = ""
+    kind: Optional[str] = None
+    created: str = ""
+    age_s: Optional[float] = None
+    """Since it was made, by the host's clock; the client's may differ."""
+    gpus: Tuple[str, ...] = ()
+    nproc: Optional[int] = None
+    host: Optional[str] = None
+    """Where its supervisor runs or ran."""
+    step: Optional[int] = None
