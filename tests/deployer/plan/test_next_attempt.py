@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployer.agent.host.layout import Job
 from deployer.agent.job.plan import Plan
+from deployer.agent.job.progress import resumes_from
 from deployer.agent.python.spec import PythonSpec
 from deployer.errors import HostError, UsageError
 from deployer.plan.launch_plan import Command, ConfigText, build_plan
@@ -93,9 +96,8 @@ def test_beginning_elsewhere_is_behind_a_job_that_has_saved() -> None:
     assert beginning(reads("{}\n", from_step=30), plan) == "from step 30"
 
 
-def test_sources_of_data_are_written_as_plain_values(tmp_path: Any) -> None:
-    config = Config()
-    config = with_key(config, "data.train", [SourceConfig(path="builtin:stdlib-docs", weight=1.0)])
+def test_sources_of_data_are_written_as_plain_values() -> None:
+    config = with_key(Config(), "data.train", [SourceConfig(path="builtin:stdlib-docs", weight=1.0)])
     changed = text_of(reads(config_to_yaml(config)), "data.train=[{path: 'builtin:stdlib-docs', weight: 2}]")
     (source,) = yaml.safe_load(changed)["data"]["train"]
     assert (source["path"], source["weight"]) == ("builtin:stdlib-docs", 2.0)
@@ -308,3 +310,27 @@ def test_plan_of_a_trainer_comes_back_as_it_was(target: TargetConfig, name: str)
     config = Config(run=RunConfig(name=name), target=target)
     alone = job_of(config, text=ConfigText(config_to_yaml(config, apart), apart, given_alone=True), own_trainer=True)
     assert again_of(alone.plan) == alone.plan
+
+
+# --- the host reads the same ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "step"),
+    [
+        (WHOLE, (), 30),
+        ("{}\n", (), 30),
+        ("train:\n  seed: 5\n", ("train.log_every=2",), 30),
+        (WHOLE.replace("resume: auto", "resume: /elsewhere/step_000009"), (), 30),
+        (WHOLE, ("train.resume=never",), None),
+        ("{}\n", ("train.resume=/elsewhere/step_000009",), None),
+    ],
+)
+def test_host_says_the_step_that_the_next_attempt_goes_on_from(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], step: int | None
+) -> None:
+    (tmp_path / "checkpoints" / "step_000030").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000030" / "COMPLETE").touch()
+    job = reads(text, given_alone=text != WHOLE, from_step=30)
+    plan, _ = plan_next(job, Options(overrides=overrides), known=())
+    assert resumes_from(Job(str(tmp_path)), plan, restarted=False) == step
