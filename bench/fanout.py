@@ -73,7 +73,7 @@ def root_of(server: SshServer, number: int) -> str:
 
 def prepared_job(project: Path) -> Prepared:
     options = Options(command=("true",), keys={"target.device": "cpu", "run.name": "fan"})
-    return prepare(*read_config(options), options=options, project=project)
+    return prepare(read_config(options), options=options, project=project)
 
 
 def launch_all(hosts: list[tuple[str, str]], prepared: Prepared, name: str) -> list[float]:

@@ -8,6 +8,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,29 +172,36 @@ GIVE_UP = click.option(
 # --- the host that they name ------------------------------------------------------------------------------------------
 
 
-def host_of(
-    ssh: str | None,
-    root: str | None,
-    *,
-    ssh_key: str | None,
-    accept_new_host_key: bool,
-    transport: str | None,
-    connect_timeout_s: float | None,
-) -> Host:
+def host_of(ssh: str | None, root: str | None, **access: Any) -> Host:
+    """The host of this name, entered as the options of ACCESS say."""
     from deployer.connection.host import Host
 
-    return Host(ssh, root or DEFAULT_ROOT, ssh_key, accept_new_host_key, transport or "auto", connect_timeout_s)
+    return Host(ssh, root or DEFAULT_ROOT, **{**access, "transport": access["transport"] or "auto"})
+
+
+def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host]:
+    """`host_of` for a command that learns later which host and folder are meant. With `ssh`, which then is that host's
+    name, a connection begins in the background now."""
+    if ssh is None:
+        return partial(host_of, **access)
+    from deployer.connection.host import load_link, make_transport
+
+    how = {name: value for name, value in access.items() if name != "transport"}
+    begun = make_transport(ssh, way=access["transport"] or "auto", **how)
+    load_link(begun)
+    return partial(host_of, begun=begun, **access)
 
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
-    """The named host, or every host that the records name and this machine."""
+    """The named host, or every host that the records name and this machine, which needs no key."""
     from deployer.jobs.registry import read_records
 
     if ssh is not None or root is not None:
         return [host_of(ssh, root, **access)]
     places = {(r.ssh, r.root): r for r in read_records()}
-    hosts = [host_of(where, folder, **_access(record, **access)) for (where, folder), record in places.items()]
-    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **access)]
+    here = {**access, "ssh_key": None}
+    hosts = [host_of(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
+    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **here)]
 
 
 def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:

@@ -34,30 +34,33 @@ class Host:
     transport: str = "auto"
     """`auto`, `fabric` or `openssh`."""
     connect_timeout_s: float | None = None
-    _transport: Transport | None = field(default=None, repr=False)
-    _link: Link | None = field(default=None, repr=False)
+    begun: Transport | None = field(default=None, repr=False)
+    """A connection to `ssh` that began before all of this was known."""
+    _transport: Transport | None = field(default=None, init=False, repr=False)
+    _link: Link | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.root.startswith(("/", "~")):
             raise UsageError(
                 f"the remote root {self.root!r} is a relative path", hint="begin it with / or ~ (the home on the host)"
             )
+        if self.ssh is None and self.ssh_key is not None:
+            raise UsageError("--ssh-key names a key for --ssh, and there is none: this machine is meant")
+        self._transport = self.begun
 
     @property
     def name(self) -> str:
         return self.ssh or HERE
 
     def prefetch(self) -> None:
-        """Begins to connect in the background."""
+        """Begins to connect in the background, unless that has begun."""
         if self._transport is None:
             self._transport = self._make_transport()
 
     def load(self) -> None:
         """After `prefetch`, before work that can wait: see SshTransport."""
         if self.ssh is not None:
-            import deployer.connection.link  # noqa: F401  # needed whatever ssh says of its configuration, which takes a moment
-
-            self._ssh_transport().load()
+            load_link(self._ssh_transport())
 
     def connect(self, *, request: dict[str, Any] | None = None, **more: Any) -> Link:
         """A link with its first request under way, and `more` as Link.open takes it. ConnectError, or the host's own
@@ -80,9 +83,9 @@ class Host:
         finally:
             transport.close()
 
-    def at(self, ssh: str | None, root: str) -> Host:
-        """Another place, entered in the same way."""
-        return Host(ssh, root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
+    def another(self) -> Host:
+        """The same place, for a connection of its own."""
+        return Host(self.ssh, self.root, self.ssh_key, self.accept_new_host_key, self.transport, self.connect_timeout_s)
 
     def dial(self) -> float:
         """Connects unless connected, and returns the seconds that it took. ConnectError with a hint."""
@@ -115,6 +118,14 @@ class Host:
             accept_new_host_key=self.accept_new_host_key,
             connect_timeout_s=self.connect_timeout_s,
         )
+
+
+def load_link(transport: Transport) -> None:
+    """Loads what a link over a connection that has begun needs; there is nothing to load for this machine."""
+    from deployer.connection.ssh_transport import SshTransport
+
+    if isinstance(transport, SshTransport):
+        transport.load()
 
 
 def make_transport(

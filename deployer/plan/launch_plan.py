@@ -12,12 +12,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
+from typing import Any
 
 from deployer.agent.host.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV
 from deployer.agent.job.plan import PROGRAM, TRAINER, Devices, Group, Include, Plan, Policy, Request, Role, Slot, Text
 from deployer.agent.python.spec import PythonSpec
 from deployer.errors import UsageError
 from trainer.schema import Config, TargetConfig, gpu_count
+from trainer.schema.key import facts_of
 
 PYTHON_VARIABLE = "$PYTHON"
 GPUS_VARIABLE = "$GPUS"
@@ -43,6 +45,17 @@ class Command:
     torchrun: bool
 
 
+@dataclass(frozen=True)
+class ConfigText:
+    """A trainer's config.yaml as it is sent."""
+
+    yaml: str
+    keys: frozenset[str]
+    """The dotted keys that stand in it."""
+    given_alone: bool
+    """Others than those have the defaults of the trainer that reads it; otherwise it knows no others."""
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,9 +71,9 @@ def build_plan(
     includes: Sequence[Include] = (),
     allow_busy: bool = False,
     restrict_gpus: bool = True,
-    config_yaml: str | None = None,
+    text: ConfigText | None = None,
 ) -> Plan:
-    """The plan of a config's job, or of `command` when one is given.
+    """The plan of a config's job, or of `command` when one is given; `text`: what the trainer gets of the config.
 
     own_trainer: the project has a `train.py` and `trainer/` of its own; otherwise those that travel in `lib/` run.
     restrict_gpus: False for a program that was given no GPUs: it sees them all.
@@ -86,7 +99,7 @@ def build_plan(
         roles=(role,),
         python=python or PythonSpec(),
         tree=tree,
-        request=build_request(config, command, own_trainer=own_trainer, restrict_gpus=restrict_gpus),
+        request=build_request(config, command, text, own_trainer=own_trainer, restrict_gpus=restrict_gpus),
         includes=tuple(includes),
         allow_busy=allow_busy,
         policy=Policy(
@@ -97,7 +110,7 @@ def build_plan(
         ),
         env_names=tuple(sorted(target.env)),
         secret_names=tuple(sorted(target.secrets)),
-        config_yaml=config_yaml,
+        config_yaml=text.yaml if text else None,
     )
 
 
@@ -111,19 +124,43 @@ NOT_REQUESTED = ("target.ssh", "target.root", "target.env")
 """Keys that a job's request does not hold: which host it is, and values that may be secret."""
 
 
-def build_request(config: Config, command: Command | None, *, own_trainer: bool, restrict_gpus: bool) -> Request:
-    """What the next attempt's plan is made from. A trainer's settings stand in its config.yaml."""
+def build_request(
+    config: Config, command: Command | None, text: ConfigText | None = None, *, own_trainer: bool, restrict_gpus: bool
+) -> Request:
+    """What the next attempt's plan is made from, besides a trainer's config.yaml."""
     if command is None:
-        return Request(own_trainer=own_trainer)
+        apart = [key for key in supervised_keys() if text is not None and key not in text.keys]
+        given_alone = text is not None and text.given_alone
+        return Request(overrides=_settings(config, apart), own_trainer=own_trainer, given_alone=given_alone)
     left_out = (*NOT_REQUESTED, *(() if restrict_gpus else ("target.gpu_ranks",)))
-    settings = {
-        f"{section}.{key.name}": getattr(getattr(config, section), key.name)
-        for section in ("run", "target")
-        for key in fields(getattr(config, section))
-        if getattr(getattr(config, section), key.name) != getattr(getattr(Config(), section), key.name)
-    }
-    overrides = (f"{key}={json.dumps(value)}" for key, value in settings.items() if key not in left_out)
-    return Request(command.argv, command.torchrun, tuple(overrides))
+    own = [f"{section}.{field.name}" for section in ("run", "target") for field in fields(getattr(config, section))]
+    return Request(command.argv, command.torchrun, _settings(config, [key for key in own if key not in left_out]))
+
+
+def supervised_keys() -> list[str]:
+    """The keys that the host carries out by itself: a trainer that reads them does nothing about them."""
+    return [f"target.{field.name}" for field in fields(TargetConfig) if facts_of(field).supervised]
+
+
+def _settings(config: Config, keys: Sequence[str]) -> tuple[str, ...]:
+    """Those of the keys that are not at their default, `KEY=JSON`."""
+    values = {key: (_value_of(config, key), _value_of(Config(), key)) for key in keys}
+    return tuple(f"{key}={json.dumps(value)}" for key, (value, default) in values.items() if value != default)
+
+
+def _value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def read_settings(request: Request) -> dict[str, dict[str, Any]]:
+    """The settings of a request as the sections of a config. ValueError for one that is none."""
+    tree: dict[str, dict[str, Any]] = {}
+    for setting in request.overrides:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = json.loads(value)
+    return tree
 
 
 def has_auto(gpus: Sequence[str]) -> bool:

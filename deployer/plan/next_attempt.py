@@ -10,13 +10,15 @@ from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.plan import Plan, is_trainer, main_role, parse_plan
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
-from deployer.plan.launch_plan import Command, build_plan
-from deployer.plan.options import Options, with_options
-from deployer.plan.prepare import payload_of, without_client_keys
-from trainer.config.load import ConfigError, check_config, config_from_yaml, config_to_yaml, local_data_paths
+from deployer.plan.kept_config import Kept, read_kept
+from deployer.plan.launch_plan import NOT_REQUESTED, Command, ConfigText, build_plan, read_settings, supervised_keys
+from deployer.plan.options import Options
+from deployer.plan.prepare import payload_of
+from trainer.config.files import edit_yaml
+from trainer.config.load import ConfigError, config_from_dict, key_of, local_data_paths
 from trainer.schema import Config
 
-RESUME = "train.resume"
+RESUME, STEPS = "train.resume", "train.steps"
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,10 @@ def _plan_next(
     old, job_id = job.plan, job.job_id
     role, request = main_role(old), old.request
     if is_trainer(old):
-        config = _config_of(old, job_id, options, has_saved=job.from_step is not None, tell=tell)
+        config, text = _config_of(job, options, tell=tell)
     else:
-        config = _config_of_program(old, options)
-    config = with_options(config, options)
-    check_config(config)
-    if is_trainer(old):
-        _check_length(job, config)
-    if not any(text.partition("=")[0].strip() == "target.secrets" for text in options.overrides):
+        config, text = _config_of_program(old, options), None
+    if "target.secrets" not in map(key_of, options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
     plan = build_plan(
         config,
@@ -85,7 +83,7 @@ def _plan_next(
         includes=old.includes,
         allow_busy=old.allow_busy or options.allow_busy,
         restrict_gpus=is_trainer(old) or "target.gpu_ranks" in options.keys or role.nodes[0].kind != "any",
-        config_yaml=config_to_yaml(without_client_keys(config)) if is_trainer(old) else None,
+        text=text,
     )
     names = {*old.env_names, *plan.env_names}
     return plan._replace(env_names=tuple(sorted(names))), payload_of(config)
@@ -95,7 +93,7 @@ def beginning(job: Resumable, plan: Plan) -> str:
     """Where the next attempt goes on, in words."""
     if plan.config_yaml is None:
         return "the same program with the same files"
-    resume = config_from_yaml(plan.config_yaml, "config.yaml").train.resume
+    resume = read_kept(plan.config_yaml, "config.yaml").config.train.resume
     if resume != "auto":
         return "from the beginning" if resume == "never" else f"from {resume}"
     return "from the beginning: no complete checkpoint" if job.from_step is None else f"from step {job.from_step}"
@@ -121,20 +119,62 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
-def _config_of(old: Plan, job_id: str, options: Options, *, has_saved: bool, tell: Callable[[str], None]) -> Config:
-    file = f"config.yaml of {job_id}"
-    overrides, text = options.overrides, old.config_yaml or ""
-    if has_saved and not any(text.partition("=")[0].strip() == RESUME for text in overrides):
+# --- what it was asked for, and what is asked now ---------------------------------------------------------------------
+
+
+def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, ConfigText]:
+    """The config of the next attempt, and its text: the job's own with the keys that are given now.
+
+    The text goes to the trainer that the job came with, which may be older or newer than this client, or somebody's
+    own. So no other key of it is touched or added, those that this schema lacks stay, and may be given anew. What the
+    trainer's schema lacks is refused, unless the host carries it out by itself: then the request keeps it. Of a text
+    that never named all keys nobody knows what the schema lacks: there it is the trainer that judges.
+    """
+    request, kept = job.plan.request, _kept_of(job.plan)
+    asked = [key_of(text) for text in options.overrides]
+    overrides = options.overrides
+    if job.from_step is not None and RESUME not in asked and kept.config.train.resume != "auto":
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
-    config = config_from_yaml(text, file, overrides, tell=tell)
-    before = local_data_paths(config_from_yaml(text, file))
-    new = [path for path in local_data_paths(config) if path not in before and not path.startswith(("/", "~"))]
+    if stays := next((key for key in asked if key in ("target.ssh", "target.root")), None):
+        raise UsageError(
+            f"{stays} says where a job lies, and {job.job_id} stays where it is",
+            hint="--ssh and --remote-root name the place at which to find it",
+        )
+    changed = kept.changed(overrides, changes=options.keys, tell=tell)
+    _check_data(job, kept.config, changed.config)
+    if STEPS in kept.keys or STEPS in changed.values:  # else the trainer has a number of its own
+        _check_length(job, changed.config)
+    apart = {*NOT_REQUESTED, *(key for key in supervised_keys() if key not in kept.keys)}
+    values = {key: value for key, value in changed.values.items() if key not in apart}
+    unknown = next((key for key in values if key not in kept.keys), None)
+    if unknown is not None and not request.given_alone:
+        raise UsageError(
+            f"the trainer of {job.job_id} does not know {unknown}, which is newer: the job keeps the code it came with",
+            hint=f"launch a new job, with {RESUME}=… naming the checkpoint to begin with",
+        )
+    text = edit_yaml(job.plan.config_yaml or "", values)
+    return changed.config, ConfigText(text, kept.keys | values.keys(), request.given_alone)
+
+
+def _kept_of(plan: Plan) -> Kept:
+    return read_kept(plan.config_yaml or "", f"config.yaml of {plan.job_id}", _settings_of(plan))
+
+
+def _settings_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    try:
+        return read_settings(plan.request)
+    except ValueError as error:
+        raise HostError(f"cannot read what {plan.job_id} was asked for: {error}") from None
+
+
+def _check_data(job: Resumable, before: Config, config: Config) -> None:
+    known = local_data_paths(before)
+    new = [path for path in local_data_paths(config) if path not in known and not path.startswith(("/", "~"))]
     if new:
         raise UsageError(
-            f"{new[0]} is not among what {job_id} was sent with, and a resume sends nothing",
+            f"{new[0]} is not among what {job.job_id} was sent with, and a resume sends nothing",
             hint="launch a new job, with train.resume=… naming the checkpoint to begin with",
         )
-    return config
 
 
 def _config_of_program(old: Plan, options: Options) -> Config:
@@ -144,4 +184,4 @@ def _config_of_program(old: Plan, options: Options) -> Config:
             f"{options.overrides[0]} changes a config, and this job is a program of your own",
             hint="what it is given on its command line stays; --env K=V changes its environment",
         )
-    return config_from_yaml("{}", f"the request of {old.job_id}", old.request.overrides)
+    return config_from_dict(_settings_of(old), f"the request of {old.job_id}", changes=options.keys)

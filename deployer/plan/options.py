@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployer.errors import UsageError
 from deployer.plan.launch_plan import Command
@@ -32,38 +32,51 @@ class Options:
     each --env, the names to add for target.secrets; nothing of what the command line does not say."""
 
 
-def key_changes(options: Options) -> dict[str, Any]:
-    """What the command line's options change of a config, by dotted key; see `Options.keys`."""
-    return dict(options.keys)
+class Asked(NamedTuple):
+    """What a launch is asked for."""
+
+    config: Config
+    """With the command line's options applied."""
+    command: Command | None
+    """The program, when it is not the trainer."""
+    given: frozenset[str] = frozenset()
+    """The keys of the config that somebody gave; of no interest to a program."""
 
 
-def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> tuple[Config, Command | None]:
-    """The config with the options applied, and the program when it is not the trainer. UsageError for a mistake.
+def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: None) -> Asked:
+    """What a launch is asked for. UsageError for a mistake.
 
     `tell` hears what the config has without effect.
     """
-    config = None if options.config else with_options(_config_of_command(options), options)
-    if config is None or not is_plain(config.run.name, config.target):
-        config = _checked(config, options, tell=tell)
+    if options.config is None:
+        config, given = with_changes(_config_of_command(options), options.keys), frozenset[str]()
+        if not is_plain(config.run.name, config.target):
+            _check(config)
+    else:
+        config, given = _read_file(options.config, options, tell=tell)
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
-    return config, command
+    return Asked(config, command, given)
 
 
-def _checked(config: Config | None, options: Options, *, tell: Callable[[str], None]) -> Config:
-    """A config that keeps the trainer's rules: this one, or None: that of the file with the options applied."""
-    from trainer.config.load import ConfigError, check_config, load_config  # a plain program does not wait for them
+def _read_file(path: str, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, frozenset[str]]:
+    from trainer.config.load import ConfigError, load_given
+
+    ways: dict[str, Any] = {"fsdp_config": options.fsdp_config, "changes": options.keys, "tell": tell}
+    try:
+        return load_given(path, options.overrides, **ways)
+    except ConfigError as error:
+        raise UsageError(error.message, where=error.where, hint=error.hint) from None
+
+
+def _check(config: Config) -> None:
+    from trainer.config.load import ConfigError, check_config  # a plain program does not wait for them
 
     try:
-        if config is None:
-            assert options.config is not None
-            ways: dict[str, Any] = {"fsdp_config": options.fsdp_config, "changes": key_changes(options), "tell": tell}
-            return load_config(options.config, options.overrides, **ways)
         check_config(config)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
-    return config
 
 
 def _config_of_command(options: Options) -> Config:
@@ -74,11 +87,6 @@ def _config_of_command(options: Options) -> Config:
     program = next((a for a in options.command if a.endswith((".py", ".sh"))), options.command[0])
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(program).stem).strip("-.") or "job"
     return Config(run=RunConfig(name=name), target=TargetConfig())
-
-
-def with_options(config: Config, options: Options) -> Config:
-    """The config as the command line's options change it; not checked yet."""
-    return with_changes(config, key_changes(options))
 
 
 # --- what is right at a glance ----------------------------------------------------------------------------------------

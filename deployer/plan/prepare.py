@@ -17,8 +17,17 @@ from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, state_dir
-from deployer.plan.launch_plan import TRAINER_REQUIRES, Command, build_plan, new_job_id, script_of
-from deployer.plan.options import Options
+from deployer.plan.launch_plan import (
+    NOT_REQUESTED,
+    TRAINER_REQUIRES,
+    Command,
+    ConfigText,
+    build_plan,
+    new_job_id,
+    script_of,
+    supervised_keys,
+)
+from deployer.plan.options import Asked, Options
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
 from trainer.schema import Config, as_sources
@@ -38,8 +47,9 @@ class Prepared:
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
 
 
-def prepare(config: Config, command: Command | None, *, options: Options, project: Path) -> Prepared:
+def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     """Reads the project's tree and decides the plan. UsageError when something that the job needs would not travel."""
+    config, command = asked.config, asked.command
     code = manifest.scan(project, hash_cache=_hash_cache())
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
     includes = {path: _scan_include(project, path) for path in _include_paths((*config.files, *options.include))}
@@ -82,15 +92,26 @@ def prepare(config: Config, command: Command | None, *, options: Options, projec
         ],
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or "target.gpu_ranks" in options.keys or options.config is not None,
-        config_yaml=None if command else _yaml_for_host(config),
+        text=None if command else _text_of(asked, to_another=own_trainer and project.resolve() != CLIENT_ROOT),
     )
     return Prepared(plan, Shipment(trees, sources), code, payload)
 
 
-def _yaml_for_host(config: Config) -> str:
-    from trainer.config.load import config_to_yaml
+DECIDED = ("target.gpu_ranks", "target.train_backend", "target.device")
+"""What a job's command follows from: its trainer has to see it in the same way."""
 
-    return config_to_yaml(without_client_keys(config))
+
+def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
+    """The whole config for this client's trainer. Another one, that of the project, may lack some of these keys, or
+    have other defaults: it gets what was given, without what the host carries out by itself."""
+    from trainer.config.load import config_to_yaml, known_keys
+
+    keys = frozenset(known_keys())
+    if to_another:
+        keys = frozenset((*DECIDED, *asked.given)) - {*supervised_keys(), *NOT_REQUESTED}
+    # values of --env stay out of it: the plan names them, the job's environment holds them
+    config = replace(asked.config, target=replace(asked.config.target, env={}, ssh=None))
+    return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 
 def unusual_project(project: Path) -> str | None:
@@ -145,12 +166,6 @@ def payload_of(config: Config) -> dict[str, Any]:
         )
     secrets = {name: os.environ[name] for name in config.target.secrets}
     return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
-
-
-def without_client_keys(config: Config) -> Config:
-    """The config as the host keeps it."""
-    # values of --env stay out of config.yaml on the host: the plan names them, the job's environment holds them
-    return replace(config, target=replace(config.target, env={}, ssh=None))
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Transfer:
 
     def _widen(self) -> None:
         while len(self._others) < self._streams - 1:
-            self._others.append(self._host.at(self._host.ssh, self._host.root))
+            self._others.append(self._host.another())
             threading.Thread(target=self._join_in, args=(self._others[-1],), daemon=True).start()
 
     def _join_in(self, host: Host) -> None:

@@ -59,7 +59,7 @@ def test_answer_that_no_agent_gives_ends_with_one_error_at_once(tmp_path, code):
 @pytest.mark.parametrize("rows", [5, ["job"], [{"id": "a; b"}], [{"state": "running"}]])
 def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, rows):
     code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
-    odd, sound = Host("odd", "/odd", _transport=Lying(code)), Host(None, str(tmp_path))
+    odd, sound = Host("odd", "/odd", begun=Lying(code)), Host(None, str(tmp_path))
     known = JobRecord("j1", "j", "odd", "/odd", "", "2026-01-01T00:00:00Z")
     hosts = [odd, sound]
     (row,) = rows_of(hosts, ask_all(hosts), [known])
@@ -70,7 +70,7 @@ def test_ps_of_a_host_that_answers_nonsense_is_that_hosts_row_alone(tmp_path, ro
 def test_job_of_which_a_host_tells_nonsense_keeps_no_other_one_from_being_listed(tmp_path, row):
     rows = [row, {"id": "b", "state": "running"}]
     code = f"frame({{'id': 0, 'event': 'jobs', 'value': {rows!r}}}); frame({{'id': 0, 'ok': {{}}}}); sys.stdin.read()"
-    hosts = [Host("odd", "/odd", _transport=Lying(code))]
+    hosts = [Host("odd", "/odd", begun=Lying(code))]
     found = rows_of(hosts, ask_all(hosts), [])
     assert [(each.job.id, state_of(each)) for each in found] == [("a", "unreachable (never seen)"), ("b", "running")]
     assert "not understood" in found[0].trouble and not found[1].trouble

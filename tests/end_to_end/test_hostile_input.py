@@ -91,7 +91,7 @@ def test_names_of_runs_become_plain_ids_or_are_refused() -> None:
     for text in STRINGS:
         assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,79}", new_job_id(text)), text
         try:
-            config, _ = read_config(Options(command=("true",), keys={"run.name": text}))
+            config = read_config(Options(command=("true",), keys={"run.name": text})).config
         except UsageError:
             continue
         assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", config.run.name), text

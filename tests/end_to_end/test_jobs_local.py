@@ -261,8 +261,7 @@ def test_launch_of_the_same_plan_twice_is_one_job(ferry):
     options = Options(
         command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), keys={"target.root": str(ferry.root)}
     )
-    config, command = read_config(options)
-    prepared = prepare(config, command, options=options, project=ferry.project)
+    prepared = prepare(read_config(options), options=options, project=ferry.project)
     for _ in range(2):
         launch_prepared(ferry, prepared)
     status = wait_for(lambda: json.loads((ferry.job() / "status.json").read_text())["state"] == "succeeded")
@@ -273,8 +272,7 @@ def test_connection_that_breaks_after_the_acknowledgement_of_a_detached_job_is_n
     options = Options(
         command=("sh", "-c", "echo once >> $TORCHFERRY_RUN_DIR/count"), keys={"target.root": str(ferry.root)}
     )
-    config, command = read_config(options)
-    prepared = prepare(config, command, options=options, project=ferry.project)
+    prepared = prepare(read_config(options), options=options, project=ferry.project)
     links = []
 
     def connect(**request):
@@ -297,8 +295,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
     for name, size in (("a", 1), ("b", 4 << 20)):
         (ferry.project / name).write_bytes(b"a" * size)
     options = Options(command=("true",), keys={"target.root": str(ferry.root)})
-    config, command = read_config(options)
-    prepared = prepare(config, command, options=options, project=ferry.project)
+    prepared = prepare(read_config(options), options=options, project=ferry.project)
     change(ferry.project / "a")
     begun = time.monotonic()
     with pytest.raises(UsageError, match=r"cannot be read any more|not the 1 bytes"):
@@ -310,8 +307,7 @@ def test_file_changed_since_it_was_read_ends_the_upload_at_once(ferry, change):
 def test_client_gone_in_the_midst_of_a_file_leaves_nothing_behind(ferry):
     (ferry.project / "a").write_bytes(bytes(2_000_000))
     options = Options(command=("true",), keys={"target.root": str(ferry.root)})
-    config, command = read_config(options)
-    prepared = prepare(config, command, options=options, project=ferry.project)
+    prepared = prepare(read_config(options), options=options, project=ferry.project)
     request = {"op": "launch", "plan": to_json(prepared.plan), "git": None, "follow": False}
     with Host(None, str(ferry.root)).connect(request=request) as link:
         for name, value, _ in link.first.events():

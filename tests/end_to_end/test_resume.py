@@ -134,19 +134,6 @@ def test_next_attempt_goes_on_from_what_the_job_has_saved_unless_told_otherwise(
     assert beginning(job, plan) == words
 
 
-def test_keys_that_are_gone_are_told_of_a_resume_and_only_where_they_say_something() -> None:
-    tree = yaml.safe_load(TRAINER["config_yaml"])
-    tree["parallel"] |= {"use_orig_params": None, "state_dict_type": "SHARDED_STATE_DICT"}
-    tree["train"] |= {"nonfinite": "skip"}
-    job = resumable({**TRAINER, "config_yaml": yaml.safe_dump(tree)})
-    notes: list[str] = []
-    plan_next(job, Options(), known=(), tell=notes.append)
-    assert notes == []
-    plan, _ = plan_next(job, Options(overrides=("train.nonfinite=abort",)), known=(), tell=notes.append)
-    assert notes == ["train.nonfinite is abort, which is train.max_nonfinite_steps=1 now"]
-    assert plan.config_yaml is not None and yaml.safe_load(plan.config_yaml)["train"]["max_nonfinite_steps"] == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "overrides", "message", "hint"),
     [

@@ -55,4 +55,4 @@ class Lying(LocalTransport):
 
 
 def lying_host(code: str, folder: Path) -> Host:
-    return Host(None, str(folder), _transport=Lying(code))
+    return Host(None, str(folder), begun=Lying(code))

@@ -1,4 +1,7 @@
-"""Read a config file: `.py` by running it, YAML by its nodes. Each gives values and the places where they stand."""
+"""Read a config file: `.py` by running it, YAML by its nodes. Each gives values and the places where they stand.
+
+Write YAML: the values of a config, or a text that is there with other values of some keys.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_origin
 
-from trainer.config.fields import Word
+from trainer.config.fields import NULL_WORDS, Word
 from trainer.config.keys import Places, section_of_class, unknown_key
-from trainer.errors import ConfigError
+from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config
 
 if TYPE_CHECKING:
@@ -209,10 +212,26 @@ def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:
     return tree, Places(file, lines)
 
 
-def read_yaml_text(text: str, key: str, place: str) -> object:
+def _read_piece(text: str, key: str) -> object:
     """The value that a piece of YAML on the command line says, unquoted scalars as `Word`."""
-    node = _compose(text, place)
+    node = _compose(text, COMMAND_LINE)
     return Word("") if node is None else node_value(node, key, "", {})
+
+
+def read_override(text: str, kind: Any, key: str) -> object:
+    """What the text says before the type has its word: a Word, a quoted text, a list (also `0,1`), or a mapping."""
+    if get_origin(kind) is list:
+        if text.startswith(("[", '"', "'")):
+            value = _read_piece(text, key)
+            return [value] if isinstance(value, str) else value
+        return [] if text in NULL_WORDS else [Word(part.strip()) for part in text.split(",")]
+    if get_origin(kind) is dict:
+        return _read_piece(text, key)
+    if text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1:
+        return _read_piece(text, key)
+    if kind is str and not text:
+        return ""
+    return Word(text)
 
 
 def _compose(source: bytes | str, place: str) -> yaml.Node | None:
@@ -263,3 +282,91 @@ def _mapping_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) 
         lines[inner] = place
         values[name] = node_value(value_node, inner, file, lines)
     return values
+
+
+# --- writing YAML -----------------------------------------------------------------------------------------------------
+
+_LAYOUT: dict[str, Any] = {"allow_unicode": True, "width": 120}
+
+
+def dump_yaml(values: Mapping[str, object]) -> str:
+    """Nested plain values as YAML in their order: a section's keys one a line, lists on one line. Loads back equal."""
+    import yaml
+
+    text: str = yaml.dump(dict(values), Dumper=_dumper(), sort_keys=False, **_LAYOUT)
+    return text
+
+
+def edit_yaml(text: str, changes: Mapping[str, object]) -> str:
+    """A YAML config with other plain values of some dotted keys, and everything else as it is written.
+
+    A key keeps its place; one that is new comes last in its section. A text as `dump_yaml` writes it comes back byte
+    for byte but for these keys; of another one comments and blank lines go, and every scalar stays the word that it is.
+    """
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode):
+        root = _mapping()
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        _put(_section(root, section) if section else root, name, value)
+    edited: str = yaml.serialize(root, Dumper=yaml.SafeDumper, **_LAYOUT)
+    return edited
+
+
+def _dumper() -> type[yaml.SafeDumper]:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def flow_list(dumper: yaml.SafeDumper, values: list[object]) -> yaml.Node:
+        return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+    def text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        # Quoted singly, PyYAML writes U+0085 as a line break, which reads back as a blank.
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+    Dumper.add_representer(list, flow_list)
+    Dumper.add_representer(str, text_node)
+    return Dumper
+
+
+def _mapping() -> yaml.MappingNode:
+    import yaml
+
+    return yaml.MappingNode("tag:yaml.org,2002:map", [], flow_style=False)
+
+
+def _section(root: yaml.MappingNode, name: str) -> yaml.MappingNode:
+    """The section of this name, made where there is none, and this text's alone where it stands for several."""
+    import yaml
+
+    found = next((value for key, value in root.value if key.value == name), None)
+    section = _mapping()
+    if isinstance(found, yaml.MappingNode):
+        section.value, section.flow_style = list(found.value), found.flow_style
+    _replace(root, name, section)
+    return section
+
+
+def _put(section: yaml.MappingNode, name: str, value: object) -> None:
+    import io
+
+    node = _dumper()(io.StringIO(), default_flow_style=False).represent_data(value)
+    _replace(section, name, node)
+
+
+def _replace(mapping: yaml.MappingNode, name: str, value: yaml.Node) -> None:
+    """Give the key another value, in its place; a key that is new comes last."""
+    import yaml
+
+    if not mapping.value:
+        mapping.flow_style = False
+    for at, (key, _) in enumerate(mapping.value):
+        if key.value == name:
+            mapping.value[at] = (key, value)
+            return
+    mapping.value.append((yaml.ScalarNode("tag:yaml.org,2002:str", name), value))

@@ -6,7 +6,7 @@ names the key, the value, the place and the way out. Imports neither torch nor (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin
 
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
 from trainer.config.dropped import Becomes, Refused, take_out, text_of
-from trainer.config.fields import NULL_WORDS, Word, build_config, fit
-from trainer.config.files import YAML_SUFFIXES, parse_yaml, read_python, read_yaml, read_yaml_text
+from trainer.config.fields import build_config, fit
+from trainer.config.files import YAML_SUFFIXES, dump_yaml, read_override, read_python, read_yaml
 from trainer.config.keys import (
     DROPPED,
     Broken,
@@ -33,20 +33,25 @@ from trainer.errors import COMMAND_LINE, ConfigError
 from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
+    "COMMAND_LINE",
     "ConfigError",
+    "Draft",
     "check_config",
     "config_from_dict",
     "config_notes",
-    "config_from_yaml",
     "config_to_dict",
     "config_to_yaml",
+    "key_of",
+    "known_keys",
     "load_config",
+    "load_given",
     "local_data_paths",
     "num_processes",
 ]
 
 LOCAL_STARTS = ("./", "../", "/", "~")
 STEPS, EPOCHS = "train.steps", "train.epochs"
+AT_COMMAND = Places(COMMAND_LINE)
 NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -66,33 +71,49 @@ def load_config(
     Whoever gives only one of train.steps and train.epochs, in YAML or on the command line, thereby drops the other.
     Raises ConfigError.
     """
+    config, _ = load_given(path, overrides, fsdp_config=fsdp_config, changes=changes, tell=tell)
+    return config
+
+
+def load_given(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    fsdp_config: str | Path | None = None,
+    changes: Mapping[str, Any] = NO_CHANGES,
+    tell: Callable[[str], None] = lambda note: None,
+) -> tuple[Config, frozenset[str]]:
+    """What `load_config` gives, and the dotted keys that somebody gave: those that are known to stand somewhere, and
+    those that are not at their default (a `.py` file may set keys in ways that do not show in its text)."""
     path = Path(path)
     if path.suffix in YAML_SUFFIXES:
-        draft = _Draft.of_tree(*read_yaml(path))
+        draft = Draft.of_tree(*read_yaml(path))
     else:
         written, places = read_python(path)
-        draft = _Draft(build_config({name: getattr(written, name) for name in field_kinds(Config)}, places), places)
+        draft = Draft(build_config({name: getattr(written, name) for name in field_kinds(Config)}, places), places)
     accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
     draft.set_all(accelerate.settings)
     draft.override(overrides)
     draft.change(changes)
     config = draft.finish(accelerate.notes, tell=tell)
     check_processes(accelerate, num_processes(config))
-    return config
+    return config, frozenset(key for key in known_keys() if key in draft.places.by_key or _differs(key, config))
 
 
-def config_from_yaml(
-    text: str, file: str, overrides: Sequence[str] = (), *, tell: Callable[[str], None] = lambda note: None
+def _differs(key: str, config: Config) -> bool:
+    return bool(get_key(config, key) != get_key(Config(), key))
+
+
+def config_from_dict(
+    values: Mapping[str, object], where: str = "", *, changes: Mapping[str, Any] = NO_CHANGES
 ) -> Config:
-    """The checked Config of a YAML text with overrides, as `load_config` gives it; `file` names the text in errors."""
-    draft = _Draft.of_tree(*parse_yaml(text.encode(), file))
-    draft.override(overrides)
-    return draft.finish(tell=tell)
+    """The checked Config of nested plain values, as `config_to_dict` gives them; `where` names them in errors.
 
-
-def config_from_dict(values: Mapping[str, object], where: str = "") -> Config:
-    """The checked Config of nested plain values, as `config_to_dict` gives them; `where` names them in errors."""
-    return _Draft.of_tree(values, Places(where)).finish()
+    `changes`: what options of the command line say besides, for `with_changes`.
+    """
+    draft = Draft.of_tree(values, Places(where))
+    draft.change(changes)
+    return draft.finish()
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
@@ -100,24 +121,21 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
-def config_to_yaml(config: Config) -> str:
-    """All fields as YAML in the schema's order: a section's keys one a line, lists on one line. Loads back equal."""
-    import yaml
+def config_to_yaml(config: Config, keys: Collection[str] | None = None) -> str:
+    """All fields, or these dotted keys, as YAML in the schema's order: a section's keys one a line, lists on one line.
+    Loads back equal."""
+    return dump_yaml(_part_of(config, known_keys() if keys is None else keys))
 
-    class Dumper(yaml.SafeDumper):
-        pass
 
-    def flow_list(dumper: yaml.SafeDumper, values: list[object]) -> yaml.Node:
-        return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
-
-    def text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        # Quoted singly, PyYAML writes U+0085 as a line break, which reads back as a blank.
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-    Dumper.add_representer(list, flow_list)
-    Dumper.add_representer(str, text_node)
-    text: str = yaml.dump(config_to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    return text
+def _part_of(config: Config, keys: Collection[str]) -> dict[str, Any]:
+    """The values of these dotted keys, nested and plain."""
+    part: dict[str, Any] = {}
+    for name, value in config_to_dict(config).items():
+        if name in known_keys():
+            part |= {name: value} if name in keys else {}
+        elif inner := {leaf: leaf_value for leaf, leaf_value in value.items() if f"{name}.{leaf}" in keys}:
+            part[name] = inner
+    return part
 
 
 def local_data_paths(config: Config, *, root: str | Path = ".") -> list[str]:
@@ -138,7 +156,7 @@ def _is_local(entry: str, root: Path) -> bool:
 
 
 @dataclass
-class _Draft:
+class Draft:
     """What has been given so far, not yet checked."""
 
     config: Config
@@ -147,7 +165,7 @@ class _Draft:
     """Values of keys that the schema has no longer: what they come to is decided once all have been given."""
 
     @classmethod
-    def of_tree(cls, tree: Mapping[str, object], places: Places) -> _Draft:
+    def of_tree(cls, tree: Mapping[str, object], places: Places) -> Draft:
         kept, taken = take_out(tree, DROPPED)
         dropped = {key: fit(value, DROPPED[key].kind, key, places=places) for key, value in taken.items()}
         draft = cls(build_config(kept, places), places, dropped)
@@ -179,10 +197,17 @@ class _Draft:
         given = [*added, *(key for key in changes if key != "target.secrets")]
         self._add_places(dict.fromkeys(given, COMMAND_LINE))
 
-    def finish(self, notes: Iterable[str] = (), *, tell: Callable[[str], None] = lambda note: None) -> Config:
-        """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError."""
+    def finish(
+        self,
+        notes: Iterable[str] = (),
+        *,
+        tell: Callable[[str], None] = lambda note: None,
+        standing: Collection[Broken] = (),
+    ) -> Config:
+        """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError; not for
+        what is `standing`, broken already."""
         answers = [self._answer(key, value) for key, value in self.dropped.items()]
-        check_config(self.config, places=self.places)
+        check_config(self.config, places=self.places, standing=standing)
         for line in (*notes, *filter(None, answers)):
             tell(line)
         return self.config
@@ -224,16 +249,20 @@ class _Draft:
 # --- overrides --------------------------------------------------------------------------------------------------------
 
 
+def key_of(override: str) -> str:
+    """The dotted key of `a.b=c`."""
+    return override.partition("=")[0].strip()
+
+
 def _parse_override(override: str) -> tuple[str, object]:
     """The dotted key of `a.b=c` and its value in the field's type."""
-    key, equals, text = override.partition("=")
-    key = key.strip()
+    key, (_, equals, text) = key_of(override), override.partition("=")
     if not equals or not key:
         raise ConfigError(
             f"{override!r} is not an override", where=COMMAND_LINE, hint="write KEY=VALUE: train.steps=50"
         )
-    kind, places = _override_kind(key), Places(COMMAND_LINE)
-    return key, fit(_read_override(text.strip(), kind, key), kind, key, places=places)
+    kind = _override_kind(key)
+    return key, fit(read_override(text.strip(), kind, key), kind, key, places=AT_COMMAND)
 
 
 def _kind_of(key: str) -> Any:
@@ -251,19 +280,3 @@ def _override_kind(key: str) -> Any:
     if is_section(field_kinds(Config).get(key)):
         raise ConfigError(f"{key} is a section, not a key", where=COMMAND_LINE, hint=list_keys(key))
     raise unknown_key(key, Places(COMMAND_LINE))
-
-
-def _read_override(text: str, kind: Any, key: str) -> object:
-    """What the text says before the type has its word: a Word, a quoted text, a list (also `0,1`), or a mapping."""
-    if get_origin(kind) is list:
-        if text.startswith(("[", '"', "'")):
-            value = read_yaml_text(text, key, COMMAND_LINE)
-            return [value] if isinstance(value, str) else value
-        return [] if text in NULL_WORDS else [Word(part.strip()) for part in text.split(",")]
-    if get_origin(kind) is dict:
-        return read_yaml_text(text, key, COMMAND_LINE)
-    if text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1:
-        return read_yaml_text(text, key, COMMAND_LINE)
-    if kind is str and not text:
-        return ""
-    return Word(text)

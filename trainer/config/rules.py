@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from trainer.config import parallel as config_parallel
 from trainer.config.batch import batch_rules, micro_batch_tokens_rules, micro_batch_without_effect
@@ -43,8 +43,15 @@ RUN_OF_ANY_PROGRAM = ("name", "dir")
 """Of `run`, what does not speak of the trainer's outputs."""
 
 
-def check_config(config: Config, *, places: Places | None = None) -> None:
-    """Raise a ConfigError for the first rule that a config of right types breaks; `places` tells where keys stand."""
+def check_config(config: Config, *, places: Places | None = None, standing: Collection[Broken] = ()) -> None:
+    """Raise a ConfigError for the first rule that a config of right types breaks; `places` tells where keys stand. What
+    is `standing` is let be."""
+    for broken in (broken for broken in broken_rules(config) if broken not in standing):
+        raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
+
+
+def broken_rules(config: Config) -> Iterator[Broken]:
+    """Each rule that a config of right types breaks."""
     rules = (
         _limits,
         _texts,
@@ -65,8 +72,7 @@ def check_config(config: Config, *, places: Places | None = None) -> None:
         best_rules,
         config_parallel.broken_rules,
     )
-    for broken in (broken for rule in rules for broken in rule(config)):
-        raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
+    return (broken for rule in rules for broken in rule(config))
 
 
 def _limits(config: Config) -> Iterator[Broken]:

@@ -72,16 +72,19 @@ class Policy(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the user asked for; the next attempt's plan is made from it. A trainer's is its config.yaml."""
+    """What the user asked for; the next attempt's plan is made from it, and a trainer's from its config.yaml."""
 
     command: Tuple[str, ...] = ()
     """The program's words as they were typed; empty for the trainer."""
     torchrun: bool = False
     """One process of the program for each GPU."""
     overrides: Tuple[str, ...] = ()
-    """A program's settings, `target.max_restarts=3`, as far as they are not the defaults."""
+    """Settings, `KEY=JSON`, that are not the defaults: all of a program's; of a trainer's those that the host carries
+    out and that its config.yaml lacks."""
     own_trainer: bool = False
     """The project brings its trainer; otherwise the client's, in lib/."""
+    given_alone: bool = False
+    """config.yaml holds what was given alone; otherwise each key that its trainer knows."""
 
 
 class Plan(NamedTuple):

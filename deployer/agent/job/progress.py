@@ -16,7 +16,7 @@ from .plan import Plan, is_trainer
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
-_RESUMES_AUTO = re.compile(r"^  resume: auto$", re.MULTILINE)  # as trainer/config/load.py writes it
+_RESUMES_ELSEWHERE = re.compile(r"^  resume: (?!auto$)", re.MULTILINE)  # as trainer/config/files.py writes it
 
 
 class Mark(NamedTuple):
@@ -79,7 +79,7 @@ def resumes_from(job: Job, plan: Plan, *, restarted: bool) -> Optional[int]:
     a program, of which nobody knows."""
     if not is_trainer(plan):
         return None
-    is_auto = _RESUMES_AUTO.search(plan.config_yaml or "") is not None
+    is_auto = _RESUMES_ELSEWHERE.search(plan.config_yaml or "") is None  # the default, where nobody gave it
     return newest_checkpoint(job) if restarted or is_auto else None
 
 

@@ -19,8 +19,8 @@ from deployer.commands.options import (
     Command,
     WithProgram,
     at_a_place,
+    entrance,
     find_host,
-    host_of,
     hosts_of,
     with_access,
     with_limits,
@@ -70,13 +70,11 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     keys = take_changes(options)
-    host = host_of(keys.get("target.ssh"), keys.get("target.root"), **access)
-    if host.ssh is not None and options["dry_run"] is None:
-        host.prefetch()  # while the rest is imported and the tree is read
-        host.load()
+    early = keys.get("target.ssh") if options["dry_run"] is None else None
+    enter = entrance(early, **access)  # connects while the rest is imported, and the config and the tree are read
     from deployer.commands.launch import run as command
 
-    sys.exit(command.run(config, overrides, program, host=host, pull_limit=pull_limit, keys=keys, **options))
+    sys.exit(command.run(config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, **options))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

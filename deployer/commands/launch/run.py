@@ -39,24 +39,21 @@ def run(
     pull_limit: int | None,
     as_json: bool,
     give_up_s: float,
-    host: Host,
+    enter: Callable[[str | None, str], Host],
     **options: Any,
 ) -> int:
-    """Carries out one launch and returns the exit code of the command. `host`: as the command line names it."""
+    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`."""
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
-    read, command = read_config(chosen, tell=tell_note)
-    if (host.ssh, host.root) != (read.target.ssh, read.target.root):
-        host = host.at(read.target.ssh, read.target.root)
-    if host.ssh is None and host.ssh_key is not None:
-        raise UsageError("--ssh-key names a key for --ssh, and there is none: the job would run on this machine")
+    asked = read_config(chosen, tell=tell_note)
+    host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
         _check_platform(host)
         host.prefetch()
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
         host.load()
-    prepared = prepare(read, command, options=chosen, project=Path.cwd())
+    prepared = prepare(asked, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
         show_plan(prepared, host, config=config, remote=dry_run == "remote", as_json=as_json)

@@ -82,7 +82,7 @@ def test_torn_note_of_a_host_is_as_none(tmp_path: Path) -> None:
 def test_launched_job_that_the_host_had_no_more_when_asked_last_is_forgotten(tmp_path: Path) -> None:
     removed, later = (JobRecord(name, name, "h", "/r", "", "2026-01-02T03:04:05Z") for name in ("removed", "later"))
     write_record(removed)
-    asked = Asker(Host("h", "/r", _transport=Lying(NO_JOBS)))
+    asked = Asker(Host("h", "/r", begun=Lying(NO_JOBS)))
     asked.ask()
     assert asked.wait(HANG_S) == []
     write_record(later)
@@ -119,7 +119,7 @@ def test_hosts_are_asked_all_at_once(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     asked.mkdir()
     hosts = [
-        Host(f"h{n}", "/r", _transport=Lying(code.format(me=str(asked / f"h{n}"), folder=str(asked)))) for n in range(8)
+        Host(f"h{n}", "/r", begun=Lying(code.format(me=str(asked / f"h{n}"), folder=str(asked)))) for n in range(8)
     ]
     assert ask_all(hosts, within_s=HANG_S) == [[]] * 8  # each answers only when all have been asked
 

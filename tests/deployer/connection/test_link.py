@@ -371,7 +371,7 @@ def test_no_value_secret_or_patch_shows_in_the_command_line(tmp_path, monkeypatc
         command=("true",),
         keys={"target.root": str(tmp_path / "root"), "target.env.A": "canary-value", "target.secrets": ["TOKEN"]},
     )
-    prepared = prepare(*read_config(options), options=options, project=REPO / "tests")
+    prepared = prepare(read_config(options), options=options, project=REPO / "tests")
     launch_and_follow(
         lambda **request: Link.open(Recording(), root=str(tmp_path / "root"), **request),
         prepared.plan,

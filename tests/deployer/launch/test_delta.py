@@ -61,7 +61,7 @@ class Place:
 
     def launch(self, *, meanwhile=lambda: None) -> Tap:
         tap, options = Tap(), Options(command=("true",), keys={"target.root": str(self.root)})
-        prepared = prepare(*read_config(options), options=options, project=self.project)
+        prepared = prepare(read_config(options), options=options, project=self.project)
         meanwhile()
         launch_and_follow(
             lambda **more: Link.open(tap, root=str(self.root), **more),
@@ -149,7 +149,7 @@ def test_first_deploy_to_a_host_that_has_it_all_stops_at_once(place):
 
 def test_same_job_asked_for_again_with_news_is_the_running_one(place):
     options = Options(command=("true",), keys={"target.root": str(place.root)})
-    prepared = prepare(*read_config(options), options=options, project=place.project)
+    prepared = prepare(read_config(options), options=options, project=place.project)
     acks = []
 
     class Acks(Watcher):

@@ -11,12 +11,13 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDict
 
 from trainer.config.accelerate import RULES
 from trainer.config.dropped import Dropped, Refused, take_out
+from trainer.config.files import parse_yaml
 from trainer.config.fsdp1 import ACCELERATE_NAMES, DROPPED_WORDS, STRATEGIES
 from trainer.config.keys import DROPPED, get_key, known_keys
 from trainer.config.load import (
     ConfigError,
+    Draft,
     config_from_dict,
-    config_from_yaml,
     config_to_dict,
     config_to_yaml,
     load_config,
@@ -46,6 +47,12 @@ ANSWERS = [
     ("train.nonfinite", "abort", "is abort, which is train.max_nonfinite_steps=1 now"),
 ]
 """Of each key each value: nothing, the begin of a line about it, or of an error."""
+
+
+def config_from_yaml(text: str, file: str, overrides: list[str] | tuple[str, ...] = (), **ways: Any) -> Config:
+    draft = Draft.of_tree(*parse_yaml(text.encode(), file))
+    draft.override(overrides)
+    return draft.finish(**ways)
 
 
 def outcome(text: str, overrides: list[str] | None = None, **ways: Any) -> str:
