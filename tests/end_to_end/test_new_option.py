@@ -112,3 +112,11 @@ def test_job_has_it_and_a_resume_keeps_or_changes_it(ferry: Ferry) -> None:
         assert niceness() == expected
     refused = ferry.run("resume", job_id, "--nice", "-2")
     assert refused.returncode == 2 and b"target.niceness is -2, must be 0 or more" in refused.stderr
+
+
+def test_program_keeps_it_over_a_resume(ferry: Ferry) -> None:
+    assert ferry.run("run", *ferry.where(), "--nice", "5", "--no-pull", "--", "false").returncode == 1
+    assert ferry.run("resume", ferry.job_ids()[0], "--no-pull").returncode == 1
+    record = json.loads((ferry.job() / "job.json").read_text())
+    plans = [record["resumed"][0]["plan_before"], record["plan"]]
+    assert all("target.niceness=5" in plan["request"]["overrides"] for plan in plans)
