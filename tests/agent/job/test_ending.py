@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.host.layout import ALONE
+from deployer.agent.host.layout import ALONE, GroupName
 from deployer.agent.host.processes import Process
 from deployer.agent.job import ending
 from deployer.agent.job.stop import StopRequest
@@ -106,3 +106,43 @@ def test_sigbus_is_told_with_what_it_mostly_comes_from() -> None:
     assert found is not None and found.reason == (
         "rank 0 was killed by SIGBUS (often a mapped file became shorter, its disk failed, or /dev/shm is full)"
     )
+
+
+# --- several groups ---------------------------------------------------------------------------------------------------
+
+SERVER, NODE_0, NODE_1 = GroupName("program", None), GroupName("trainer", 0), GroupName("trainer", 1)
+
+
+def ends(server: int | None = None, *, at: int = 0) -> list[ending.GroupEnd]:
+    """A trainer on two nodes, and beside it a server whose launcher ended with this code at that time."""
+    return [ending.GroupEnd(1, NODE_0), ending.GroupEnd(1, NODE_1), ending.GroupEnd(1, SERVER, server, "", at)]
+
+
+def of(group: GroupName, code: int | None, at: int) -> ending.RankRecord:
+    return record(0, code, at=at)._replace(group=group)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "server", "expected"),
+    [
+        ([of(NODE_0, 0, 10), of(NODE_1, 0, 20), of(SERVER, None, 0)], None, ("succeeded", 0, "")),
+        ([of(NODE_0, 0, 10), of(NODE_1, 0, 20), of(SERVER, 143, 30)], None, ("succeeded", 0, "")),
+        ([of(NODE_0, 0, 10), of(NODE_1, 0, 20), of(SERVER, 3, 15)], None, ("failed", 3, "program")),
+        ([of(NODE_0, 137, 30), of(NODE_1, 0, 20), of(SERVER, 3, 15)], None, ("failed", 3, "program")),
+        ([of(NODE_0, 5, 10), of(NODE_1, 137, 20), of(SERVER, 3, 15)], None, ("failed", 5, "trainer/node0")),
+        ([of(NODE_0, 137, 30), of(NODE_1, 137, 30)], 4, ("failed", 4, "program")),
+        ([of(NODE_0, 0, 10), of(SERVER, 0, 15)], None, None),
+    ],
+    ids=["server runs on", "ended after", "failed before", "took others along", "main first", "no record", "lost"],
+)
+def test_first_failure_up_to_the_main_roles_end_is_the_jobs(ranks: Any, server: int | None, expected: Any) -> None:
+    found = ending.decide_ending(ending.Evidence(ranks, ends(server, at=12)))
+    assert (found and (found.state, found.code, found.first_failing_group)) == expected
+
+
+def test_stop_after_the_main_roles_end_changes_nothing() -> None:
+    ranks = [of(NODE_0, 0, 10), of(NODE_1, 0, 10**9), of(SERVER, 143, 10**11)]
+    found = [
+        ending.decide_ending(ending.Evidence(ranks, ends(), StopRequest(1, 1, at_s, at_s + 1))) for at_s in (0.5, 2.0)
+    ]
+    assert [end and end.state for end in found] == ["stopped", "succeeded"]

@@ -18,6 +18,7 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.plan import Devices, Plan, Role, groups_of, max_restarts, visible_to, wanted_gpus
 from deployer.agent.job.status import Status, read_status, with_group, write_status
 from deployer.agent.job.stop import request_stop
+from deployer.agent.supervisor.mains import find_mains
 from deployer.agent.supervisor.start import LaunchInput, adopt, spawn
 from deployer.commands.in_words import failing_rank, stall_lines
 from tests.support.jobs import (
@@ -41,6 +42,7 @@ SAVES_AFTER_TERM = (
     + """
 import signal
 def save(*_):
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(9))  # who is told twice saves nothing
     time.sleep(2)
     open('saved ' + me.replace('/', ' '), 'w').close()
     sys.exit(0)
@@ -99,6 +101,7 @@ def test_every_group_has_its_process_log_record_and_status_and_the_job_ends_with
     assert (status.state, status.code, status.reason) == ("succeeded", 0, "exited with code 0")
     assert (status.swept, status.remaining, job_processes(job)) == (4, (), [])
     assert [record_of(job, folder)["code"] for folder in folders] == [0, 143, 143]
+    assert all((Path(job.logs(1, folder)) / "times.jsonl").exists() for folder in folders)
 
 
 def test_job_whose_main_role_is_on_two_nodes_ends_with_the_last_of_them(tmp_path: Path) -> None:
@@ -153,6 +156,7 @@ def test_launcher_that_fails_before_its_ranks_begin_is_named(tmp_path: Path) -> 
     job = start(make_job(tmp_path, "groups", make_plan([])), plan_of(role("trainer", WHERE + "time.sleep(99)"), broken))
     status = end_of(job)
     assert (status.state, status.code, status.first_failing_rank) == ("failed", 4, None)
+    assert record_of(job, "trainer")["code"] == 137
     assert status.reason == "the program launcher ended with code 4, no rank's failure is known; see launcher.log"
     assert failing_rank(status) == ["--role", "program"]
 
@@ -201,6 +205,8 @@ def test_adopted_job_goes_on_in_all_its_groups_though_nobody_understands_its_pla
     assert (status.state, status.unsupervised, len(status.groups)) == ("running", True, 2)
     if not noted:
         write_status(job, with_group(with_group(status, "node0", main=None), "node1", main=None))
+        unnoted = read_status(job)
+        assert unnoted is not None and find_mains(unnoted, job_processes(job)) == status.groups
     adopt(job)
     assert not judge(job).unsupervised
     (Path(job.code) / "go").touch()
