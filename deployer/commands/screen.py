@@ -11,7 +11,7 @@ from typing import Any
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
-from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, State, Status
+from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
 from deployer.commands.in_words import attempt_line, failing_rank
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
@@ -145,7 +145,7 @@ def next_commands(job_id: str, final: Status | None = None, *, without: str = ""
         lines = [" ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
         if final.first_failing_rank is None and not final.started_at:  # its preparation failed
             lines[0] = "status {}"
-    elif final.state == LOST:
+    elif final.state in (LOST, STOPPED):
         lines = ["logs {}", "resume {}", "pull {}"]
     else:
         lines = ["logs {}", "pull {}"]

@@ -43,8 +43,9 @@ FSDP_WORDS = """\
 ## FSDP1's words, and what FSDP2 makes of them
 
 A file of `accelerate config` is taken as it is: `python train.py CONFIG --fsdp-config FILE`, and `deploy.py` alike.
-Its settings go over those of the config, and overrides go over both. A word whose values are listed here is no key:
-given as `parallel.WORD`, in YAML or on the command line, it is answered in the same way.
+Its settings go over those of the config, and overrides go over both. Five of the words were keys
+once: `parallel.backward_prefetch` and `limit_all_gathers`, `use_orig_params`, `buffer_dtype`, `state_dict_type` beside
+it. In YAML and on the command line they are answered as here; a `.py` config leaves them out.
 
 | word | meaning here | elsewhere |
 |---|---|---|

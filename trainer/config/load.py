@@ -218,8 +218,16 @@ class Draft:
         if isinstance(answer, Refused):
             raise ConfigError(f"{said}: {answer.why}", where=self.places.of(key), hint=answer.hint)
         if isinstance(answer, Becomes):
-            if self.places.of(key) != COMMAND_LINE == self.places.of(answer.key):
-                return None  # that key itself was given later
+            is_later, other_is_later = (self.places.of(name) == COMMAND_LINE for name in (key, answer.key))
+            if other_is_later and not is_later:
+                return None
+            present = get_key(self.config, answer.key)
+            if is_later == other_is_later and present not in (answer.value, get_key(Config(), answer.key)):
+                other = f"{answer.key} is {text_of(present)}"
+                broken = Broken(
+                    key, f"{said}, which is {answer.setting} now, and {other}", f"drop {key}", (answer.key,)
+                )
+                raise ConfigError(broken.message, where=broken.place(self.places), hint=broken.hint)
             self._put(answer.key, answer.value)
             return f"{said}, which is {answer.setting} now"
         if answer is None:

@@ -85,8 +85,8 @@ def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Pr
     """Those whose log is wanted, each with the ranks that are. UsageError for what this job has not got."""
     roles = sorted({group.role for group in groups})
     if wanted.role is not None and wanted.role not in roles:
-        there = ", ".join(filter(None, roles)) or "nothing names its only one"
-        raise UsageError(f"{job_id} has no role {wanted.role}: {there}")
+        named = ", ".join(filter(None, roles))
+        raise UsageError(f"{job_id} has no role {wanted.role}" + (f", only {named}" if named else ": it names none"))
     who = job_id if wanted.role is None else f"role {wanted.role} of {job_id}"
     chosen = [group for group in groups if wanted.role in (None, group.role)]
     nodes = {group.node for group in chosen}
@@ -96,6 +96,8 @@ def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Pr
     who += "" if wanted.node is None else f" on node {wanted.node}"
     chosen = [group for group in chosen if wanted.node in (None, group.node)]
     ranks = {rank for group in chosen for rank in group.ranks}
+    if wanted.attempt is not None and wanted.rank is not None and len(chosen) == 1:
+        return [chosen[0]._replace(ranks=(wanted.rank,))]  # that attempt may have had more of them than the last one
     if wanted.rank is not None and wanted.rank not in ranks:
         raise UsageError(f"{who} has no rank {wanted.rank}" + (f", only {_spans(ranks)}" if ranks else " yet"))
     if wanted.rank is not None:
@@ -122,7 +124,7 @@ def _spans(numbers: Iterable[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(f"{first} to {last}" for first, last in spans)
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
 
 
 def _request(wanted: Wanted, chosen: Sequence[Processes], *, live: bool) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_tail_since_and_grep_are_of_each_rank(ferry):
 def test_raw_is_one_ranks_bytes_and_says_which_there_are(ferry):
     refused = logs(ferry, "--raw")
     assert refused.returncode == 2 and b"--raw gives the bytes of one rank, and j has 5\n" in refused.stderr
-    assert b"hint: add --role, --node or --rank: server node 0 rank 0 to 1, server node 1 rank 0 to 0" in refused.stderr
+    assert b"hint: add --role, --node or --rank: server node 0 rank 0 to 1, server node 1 rank 0" in refused.stderr
     assert shown(ferry, "--raw", "--role", "server", "--node", "1") == (SAYS[RANKS[2]], b"")
     assert shown(ferry, "--raw", "--rank", "1") == (SAYS[RANKS[1]], b"")
 
@@ -101,10 +101,10 @@ def test_raw_is_one_ranks_bytes_and_says_which_there_are(ferry):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--role", "judge"), b"j has no role judge: server, trainer"),
+        (("--role", "judge"), b"j has no role judge, only server, trainer"),
         (("--node", "2"), b"j has no node 2: it runs on 0 to 1"),
-        (("--role", "trainer", "--rank", "1"), b"role trainer of j has no rank 1, only 0 to 0"),
-        (("--role", "server", "--node", "1", "--rank", "1"), b"role server of j on node 1 has no rank 1, only 0 to 0"),
+        (("--role", "trainer", "--rank", "1"), b"role trainer of j has no rank 1, only 0"),
+        (("--role", "server", "--node", "1", "--rank", "1"), b"role server of j on node 1 has no rank 1, only 0"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(ferry, words, says):
@@ -119,7 +119,7 @@ def test_role_of_a_job_with_one_group_is_its_plans(ferry):
     words = ("logs", job_id, *ferry.where(), "--role")
     assert ferry.run(*words, "program", "--node", "0").stdout == b"up\n"
     refused = ferry.run(*words, "server")
-    assert refused.returncode == 2 and f"{job_id} has no role server: program".encode() in refused.stderr
+    assert refused.returncode == 2 and f"{job_id} has no role server, only program".encode() in refused.stderr
 
 
 def test_dropped_part_is_said_with_whose_it_is(ferry):

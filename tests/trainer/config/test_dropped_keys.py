@@ -186,6 +186,19 @@ def test_keys_are_taken_out_of_sections_and_of_the_top_level():
 
 
 @pytest.mark.parametrize(
+    ("text", "overrides", "limit"),
+    [
+        ("train: {nonfinite: abort, max_nonfinite_steps: 3}", [], 3),
+        ("{}", ["train.nonfinite=abort", "train.max_nonfinite_steps=4"], 4),
+    ],
+)
+def test_nonfinite_abort_beside_another_limit_in_one_place_is_refused(text, overrides, limit):
+    words = f"which is train.max_nonfinite_steps=1 now, and train.max_nonfinite_steps is {limit}"
+    with pytest.raises(ConfigError, match=words):
+        config_from_yaml(text, "a.yaml", overrides)
+
+
+@pytest.mark.parametrize(
     ("text", "overrides", "steps"),
     [
         ("train: {nonfinite: abort, max_nonfinite_steps: 10}\n", [], 1),
