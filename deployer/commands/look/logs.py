@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.groups import Processes
 from deployer.agent.job.status import FINAL
+from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.connection.host import Host
