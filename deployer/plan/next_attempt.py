@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.job.plan import Plan, is_trainer, main_role, parse_plan
+from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
 from deployer.plan.kept_config import Kept, read_kept
@@ -64,8 +64,8 @@ def plan_next(
 def _plan_next(
     job: Resumable, options: Options, known: Collection[str], tell: Callable[[str], None]
 ) -> tuple[Plan, dict[str, Any]]:
-    old, job_id = job.plan, job.job_id
-    role, request = main_role(old), old.request
+    old, job_id, request = job.plan, job.job_id, job.plan.request
+    had_its_own = any(group.devices.kind != "any" for group in groups_of(old))
     if is_trainer(old):
         config, text = _config_of(job, options, tell=tell)
     else:
@@ -82,7 +82,7 @@ def _plan_next(
         python=old.python._replace(explicit=config.target.python),
         includes=old.includes,
         allow_busy=old.allow_busy or options.allow_busy,
-        restrict_gpus=is_trainer(old) or "target.gpu_ranks" in options.keys or role.nodes[0].kind != "any",
+        restrict_gpus=had_its_own or "target.gpu_ranks" in options.keys,
         text=text,
     )
     names = {*old.env_names, *plan.env_names}

@@ -54,7 +54,7 @@ def resume(root: Root, call: Call) -> None:
             check_root(root)
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
-            start_next(root, job, plan, request, commit=lambda: _note(job, plan, request))
+            start_next(root, job, plan, commit=lambda: _note(job, plan, request))
     if call.revoked:
         request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")
