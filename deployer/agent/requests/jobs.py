@@ -19,8 +19,8 @@ from ..host.typed import Damage, to_json
 from ..job import progress
 from ..job.groups import processes_of
 from ..job.judge import judge
-from ..job.plan import Plan, main_role, parse_plan, process_count
-from ..job.record import read_record
+from ..job.plan import Plan, main_role, process_count
+from ..job.record import plan_of, read_record
 from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
 from ..job.views import JobView, Row
 from ..supervisor import start
@@ -136,7 +136,7 @@ def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], str]:
         record = read_record(job)
         if record.created_at is not None:
             age_s = max(0.0, time.time() - record.created_at)
-        return parse_plan(record.plan), age_s, ""
+        return plan_of(job, record), age_s, ""
     except Damage as damage:
         return None, age_s, str(damage)
 
