@@ -85,7 +85,7 @@ def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Pr
     """Those whose log is wanted, each with the ranks that are. UsageError for what this job has not got."""
     roles = sorted({group.role for group in groups})
     if wanted.role is not None and wanted.role not in roles:
-        there = ", ".join(filter(None, roles)) or "nothing names its only one"
+        there = ", ".join(filter(None, roles)) or "its plan cannot be read, so its role has no name here"
         raise UsageError(f"{job_id} has no role {wanted.role}: {there}")
     who = job_id if wanted.role is None else f"role {wanted.role} of {job_id}"
     chosen = [group for group in groups if wanted.role in (None, group.role)]
