@@ -69,7 +69,7 @@ class Asker:
             try:
                 rows.append(SeenJob(from_json(value, Row), self.host.name, stamp()))
             except Damage as damage:
-                trouble = f"{self.host.name} tells of it what is not understood: {damage}"
+                trouble = f"what {self.host.name} says of it is not understood: {damage}"
                 rows.append(self._seen_before(from_json(value, _Named).id)._replace(trouble=trouble))
         return rows
 

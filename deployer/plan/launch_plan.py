@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from deployer.agent.host.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV
+from deployer.agent.host.typed import load_json
 from deployer.agent.job.plan import PROGRAM, TRAINER, Devices, Group, Include, Plan, Policy, Request, Role, Slot, Text
 from deployer.agent.python.spec import PythonSpec
 from deployer.errors import UsageError
@@ -30,7 +31,6 @@ TRAINER_REQUIRES = (
     "click>=8.1",
     "pyyaml>=6.0",
 )
-
 
 PYTHON_RULE = "the host's interpreter that has what the job needs: --python, else found, else built from requirements"
 PYTHON_HERE = "Here python3 stands for it, --dry-run=remote asks the host"
@@ -144,7 +144,8 @@ def supervised_keys() -> list[str]:
 
 def _settings(config: Config, keys: Sequence[str]) -> tuple[str, ...]:
     """Those of the keys that are not at their default, `KEY=JSON`."""
-    values = {key: (_value_of(config, key), _value_of(Config(), key)) for key in keys}
+    plain = Config()
+    values = {key: (_value_of(config, key), _value_of(plain, key)) for key in keys}
     return tuple(f"{key}={json.dumps(value)}" for key, (value, default) in values.items() if value != default)
 
 
@@ -154,12 +155,12 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def read_settings(request: Request) -> dict[str, dict[str, Any]]:
-    """The settings of a request as the sections of a config. ValueError for one that is none."""
+    """The settings of a request as the sections of a config. Damage for one that is none."""
     tree: dict[str, dict[str, Any]] = {}
     for setting in request.overrides:
         key, _, value = setting.partition("=")
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = json.loads(value)
+        tree.setdefault(section, {})[name] = load_json(value.encode("utf-8", "surrogatepass"))
     return tree
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.job.plan import Plan, is_trainer, main_role, parse_plan
+from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
-from deployer.plan.kept_config import Kept, read_kept
+from deployer.plan.kept_config import read_kept
 from deployer.plan.launch_plan import NOT_REQUESTED, Command, ConfigText, build_plan, read_settings, supervised_keys
 from deployer.plan.options import Options
 from deployer.plan.prepare import payload_of
@@ -64,8 +64,8 @@ def plan_next(
 def _plan_next(
     job: Resumable, options: Options, known: Collection[str], tell: Callable[[str], None]
 ) -> tuple[Plan, dict[str, Any]]:
-    old, job_id = job.plan, job.job_id
-    role, request = main_role(old), old.request
+    old, job_id, request = job.plan, job.job_id, job.plan.request
+    had_its_own = any(group.devices.kind != "any" for group in groups_of(old))
     if is_trainer(old):
         config, text = _config_of(job, options, tell=tell)
     else:
@@ -82,7 +82,7 @@ def _plan_next(
         python=old.python._replace(explicit=config.target.python),
         includes=old.includes,
         allow_busy=old.allow_busy or options.allow_busy,
-        restrict_gpus=is_trainer(old) or "target.gpu_ranks" in options.keys or role.nodes[0].kind != "any",
+        restrict_gpus=had_its_own or "target.gpu_ranks" in options.keys,
         text=text,
     )
     names = {*old.env_names, *plan.env_names}
@@ -130,7 +130,10 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
     trainer's schema lacks is refused, unless the host carries it out by itself: then the request keeps it. Of a text
     that never named all keys nobody knows what the schema lacks: there it is the trainer that judges.
     """
-    request, kept = job.plan.request, _kept_of(job.plan)
+    request, written = job.plan.request, job.plan.config_yaml
+    if written is None:
+        raise HostError(f"cannot resume {job.job_id}: the plan that its host sent has no config")
+    kept = read_kept(written, f"config.yaml of {job.job_id}", _settings_of(job.plan))
     asked = [key_of(text) for text in options.overrides]
     overrides = options.overrides
     if job.from_step is not None and RESUME not in asked and kept.config.train.resume != "auto":
@@ -152,19 +155,15 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
             f"the trainer of {job.job_id} does not know {unknown}, which is newer: the job keeps the code it came with",
             hint=f"launch a new job, with {RESUME}=… naming the checkpoint to begin with",
         )
-    text = edit_yaml(job.plan.config_yaml or "", values)
+    text = edit_yaml(written, values)
     return changed.config, ConfigText(text, kept.keys | values.keys(), request.given_alone)
-
-
-def _kept_of(plan: Plan) -> Kept:
-    return read_kept(plan.config_yaml or "", f"config.yaml of {plan.job_id}", _settings_of(plan))
 
 
 def _settings_of(plan: Plan) -> dict[str, dict[str, Any]]:
     try:
         return read_settings(plan.request)
-    except ValueError as error:
-        raise HostError(f"cannot read what {plan.job_id} was asked for: {error}") from None
+    except Damage as damage:
+        raise HostError(f"cannot read what {plan.job_id} was asked for: {damage}") from None
 
 
 def _check_data(job: Resumable, before: Config, config: Config) -> None:
@@ -179,6 +178,8 @@ def _check_data(job: Resumable, before: Config, config: Config) -> None:
 
 def _config_of_program(old: Plan, options: Options) -> Config:
     """What a program's job was asked for with, as a config."""
+    if not old.request.command:
+        raise HostError(f"cannot resume {old.job_id}: the plan that its host sent has no command")
     if options.overrides:
         raise UsageError(
             f"{options.overrides[0]} changes a config, and this job is a program of your own",

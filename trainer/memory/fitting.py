@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.dropped import take_out
 from trainer.config.keys import DROPPED
 from trainer.config.parallel import backend_of
 from trainer.data.batches.steps import micro_batches
@@ -178,16 +179,7 @@ def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
     try:
         noted = json.loads((run_dir / MEMORY_PLAN_FILE).read_text())
         now = json.loads(json.dumps(setting_of(config, world_size)))
-        return [str(name) for name in noted["failed"]] if _without_dropped(noted["setting"]) == now else []
+        then, _ = take_out(noted["setting"], DROPPED)  # an earlier version noted every key of its schema
+        return [str(name) for name in noted["failed"]] if then == now else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def _without_dropped(setting: dict[str, Any]) -> dict[str, Any]:
-    """A setting as an earlier version noted it, without the keys that the schema has no longer."""
-    return {
-        name: {key: then for key, then in value.items() if f"{name}.{key}" not in DROPPED}
-        if isinstance(value, dict)
-        else value
-        for name, value in setting.items()
-    }

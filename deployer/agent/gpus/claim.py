@@ -157,7 +157,7 @@ SIGHT_S = 10.0
 
 
 class JobGpus:
-    """`look` until it is no longer `waiting`; then `slots` and `stdin` are what the job is started with."""
+    """`look` until it is no longer `waiting`; then `visible` and `stdin` are what the job is started with."""
 
     def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
         """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again."""

@@ -3,25 +3,16 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, Tuple
 
 from ..host.layout import ALONE, PREPARE_LOG, GroupName, Job
 from ..logs.read import latest_attempt, log_names
 from .plan import groups_of
 from .record import known_plan
+from .views import Processes
 
 MOST_RANKS = 1024
 """Of one group: a damaged status may say any number."""
-
-
-class Processes(NamedTuple):
-    """A role's processes on one node."""
-
-    role: str
-    """Empty where nothing names it: of a job whose plan is lost."""
-    node: int
-    ranks: Tuple[int, ...]
-    """All of a job's only group; of several groups those that have a log by now."""
 
 
 def processes_of(job: Job, nproc: int) -> List[Processes]:

@@ -165,18 +165,13 @@ def of_main_role(names: Sequence[GroupName]) -> List[GroupName]:
     return [name for name in names if name.role == names[0].role]
 
 
-def kind_of(plan: Plan) -> RoleName:
-    """What the job is: a trainer or a program, as which also counts what nobody knows."""
-    return main_role(plan).name if plan.roles else PROGRAM
-
-
 def is_trainer(plan: Plan) -> bool:
-    return kind_of(plan) == TRAINER
+    return main_role(plan).name == TRAINER
 
 
 def max_restarts(plan: Plan) -> int:
     """How often a failed job starts again: all of it does, as often as its main role may."""
-    return main_role(plan).max_restarts if plan.roles else 0
+    return main_role(plan).max_restarts
 
 
 def process_count(plan: Plan) -> int:
@@ -191,8 +186,8 @@ def is_alone(plan: Plan) -> bool:
 
 def unreadable_plan(job_id: str) -> Plan:
     """For a supervisor that takes over a job whose plan is none: it watches and stops what its status and /proc name,
-    and starts nothing."""
-    return Plan(job_id, "", "", (), PythonSpec(), "", Request())
+    and starts nothing. What nobody knows counts as a program, on no node."""
+    return Plan(job_id, "", "", (Role(PROGRAM, (), "", {}, nodes=()),), PythonSpec(), "", Request())
 
 
 def parse_plan(raw: Mapping[str, Any]) -> Plan:

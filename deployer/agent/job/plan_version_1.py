@@ -7,9 +7,13 @@ import json
 import re
 from typing import Any, Dict, List, Literal, Mapping, NamedTuple, Optional, Tuple
 
-from ..host.typed import from_json
+from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
 from .plan import TRAINER, Devices, Include, Plan, Policy, Request, Role, RoleName, Slot, Text
+
+MOST_PROCESSES = 1024
+"""Each is written out as a GPU; a damaged plan may say any number."""
+_AGENTS_WRAPPER = (Slot("agent"), "/rank.py")
 
 
 class _Policy(NamedTuple):
@@ -45,6 +49,8 @@ class _Plan(NamedTuple):
 def upgrade(raw: Mapping[str, Any]) -> Plan:
     """The same plan as one of today. Damage for one that is none."""
     old = from_json(dict(raw), _Plan)
+    if old.nproc > MOST_PROCESSES:
+        raise Damage("nproc is %d, more than %d" % (old.nproc, MOST_PROCESSES))
     role = Role(
         name=old.kind,
         argv=old.argv,
@@ -85,12 +91,16 @@ def _command(old: _Plan) -> Tuple[str, ...]:
     """The program of the argv: torchrun gets it behind the wrapper of the ranks."""
     words = list(old.argv)
     if old.torchrun:
-        words = words[words.index((Slot("agent"), "/rank.py")) + 1 :]
+        if _AGENTS_WRAPPER not in words:
+            raise Damage("argv has no rank.py, by which torchrun starts a program")
+        words = words[words.index(_AGENTS_WRAPPER) + 1 :]
     return tuple("python" if word == (Slot("python"),) else str(word) for word in words)
 
 
 def _settings(old: _Plan) -> Dict[str, Any]:
-    gpus: List[Any] = [int(gpu) if re.match(r"\d+\Z", gpu) else gpu for gpu in old.gpus] or list(range(old.nproc))
+    gpus: List[Any] = [int(gpu) if re.match(r"[0-9]{1,9}\Z", gpu) else gpu for gpu in old.gpus] or list(
+        range(old.nproc)
+    )
     settings = {
         "run.name": old.name,
         "target.gpu_ranks": None if old.device == "any" else gpus,

@@ -64,7 +64,12 @@ def write_record(job: Job, record: Record) -> None:
 
 def read_plan(job: Job) -> Plan:
     """The plan of this very job. Damage, with what is wrong, when there is none to go by."""
-    plan = parse_plan(read_record(job).plan)
+    return plan_of(job, read_record(job))
+
+
+def plan_of(job: Job, record: Record) -> Plan:
+    """The plan in the job's record. Damage for none, and for another job's."""
+    plan = parse_plan(record.plan)
     if plan.job_id != job.id:
         raise Damage("its job.json is of another job, %s" % plan.job_id[:80])
     return plan

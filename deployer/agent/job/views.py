@@ -6,8 +6,17 @@ Stdlib only, Python 3.8: both ends use it.
 from typing import NamedTuple, Optional, Tuple
 
 from ..gpus.view import QueueView
-from .groups import Processes
 from .status import State, Status
+
+
+class Processes(NamedTuple):
+    """A role's processes on one node."""
+
+    role: str
+    """Empty where nothing names it: of a job whose plan is lost."""
+    node: int
+    ranks: Tuple[int, ...]
+    """All of a job's only group; of several groups those that have a log by now."""
 
 
 class JobView(NamedTuple):

@@ -19,8 +19,8 @@ from ..host.typed import Damage, to_json
 from ..job import progress
 from ..job.groups import processes_of
 from ..job.judge import judge
-from ..job.plan import Plan, kind_of, parse_plan, process_count
-from ..job.record import read_record
+from ..job.plan import Plan, main_role, process_count
+from ..job.record import plan_of, read_record
 from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
 from ..job.views import JobView, Row
 from ..supervisor import start
@@ -117,7 +117,7 @@ def _row(job: Job, look: Look) -> Row:
         ended_at=status.ended_at,
         unsupervised=status.unsupervised,
         name=plan.name if plan else "",
-        kind=kind_of(plan) if plan else None,
+        kind=main_role(plan).name if plan else None,
         created=plan.created if plan else "",
         age_s=age_s,
         gpus=gpus_of(plan, status),
@@ -136,7 +136,7 @@ def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], str]:
         record = read_record(job)
         if record.created_at is not None:
             age_s = max(0.0, time.time() - record.created_at)
-        return parse_plan(record.plan), age_s, ""
+        return plan_of(job, record), age_s, ""
     except Damage as damage:
         return None, age_s, str(damage)
 

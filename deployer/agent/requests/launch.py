@@ -232,9 +232,7 @@ def _link_include(store: Store, job: Job, include: Include) -> None:
     os.symlink(target, where)
 
 
-def start_next(
-    root: Root, job: Job, plan: Plan, request: LaunchRequest, *, commit: Callable[[], LaunchRequest]
-) -> None:
+def start_next(root: Root, job: Job, plan: Plan, *, commit: Callable[[], LaunchRequest]) -> None:
     """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more, and says what
     it is given then."""
     env = _base_env()

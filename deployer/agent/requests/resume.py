@@ -17,7 +17,7 @@ from ..host.typed import Damage
 from ..job import progress
 from ..job.judge import judge
 from ..job.plan import Plan
-from ..job.record import RawPlan, Record, Resumed, known_record, plan_hash, read_plan, read_record, write_record
+from ..job.record import RawPlan, Record, Resumed, known_record, plan_hash, plan_of, read_record, write_record
 from ..job.status import FINAL, Status, read_status
 from ..job.stop import request_stop
 from ..logs.read import LogReader
@@ -33,12 +33,12 @@ def show_plan(root: Root, call: Call) -> None:
     now = judge(job)
     _check_ended(job, now)
     try:
-        read_plan(job)
-        plan = read_record(job).plan
+        record = read_record(job)
+        plan_of(job, record)
     except Damage as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
-    found = {"job_id": job.id, "path": job.path, "plan": plan, "state": now.state}
-    call.send_event("plan", dict(found, attempt=now.attempt, from_step=progress.newest_checkpoint(job)))
+    found = {"job_id": job.id, "plan": record.plan, "attempt": now.attempt}
+    call.send_event("plan", dict(found, from_step=progress.newest_checkpoint(job)))
 
 
 def resume(root: Root, call: Call) -> None:
@@ -54,7 +54,7 @@ def resume(root: Root, call: Call) -> None:
             check_root(root)
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
-            start_next(root, job, plan, request, commit=lambda: _note(job, plan, request))
+            start_next(root, job, plan, commit=lambda: _note(job, plan, request))
     if call.revoked:
         request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")

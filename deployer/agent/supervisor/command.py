@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from typing import Dict, List, Mapping, NamedTuple, NoReturn, Tuple
+from typing import Dict, List, Mapping, NamedTuple, NoReturn, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
@@ -25,7 +25,7 @@ _OF_A_JOB = (RESTARTED_ENV, GROUP_ENV)
 
 
 class Command(NamedTuple):
-    """What is started for a job: `program` as the plan says it, `argv` with the rank wrapper before it if need be."""
+    """What is started for a group of processes; `argv` has the rank wrapper before the program if need be."""
 
     argv: List[str]
     cwd: str
@@ -74,12 +74,12 @@ def _is_torchruns(name: str) -> bool:
     return name in _OF_TORCHRUN or name.startswith("TORCHELASTIC_")
 
 
-def job_command(role: Role, env: Dict[str, str], slots: Mapping[str, str]) -> Command:
-    """The filled command. A program without torchrun is rank 0 and gets the same wrapper as torchrun's ranks."""
-    argv = [fill(text, slots) for text in role.argv]
+def job_command(role: Role, argv: Sequence[str], env: Dict[str, str], slots: Mapping[str, str]) -> Command:
+    """How a role's filled `argv` is started. A program without torchrun is rank 0 and gets the same wrapper as
+    torchrun's ranks."""
     if not role.torchrun:
         argv = [sys.executable, "-I", "-S", os.path.join(slots["agent"], "rank.py"), "--exec", *argv]
-    return Command(argv, fill(role.cwd, slots), env)
+    return Command(list(argv), fill(role.cwd, slots), env)
 
 
 class _Answer(NamedTuple):

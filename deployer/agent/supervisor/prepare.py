@@ -53,7 +53,7 @@ def _prepare_group(
     role = group.role
     env = job_env(job, role, given, slots, attempt=number, restarted=restarted, folder=group.folder)
     argv = tuple(fill(text, slots) for text in role.argv)
-    return Prepared(group.folder, job_command(role, env, slots), argv, slots)
+    return Prepared(group.folder, job_command(role, argv, env, slots), argv, slots)
 
 
 def _resolve_python(turn: Turn, given: LaunchInput, number: int, root: Root, *, restarted: bool) -> str:

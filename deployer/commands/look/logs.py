@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.job.groups import Processes
 from deployer.agent.job.status import FINAL
+from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.screen import DETACHED, Screen, log_view
 from deployer.connection.host import Host
@@ -86,7 +86,8 @@ def _choose(groups: Sequence[Processes], wanted: Wanted, job_id: str) -> list[Pr
     roles = sorted({group.role for group in groups})
     if wanted.role is not None and wanted.role not in roles:
         named = ", ".join(filter(None, roles))
-        raise UsageError(f"{job_id} has no role {wanted.role}" + (f", only {named}" if named else ": it names none"))
+        there = f", only {named}" if named else ": its plan cannot be read, so its role has no name here"
+        raise UsageError(f"{job_id} has no role {wanted.role}{there}")
     who = job_id if wanted.role is None else f"role {wanted.role} of {job_id}"
     chosen = [group for group in groups if wanted.role in (None, group.role)]
     nodes = {group.node for group in chosen}

@@ -134,6 +134,18 @@ def test_what_the_user_had_asked_for_is_read_from_a_plan_of_version_1() -> None:
     assert "target.gpu_ranks=[0, 1]" in ranks.overrides
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torchrun": True}, r"argv has no rank\.py"),
+        ({"nproc": 10**12}, "nproc is 1000000000000, more than 1024"),
+    ],
+)
+def test_a_plan_of_version_1_that_fits_its_types_and_is_none_is_damage(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Damage, match=words):
+        parse_plan({**old_plan("failed"), **changes})
+
+
 def test_a_policy_is_optional_in_a_plan_of_version_1() -> None:
     old = old_plan("failed")
     del old["policy"]

@@ -30,8 +30,9 @@ from deployer.agent.host.marks import job_processes
 from deployer.agent.host.typed import to_json
 from deployer.agent.job import progress
 from deployer.agent.job.ending import RankRecord, read_ranks
-from deployer.agent.job.groups import MOST_RANKS, Processes, processes_of
+from deployer.agent.job.groups import MOST_RANKS, processes_of
 from deployer.agent.job.plan import Devices, RoleName, groups_of, main_role
+from deployer.agent.job.views import Processes
 from deployer.agent.logs.keep import LogKeeper
 from deployer.agent.logs.read import ALL, Chosen, LogReader, last_lines, log_names, tail_offsets
 from deployer.agent.logs.times import attempt_at, offsets_at

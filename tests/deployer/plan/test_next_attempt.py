@@ -256,6 +256,15 @@ def test_request_that_is_none_is_an_error_that_names_the_job(setting: str) -> No
         assert "j-1" in f"{caught.value.message} {caught.value.where}"
 
 
+def test_plan_without_command_or_config_is_an_error_that_names_the_job() -> None:
+    program, trainer = job_of(Config(), Command(("true",), torchrun=False)), reads(WHOLE)
+    without_command = program.plan._replace(request=program.plan.request._replace(command=()))
+    without_config = trainer.plan._replace(config_yaml=None)
+    for job, plan, lack in ((program, without_command, "no command"), (trainer, without_config, "no config")):
+        with pytest.raises(HostError, match=f"j-1.*{lack}"):
+            plan_next(replace(job, plan=plan), Options(), known=())
+
+
 # --- request -> plan -> request ---------------------------------------------------------------------------------------
 
 GPUS = st.one_of(
