@@ -58,10 +58,10 @@ def live_state(job: Row | Status) -> str:
         return job.state
     notes = [
         "unsupervised" if job.unsupervised else "",
-        (job.damaged or "")[:80],
+        job.damaged[:80],
         f"on {job.on_host}" if job.on_host else "",
         f"position {job.queue.position}" if job.state == QUEUED and job.queue and job.queue.position else "",
-        f"attempt {job.attempt}" if (job.attempt or 1) != 1 else "",
+        f"attempt {job.attempt}" if job.attempt > 1 else "",
     ]
     told = ", ".join(note for note in notes if note)
     return f"{job.state} ({told})" if told else job.state

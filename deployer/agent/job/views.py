@@ -49,12 +49,12 @@ class Row(NamedTuple):
     id: str
     state: State
     code: Optional[int] = None
-    reason: Optional[str] = None
-    on_host: Optional[str] = None
-    attempt: Optional[int] = None
-    max_attempts: Optional[int] = None
+    reason: str = ""
+    on_host: str = ""
+    attempt: int = 0
+    max_attempts: int = 0
     queue: Optional[QueueView] = None
-    damaged: Optional[str] = None
+    damaged: str = ""
     started_at: Optional[str] = None
     ended_at: Optional[str] = None
     unsupervised: bool = False

@@ -107,12 +107,12 @@ def _row(job: Job, look: Look) -> Row:
         job.id,
         status.state,
         code=status.code,
-        reason=status.reason or None,
-        on_host=status.on_host or None,
-        attempt=status.attempt or None,
-        max_attempts=status.max_attempts or None,
+        reason=status.reason,
+        on_host=status.on_host,
+        attempt=status.attempt,
+        max_attempts=status.max_attempts,
         queue=status.queue,
-        damaged=status.damaged or damage or None,
+        damaged=status.damaged or damage,
         started_at=status.started_at,
         ended_at=status.ended_at,
         unsupervised=status.unsupervised,
@@ -156,7 +156,7 @@ def adopt_all(root: Root, *, within_s: float) -> None:
                 adopt(job, status)
             elif _is_unswept(status):
                 sweep_ended(job)
-        except (AgentError, OSError, KeyError, TypeError, ValueError):
+        except (AgentError, OSError):
             continue  # a job that is broken must not keep the others waiting
 
 

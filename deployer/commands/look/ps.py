@@ -45,9 +45,14 @@ def without_old(rows: Sequence[SeenJob]) -> list[SeenJob]:
     return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
 
 
+NULL_AT_FIRST = "reason", "on_host", "attempt", "max_attempts", "damaged"
+"""What a script reads as null while there is nothing to say."""
+
+
 def row_as_json(row: SeenJob) -> dict[str, Any]:
     """For a script."""
-    told = {**to_json(row.job), "where": row.where, "seen_at": row.seen_at}
+    job = to_json(row.job)
+    told = {**job, **{name: job[name] or None for name in NULL_AT_FIRST}, "where": row.where, "seen_at": row.seen_at}
     if not row.trouble:
         return told
     last_state = row.job.state if row.seen_at is not None else None
