@@ -159,7 +159,10 @@ def read_settings(request: Request) -> dict[str, dict[str, Any]]:
     for setting in request.overrides:
         key, _, value = setting.partition("=")
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = json.loads(value)
+        try:
+            tree.setdefault(section, {})[name] = json.loads(value)
+        except RecursionError:
+            raise ValueError(f"{key} is nested too deep") from None
     return tree
 
 

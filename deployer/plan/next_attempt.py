@@ -179,6 +179,8 @@ def _check_data(job: Resumable, before: Config, config: Config) -> None:
 
 def _config_of_program(old: Plan, options: Options) -> Config:
     """What a program's job was asked for with, as a config."""
+    if not old.request.command:
+        raise HostError(f"cannot read what {old.job_id} was asked for: it names no program", hint="launch it anew")
     if options.overrides:
         raise UsageError(
             f"{options.overrides[0]} changes a config, and this job is a program of your own",

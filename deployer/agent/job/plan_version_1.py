@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any, Dict, List, Literal, Mapping, NamedTuple, Optional, Tuple
 
-from ..host.typed import from_json
+from ..host.typed import Damage, from_json
 from ..python.spec import PythonSpec
 from .plan import TRAINER, Devices, Include, Plan, Policy, Request, Role, RoleName, Slot, Text
 
@@ -81,16 +81,28 @@ def _request(old: _Plan) -> Request:
     return Request(_command(old), old.torchrun, settings)
 
 
+_WRAPPER = (Slot("agent"), "/rank.py")
+
+
 def _command(old: _Plan) -> Tuple[str, ...]:
     """The program of the argv: torchrun gets it behind the wrapper of the ranks."""
     words = list(old.argv)
+    if old.torchrun and _WRAPPER not in words:
+        raise Damage("argv gives torchrun no rank to start")
     if old.torchrun:
-        words = words[words.index((Slot("agent"), "/rank.py")) + 1 :]
+        words = words[words.index(_WRAPPER) + 1 :]
     return tuple("python" if word == (Slot("python"),) else str(word) for word in words)
 
 
+_INDEX = re.compile(r"\d{1,9}\Z")
+_MOST_PROCESSES = 1024
+"""Of a plan without GPUs, whose processes are counted out here."""
+
+
 def _settings(old: _Plan) -> Dict[str, Any]:
-    gpus: List[Any] = [int(gpu) if re.match(r"\d+\Z", gpu) else gpu for gpu in old.gpus] or list(range(old.nproc))
+    if old.nproc > _MOST_PROCESSES:
+        raise Damage("nproc is %d, not at most %d" % (old.nproc, _MOST_PROCESSES))
+    gpus: List[Any] = [int(gpu) if _INDEX.match(gpu) else gpu for gpu in old.gpus] or list(range(old.nproc))
     settings = {
         "run.name": old.name,
         "target.gpu_ranks": None if old.device == "any" else gpus,

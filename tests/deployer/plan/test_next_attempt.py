@@ -246,7 +246,13 @@ def test_job_stays_where_it_is(override: str) -> None:
     assert refused(reads(WHOLE), override).message.endswith("says where a job lies, and j-1 stays where it is")
 
 
-@pytest.mark.parametrize("setting", ["target.queue", "target.queue={", "target.queue=1", "target.nice=3", "=1", "a=1"])
+DEEP = "run.name=" + "[" * 100_000
+
+
+SETTINGS = "target.queue", "target.queue={", "target.queue=1", "target.nice=3", "=1", "a=1", DEEP
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=range(len(SETTINGS)))
 def test_request_that_is_none_is_an_error_that_names_the_job(setting: str) -> None:
     for command in (Command(("true",), torchrun=False), None):
         job = job_of(Config(), command)
@@ -254,6 +260,13 @@ def test_request_that_is_none_is_an_error_that_names_the_job(setting: str) -> No
         with pytest.raises((UsageError, HostError)) as caught:
             plan_next(replace(job, plan=broken), Options(), known=())
         assert "j-1" in f"{caught.value.message} {caught.value.where}"
+
+
+def test_program_of_a_request_that_names_none_is_an_error_that_names_the_job() -> None:
+    job = job_of(Config(), Command(("true",), torchrun=False))
+    broken = replace(job, plan=job.plan._replace(request=job.plan.request._replace(command=())))
+    with pytest.raises(HostError, match="cannot read what j-1 was asked for: it names no program"):
+        plan_next(broken, Options(), known=())
 
 
 # --- request -> plan -> request ---------------------------------------------------------------------------------------
