@@ -13,6 +13,7 @@ import re
 import time
 from typing import Callable, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
+from ..host.files import read_whole
 from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
@@ -172,8 +173,7 @@ def _is_foreign(status: Status) -> bool:
 
 def _text(path: str) -> bytes:
     try:
-        with open(path, "rb") as f:
-            return f.read(MAX_TEXT)
+        return read_whole(path, MAX_TEXT)
     except OSError:
         return b""
 

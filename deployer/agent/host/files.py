@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import stat
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO, Dict, Iterator, Optional
 
 if TYPE_CHECKING:
     from hashlib import blake2b as blake2b
@@ -32,13 +33,20 @@ MAX_JSON = 64 << 20
 
 def read_whole(path: str, most: int) -> bytes:
     """The first `most` bytes of a regular file. OSError when there is none to read."""
+    with open_regular(path) as f:
+        return f.read(most)
+
+
+@contextmanager
+def open_regular(path: str) -> Iterator[BinaryIO]:
+    """A regular file, to read. OSError when there is none."""
     # a pipe of that name would keep whoever looks waiting
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a folder, `open` would fail and leave the descriptor open
             raise OSError(errno.EINVAL, "no regular file", path)
         with open(fd, "rb", closefd=False) as f:
-            return f.read(most)
+            yield f
     finally:
         os.close(fd)
 

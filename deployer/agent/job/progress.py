@@ -9,6 +9,7 @@ import re
 import time
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
+from ..host.files import open_regular
 from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
@@ -57,7 +58,7 @@ def silent_s(job: Job, attempt: int) -> Optional[float]:
 def last_metrics(job: Job) -> Optional[str]:
     """The last whole line of metrics.jsonl."""
     try:
-        with open(job.metrics, "rb") as f:
+        with open_regular(job.metrics) as f:
             f.seek(0, os.SEEK_END)
             f.seek(max(0, f.tell() - 8192))
             lines = f.read().split(b"\n")[:-1]

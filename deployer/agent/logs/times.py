@@ -9,7 +9,7 @@ import os
 import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
-from ..host.files import write_whole
+from ..host.files import read_whole, write_whole
 from ..host.layout import ALONE, Job, group_files, is_log
 from .read import attempts, line_start, log_names, log_path
 
@@ -73,8 +73,7 @@ def sizes_of(folder: str) -> Dict[str, int]:
 def read_index(folder: str) -> List[Entry]:
     """The lines that can be read; empty for a job from before there was an index."""
     try:
-        with open(os.path.join(folder, TIMES_FILE), "rb") as f:
-            lines = f.read(4 * MAX_BYTES).splitlines()
+        lines = read_whole(os.path.join(folder, TIMES_FILE), 4 * MAX_BYTES).splitlines()
     except OSError:
         return []
     return [entry for entry in map(_parse, lines) if entry is not None]

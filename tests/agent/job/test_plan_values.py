@@ -152,3 +152,22 @@ def test_a_policy_is_optional_in_a_plan_of_version_1() -> None:
     assert parse_plan(old).roles[0].max_restarts == 0
     with pytest.raises(Damage, match="kind is 'server'"):
         parse_plan({**old, "kind": "server"})
+
+
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("ranks", {"argv": ["python", "x.py"]}, "argv has no rank.py, by which torchrun starts a program"),
+        ("ranks", {"nproc": 1 << 62}, "nproc is 4611686018427387904, more than 1024"),
+        ("gpu", {"gpus": ["9" * 5000]}, ""),
+    ],
+)
+def test_a_plan_of_version_1_that_nobody_wrote_is_damage_or_read(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    damaged = {**old_plan(name), **changes}
+    if words:
+        with pytest.raises(Damage, match=words):
+            parse_plan(damaged)
+    else:  # as it stands there: the rules of the config say what is wrong, once somebody resumes it
+        assert "9" * 5000 in parse_plan(damaged).request.overrides[1]

@@ -21,8 +21,10 @@ from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, is_running, process_of, send
 from deployer.agent.job.ending import read_ranks
 from deployer.agent.job.judge import judge
+from deployer.agent.job.progress import last_metrics, last_step
 from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import read_stop, request_stop
+from deployer.agent.logs.times import TIMES_FILE, read_index
 from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
 
@@ -220,6 +222,18 @@ def test_what_is_no_file_of_ours_keeps_nobody_waiting(tmp_path: Path, make: Call
     job = make_job(tmp_path, "j", make_plan([]))
     make(job.status)
     assert re.fullmatch("its status.json is damaged: .+, and nothing of it runs", judge(job).reason)
+
+
+def test_a_pipe_in_the_place_of_a_jobs_file_keeps_nobody_waiting(tmp_path: Path) -> None:
+    job = make_job(tmp_path, "j", make_plan([]))
+    times = Path(job.logs(1), TIMES_FILE)
+    times.parent.mkdir(parents=True)
+    Path(job.record).unlink()
+    for path in (job.metrics, job.record, times):
+        os.mkfifo(path)
+    assert (last_metrics(job), last_step(job), read_index(job.logs(1))) == (None, None, [])
+    (item,) = read_inventory(Root(str(tmp_path))).jobs
+    assert (item.id, item.known) == ("j", False)
 
 
 @pytest.mark.parametrize(
