@@ -12,7 +12,6 @@ from ..host.layout import ALONE, LAUNCHER_LOG, Job, LogName, Root
 from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..job.views import JobView
 from ..logs import read
 from ..wire.conversation import Call
 
@@ -105,6 +104,8 @@ def follow_job(
             call.send_event("state", to_json(now, sparse=True))
         if not chunks and (once or now.state in FINAL):
             _send_matches(call, _in_time(lines.end) if lines else [])
+            from ..job.views import JobView  # a launch does not wait for what is needed at the job's end
+
             call.send_event("status", to_json(JobView(job.id, now), sparse=True))
             return
         wait_s = POLL_MIN_S if chunks else min(wait_s * 1.5, POLL_MAX_S)
