@@ -42,9 +42,20 @@ class Damage(Exception):
     """A value that cannot be what it should, in words: what is where, and what was expected there."""
 
     def __init__(self, words: str, *, place: str = "", expected: str = "") -> None:
-        super().__init__(words)
+        """`words` follow the `place`, where there is one: "is 5, not a text"."""
+        super().__init__(words, place, expected)
+        self.words = words
         self.place = place
         self.expected = expected
+
+    def __str__(self) -> str:
+        return "%s %s" % (self.place, self.words) if self.place else self.words
+
+    def within(self, place: str) -> "Damage":
+        """The same, as seen from around that place."""
+        dot = "." if self.place and not self.place.startswith("[") else ""
+        words = self.words[3:] if not self.place and self.words.startswith("it is ") else self.words
+        return Damage(words, place=place + dot + self.place, expected=self.expected)
 
 
 def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
@@ -70,7 +81,7 @@ def load_json(data: bytes, *, most: int = MAX_BYTES) -> Any:
 def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
     """The typed value of what JSON text was parsed to. Damage when it is none of this type."""
     wanted: Any = kind
-    parsed: T = _parser(wanted, strict)(value, "")
+    parsed: T = _parser(wanted, strict)(value)
     return parsed
 
 
@@ -89,7 +100,7 @@ def to_json(value: Any, *, sparse: bool = False) -> Any:
 
 # --- one parser for each type -----------------------------------------------------------------------------------------
 
-_Parser = Callable[[Any, str], Any]
+_Parser = Callable[[Any], Any]
 _UNIONS = (Union, getattr(types, "UnionType", Union))  # `X | Y` too
 
 
@@ -111,112 +122,129 @@ def _parser(kind: Hashable, strict: bool) -> _Parser:
     return _PLAIN[kind]
 
 
-def _fail(value: Any, place: str, expected: str) -> NoReturn:
-    raise Damage("%s is %.60r, not %s" % (place or "it", value, expected), place=place, expected=expected)
+def _fail(value: Any, expected: str) -> NoReturn:
+    raise Damage("it is %.60r, not %s" % (value, expected), expected=expected)
 
 
 def _record_parser(kind: Any, strict: bool) -> _Parser:
     hints: Dict[str, Any] = kind.__annotations__
     if any(isinstance(hint, (str, ForwardRef)) for hint in hints.values()):  # asking it of all takes twice as long
         hints = get_type_hints(kind)
-    fields: Tuple[Tuple[str, _Parser], ...] = tuple((name, _parser(hints[name], strict)) for name in kind._fields)
+    parsers: Dict[str, _Parser] = {name: _parser(hints[name], strict) for name in kind._fields}
     nullable = frozenset(name for name, hint in hints.items() if hint is Any or type(None) in get_args(hint))
     defaults = kind._field_defaults
+    required = frozenset(kind._fields) - frozenset(defaults)
 
-    def parse_record(value: Any, place: str) -> Any:
+    def parse_record(value: Any) -> Any:
         if not isinstance(value, dict):
-            _fail(value, place, "an object")
-        before = place + "." if place else ""
-        if strict:
-            for name in value:
-                if name not in hints:
-                    raise Damage("%s%s is not known here" % (before, name))
+            _fail(value, "an object")
         found: Dict[str, Any] = {}
-        for name, parser in fields:
-            given = value.get(name)
-            if given is not None:
-                found[name] = parser(given, before + name)
-            elif name in defaults:
-                pass
-            elif name in value and name in nullable:
+        for name, given in value.items():
+            parser = parsers.get(name)
+            if parser is None:
+                if strict:
+                    raise Damage("is not known here", place=name)
+            elif given is not None:
+                try:
+                    found[name] = parser(given)
+                except Damage as damage:
+                    raise damage.within(name) from None
+            elif name in required and name in nullable:
                 found[name] = None
-            else:
-                raise Damage("%s%s is %s" % (before, name, "null" if name in value else "missing"))
+        for name in required:
+            if name not in found:
+                raise Damage("is %s" % ("null" if name in value else "missing"), place=name)
         return kind(**found)
 
     return parse_record
 
 
 def _union_parser(parsers: List[_Parser]) -> _Parser:
-    def parse_union(value: Any, place: str) -> Any:
+    def parse_union(value: Any) -> Any:
         expected: List[str] = []
         for parser in parsers:
             try:
-                return parser(value, place)
+                return parser(value)
             except Damage as damage:
-                if damage.place != place or not damage.expected:  # it is of that kind, and something in it is wrong
+                if damage.place or not damage.expected:  # it is of that kind, and something in it is wrong
                     raise
                 expected.append(damage.expected)
-        _fail(value, place, " or ".join(word for word in expected if word != "null"))
+        _fail(value, " or ".join(word for word in expected if word != "null"))
 
     return parse_union
 
 
 def _literal_parser(words: Tuple[Any, ...]) -> _Parser:
-    def parse_literal(value: Any, place: str) -> Any:
+    def parse_literal(value: Any) -> Any:
         if not isinstance(value, str) or value not in words:
-            _fail(value, place, "one of " + ", ".join(words))
+            _fail(value, "one of " + ", ".join(words))
         return value
 
     return parse_literal
 
 
 def _list_parser(parser: _Parser, make: Callable[[Any], Any]) -> _Parser:
-    def parse_list(value: Any, place: str) -> Any:
+    def parse_list(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            _fail(value, place, "a list")
-        return make([parser(element, "%s[%d]" % (place, n)) for n, element in enumerate(value)])
+            _fail(value, "a list")
+        elements: List[Any] = []
+        try:
+            for element in value:
+                elements.append(parser(element))
+        except Damage as damage:
+            raise damage.within("[%d]" % len(elements)) from None
+        return make(elements)
 
     return parse_list
 
 
 def _dict_parser(parser: _Parser) -> _Parser:
-    def parse_dict(value: Any, place: str) -> Any:
+    def parse_dict(value: Any) -> Any:
         if not isinstance(value, dict):
-            _fail(value, place, "an object")
-        before = place + "." if place else ""
-        return {key: parser(element, before + key) for key, element in value.items()}
+            _fail(value, "an object")
+        found: Dict[str, Any] = {}
+        for key, element in value.items():
+            try:
+                found[key] = parser(element)
+            except Damage as damage:
+                raise damage.within(key) from None
+        return found
 
     return parse_dict
 
 
-def _parse_str(value: Any, place: str) -> str:
-    return value if isinstance(value, str) else _fail(value, place, "a text")
+def _parse_str(value: Any) -> str:
+    return value if isinstance(value, str) else _fail(value, "a text")
 
 
-def _parse_bool(value: Any, place: str) -> bool:
-    return value if isinstance(value, bool) else _fail(value, place, "true or false")
+def _parse_bool(value: Any) -> bool:
+    return value if isinstance(value, bool) else _fail(value, "true or false")
 
 
-def _parse_int(value: Any, place: str) -> int:
+def _parse_int(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT:
         return value
-    _fail(value, place, "a whole number of 0 or more")
+    _fail(value, "a whole number of 0 or more")
 
 
-def _parse_float(value: Any, place: str) -> float:
+def _parse_float(value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_INT:
         return value  # neither infinite nor NaN
-    _fail(value, place, "a number")
+    _fail(value, "a number")
 
 
-def _parse_any(value: Any, place: str) -> Any:
+def _parse_none(value: Any) -> None:
+    if value is not None:
+        _fail(value, "null")
+
+
+def _parse_any(value: Any) -> Any:
     layer = [value]
     for _ in range(MAX_DEPTH):
         layer = [e for v in layer if isinstance(v, (dict, list)) for e in (v.values() if isinstance(v, dict) else v)]
         if not layer:
             return value
-    raise Damage("%s is nested more than %d deep" % (place or "it", MAX_DEPTH))
+    raise Damage("it is nested more than %d deep" % MAX_DEPTH)
 
 
 _PLAIN: Dict[Any, _Parser] = {
@@ -224,6 +252,6 @@ _PLAIN: Dict[Any, _Parser] = {
     bool: _parse_bool,
     int: _parse_int,
     float: _parse_float,
-    type(None): lambda value, place: _fail(value, place, "null") if value is not None else None,
+    type(None): _parse_none,
     Any: _parse_any,
 }
