@@ -19,14 +19,11 @@ from ..host.typed import Damage, from_json
 from ..job.plan import Include, Plan, parse_plan, trees_of, wanted_gpus
 from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
-from ..job.stop import request_stop
-from ..logs import read
 from ..store import spare, tree
 from ..store.bring import bring_trees, pass_over
 from ..store.content import Store
 from ..supervisor import start
 from ..wire.conversation import Call
-from .follow import follow_job
 
 if TYPE_CHECKING:
     from ..gpus.leases import Held
@@ -47,6 +44,8 @@ def launch(root: Root, call: Call) -> None:
     elif request.ahead:
         pass_over(call.receive(), call)
     if call.revoked:  # a client that is only gone may be asking again by now
+        from ..job.stop import request_stop
+
         request_stop(job, 0)
         raise AgentError("host", "the launch was cancelled")
     begun = read_status(job)
@@ -57,6 +56,9 @@ def launch(root: Root, call: Call) -> None:
     if request.patch:
         _keep_patch(job, call)
     if request.follow:
+        from ..logs import read  # what is needed from now on is loaded while the job starts
+        from .follow import follow_job
+
         follow_job(job, call, read.LogReader(job, attempt=1))
 
 

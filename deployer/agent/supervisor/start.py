@@ -21,7 +21,6 @@ from ..host.typed import parse, to_json
 from ..job.plan import Plan, unreadable_plan
 from ..job.record import known_plan
 from ..job.status import read_status
-from .children import AWAITED
 
 START_S = 30.0
 """How long a new supervisor may take to say who it is."""
@@ -134,6 +133,8 @@ def _last_words(job: Job) -> str:
 def main(job_dir: str) -> None:
     """Body of the supervisor's process: reads the launch input from stdin, ends when the job has ended."""
     import ctypes  # the agent itself needs neither these nor the next ones
+
+    from .children import AWAITED
 
     job = Job(job_dir)
     os.umask(0o077)
