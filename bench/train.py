@@ -1,6 +1,7 @@
 """Tokens per second of our trainer beside others on the same card, shapes, precision and rows.
 
     python bench/train.py --case 0.5b,1.5b --out results.json          # ours and every peer that is installed
+    python bench/train.py --case 0.5b --rounds 3 --out results.json    # every row three times, interleaved
     python bench/train.py --case 7b-l14 --peers none --baseline bench/results/NAME.json   # 1 when 5 % slower
     python bench/train.py --table results.json                         # tables of what was measured
     python bench/train.py --readme --write                             # the short table of bench/results into README.md
@@ -40,9 +41,11 @@ from train_processes import leave  # noqa: E402
 from train_report import (  # noqa: E402
     NO_TIME,
     Report,
+    Row,
     add_row,
     judge,
     make_row,
+    of_runs,
     put_between_marks,
     read_report,
     render,
@@ -81,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"], help="auto: cuda where a GPU is")
     made.add_argument("--warm", type=_count(0), default=4, help="steps before those that count")
     made.add_argument("--steps", type=_count(1), default=8, help="steps that count")
+    made.add_argument("--rounds", type=_count(1), default=1, help="run all rows so many times, one round after another")
     made.add_argument("--plan", action="store_true", help="list what would run, and about how long")
     made.add_argument("--table", type=Path, nargs="+", help="print the tables of these reports and run nothing")
     made.add_argument("--readme", action="store_true", help="the short table instead; of the committed reports")
@@ -95,11 +99,13 @@ def main() -> int:
         return show(chosen.table or committed_reports(), readme=chosen.readme, write=chosen.write)
     contenders = choose(chosen.case.split(","), chosen.peers, chosen.only)
     if chosen.plan:
-        return show_plan(contenders)
+        return show_plan(contenders, chosen.rounds)
     baseline = read_report(chosen.baseline) if chosen.baseline else None  # before minutes are spent
     if chosen.out and not chosen.out.parent.is_dir():
         sys.exit(f"--out: there is no folder {chosen.out.parent}")
-    bench = Bench(resolve_device(chosen.device), chosen.gpu, chosen.warm, chosen.steps, chosen.budget_s, chosen.out)
+    bench = Bench(
+        resolve_device(chosen.device), chosen.gpu, chosen.warm, chosen.steps, chosen.budget_s, chosen.out, chosen.rounds
+    )
     report = bench.run(contenders, begin_report(bench.device, chosen.out if chosen.append else None))
     print("\n".join(render(report["rows"])))
     if baseline is None:
@@ -149,10 +155,10 @@ def resolve_device(device: str) -> str:
     return "cuda" if shutil.which("nvidia-smi") else "cpu"
 
 
-def show_plan(contenders: Sequence[Contender]) -> int:
+def show_plan(contenders: Sequence[Contender], rounds: int) -> int:
     for contender in contenders:
         print(f"{SECONDS[contender.who]:4} s  {contender.key}")
-    print(f"{sum(SECONDS[c.who] for c in contenders):4} s in all, about")
+    print(f"{rounds * sum(SECONDS[c.who] for c in contenders):4} s in all, about")
     return 0
 
 
@@ -166,22 +172,31 @@ class Bench:
     steps: int
     budget_s: float
     out: Path | None
+    rounds: int = 1
 
     def run(self, contenders: Sequence[Contender], report: Report) -> Report:
         """The report with a row for each contender; on disk it has every row as soon as that is measured."""
         if any(row.cache for row in contenders):  # so that no row alone reads the packages from a cold disk
             subprocess.run([sys.executable, "-c", "import torch, transformers"], check=False, capture_output=True)
+        runs: dict[str, list[Row]] = {}
         with tempfile.TemporaryDirectory(prefix="tf-bench-") as folder:
             for contender, measured in self._measure(contenders, Path(folder)):
                 row = make_row(contender, measured)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                report = {**report, "rows": add_row(report["rows"], row)}
+                runs.setdefault(row["key"], []).append(row)
+                report = {**report, "rows": add_row(report["rows"], of_runs(runs[row["key"]]))}
                 if self.out:
                     write_report(self.out, report)
         return report
 
     def _measure(self, contenders: Sequence[Contender], folder: Path) -> Iterator[tuple[Contender, dict[str, Any]]]:
         deadline = time.monotonic() + self.budget_s
+        for _ in range(self.rounds):
+            yield from self._measure_once(contenders, folder, deadline)
+
+    def _measure_once(
+        self, contenders: Sequence[Contender], folder: Path, deadline: float
+    ) -> Iterator[tuple[Contender, dict[str, Any]]]:
         for (who, _gpus), group in groupby(contenders, key=lambda row: (row.who, row.gpus)):
             part = list(group)
             run = self._ours(part, folder, deadline) if who == "ours" else self._peers(part, folder, deadline)

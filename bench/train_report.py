@@ -50,6 +50,32 @@ def make_row(contender: Contender, measured: Row) -> Row:
     }
 
 
+def of_runs(rows: Sequence[Row]) -> Row:
+    """One row of all runs of a contender: the medians, the range of its speed, and each run's speed as `runs`.
+
+    A run that failed is left out and counted; where all failed, the first one's row.
+    """
+    rows = [row for row in rows if row.get("failed") != NO_TIME] or rows
+    measured = _measured(rows)
+    if len(rows) == 1 or not measured:
+        return rows[0]
+    named = [row["tok_s_gpu"] for row in measured]
+    middle = {
+        name: statistics.median(row[name] for row in measured)
+        for name in ("step_ms", "tok_s_gpu", "mfu", "first_step_s")
+        if all(row.get(name) is not None for row in measured)
+    }
+    return {
+        **measured[-1],
+        **middle,
+        "step_ms_min": min(row["step_ms_min"] for row in measured),
+        "step_ms_max": max(row["step_ms_max"] for row in measured),
+        "peak_gib": max(row["peak_gib"] for row in measured),
+        "runs": named,
+        **({"failed_runs": len(rows) - len(measured)} if len(rows) > len(measured) else {}),
+    }
+
+
 def _mfu(contender: Contender, speed: float, told: float | None) -> float | None:
     """Of full rows and full training by the one formula for all; else what the contender itself reckoned, if it did."""
     if contender.packed or work_of(contender.options):
@@ -87,7 +113,13 @@ def _line(row: Row, rows: Sequence[Row]) -> str:
     first = f"{row['first_step_s']:.0f}" if row.get("first_step_s") else ""
     step = f"{row['step_ms']:.0f} ({row['step_ms_min']:.0f}-{row['step_ms_max']:.0f})"
     ratio = _ratio_of_ours(row, rows) if row["who"] == "ours" else _ratio_to_peer(row, rows)
-    return f"{where} {step} | {row['tok_s_gpu']:,} | {mfu} | {row['peak_gib']:.1f} | {first} | {ratio} |"
+    return f"{where} {step} | {_speed_text(row)} | {mfu} | {row['peak_gib']:.1f} | {first} | {ratio} |"
+
+
+def _speed_text(row: Row) -> str:
+    """Tokens a second and GPU; with more than one run also the slowest and the fastest."""
+    runs = row.get("runs", [])
+    return f"{row['tok_s_gpu']:,.0f}" + (f" ({min(runs):,}–{max(runs):,})" if len(runs) > 1 else "")
 
 
 def _rows_text(row: Row) -> str:
@@ -127,8 +159,10 @@ def _measured(rows: Sequence[Row]) -> list[Row]:
 
 def render_readme(reports: Sequence[Report]) -> list[str]:
     """The short table: of each work the fastest row of everybody, and how many times as fast ours is at its
-    micro-batch, or at our best one where we have no row of that. Nothing of no report."""
-    lines = [_readme_line(*found) for report in reports for found in _works(report)]
+    micro-batch, or at our best one where we have no row of that. Of a work on a card the last report counts.
+    Nothing of no report."""
+    newest = {(card, work_key(rows[0])): (rows, card) for report in reports for rows, card in _works(report)}
+    lines = [_readme_line(*found) for found in newest.values()]
     head = [f"| model, GPUs, rows | {' | '.join(NAMES.values())} |", "|---" * (len(NAMES) + 1) + "|"]
     return head + lines if lines else []
 
@@ -154,9 +188,9 @@ def _readme_cell(who: str, rows: Sequence[Row]) -> str:
         return ""
     mine = [row for row in rows if row["who"] == "ours"]
     if who == "ours" or not mine:
-        return f"{best['tok_s_gpu']:,}"
+        return _speed_text(best)
     same = [row for row in mine if row["micro_batch"] == best["micro_batch"]] or mine
-    return f"{best['tok_s_gpu']:,} ({max(row['tok_s_gpu'] for row in same) / best['tok_s_gpu']:.2f} x)"
+    return f"{_speed_text(best)}, {max(row['tok_s_gpu'] for row in same) / best['tok_s_gpu']:.2f} x"
 
 
 # --- against a baseline -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from train_report import (
     add_row,
     judge,
     make_row,
+    of_runs,
     put_between_marks,
     read_report,
     render,
@@ -210,7 +211,21 @@ def test_short_table_has_the_best_of_each_and_only_works_of_several():
     lines = render_readme([report_of(*rows, row_of("trl", speed=400, micro_batch=4))])
     assert len(lines) == 3
     # ours at HF's micro-batch; none has TRL's, so our best
-    assert "| 1,200 |" in lines[2] and "| 500 (2.00 x) |" in lines[2] and "| 400 (3.00 x) |" in lines[2]
+    assert "| 1,200 |" in lines[2] and "| 500, 2.00 x |" in lines[2] and "| 400, 3.00 x |" in lines[2]
+
+
+def test_short_table_takes_a_work_from_the_last_report_that_has_it():
+    old, new = (report_of(row_of(speed=speed), row_of("hf", speed=500)) for speed in (1000, 1100))
+    assert render_readme([old, new]) == render_readme([new])
+
+
+def test_row_of_several_runs_has_the_median_and_the_range_and_counts_those_that_failed():
+    failed = make_row(ours("0.5b", 2048, 8), {"failed": "Error: x"})
+    row = of_runs([row_of(speed=1000), failed, row_of(speed=1300), row_of(speed=1100)])
+    assert (row["tok_s_gpu"], row["runs"], row["failed_runs"]) == (1100, [1000, 1300, 1100], 1)
+    assert (row["step_ms"], row["step_ms_min"], row["step_ms_max"]) == (14894.5, 12603.1, 16384.0)
+    assert "| 1,100 (1,000–1,300) |" in render([row])[2]
+    assert of_runs([failed, failed]) == failed
 
 
 REPORTS = sorted((REPO / "bench" / "results").glob("*.json"))
@@ -271,10 +286,11 @@ def test_plan_lists_rows_and_seconds_without_running_any():
 def test_tiny_run_of_ours_is_measured_and_compared_with_itself(tmp_path: Path):
     out = tmp_path / "report.json"
     words = ["--case", "tiny", "--only", "fixed", "--peers", "none", "--device", "cpu", "--warm", "1", "--steps", "2"]
-    done = run_bench(*words, "--out", str(out))
+    done = run_bench(*words, "--rounds", "2", "--out", str(out))
     assert done.returncode == 0, done.stderr
     [row] = read_report(out)["rows"]
     assert row["key"] == "ours tiny 1x2x64 fixed"
+    assert len(row["runs"]) == 2
     assert row["tok_s_gpu"] > 0 and row["first_step_s"] > 0
     assert judge(read_report(out), read_report(out))[1] == 0
     assert "first step after" in (tmp_path / "report.ours.log").read_text()
