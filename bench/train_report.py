@@ -20,6 +20,8 @@ NAMES = {
 }  # fmt: skip
 SLOWER = 0.05
 """The part by which a row of ours may be slower than the baseline's."""
+ENOUGH = 3
+"""Runs that make a figure of README's table."""
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NO_TIME = "no time was left"
 
@@ -159,27 +161,28 @@ def _measured(rows: Sequence[Row]) -> list[Row]:
 
 def render_readme(reports: Sequence[Report]) -> list[str]:
     """The short table: of each work the fastest row of everybody, and how many times as fast ours is at its
-    micro-batch, or at our best one where we have no row of that. Of a work on a card the last report counts.
-    Nothing of no report."""
+    micro-batch, or at our best one where we have no row of that. Rows that ran fewer than three times are
+    left out; of a work on a card the last report counts. Nothing of no report."""
     newest = {(card, work_key(rows[0])): (rows, card) for report in reports for rows, card in _works(report)}
-    lines = [_readme_line(*found) for found in newest.values()]
-    head = [f"| model, GPUs, rows | {' | '.join(NAMES.values())} |", "|---" * (len(NAMES) + 1) + "|"]
+    names = [who for who in NAMES if any(row["who"] == who for rows, _ in newest.values() for row in rows)]
+    lines = [_readme_line(*found, names) for found in newest.values()]
+    head = [f"| model, GPUs, rows | {' | '.join(NAMES[who] for who in names)} |", "|---" * (len(names) + 1) + "|"]
     return head + lines if lines else []
 
 
 def _works(report: Report) -> Iterator[tuple[list[Row], str]]:
-    """The measured rows of each work that a peer did too."""
-    rows = _measured(report["rows"])
+    """The rows of each work that a peer did too, of those that ran often enough."""
+    rows = [row for row in _measured(report["rows"]) if len(row.get("runs", [])) >= ENOUGH]
     for key in dict.fromkeys(map(work_key, rows)):
         found = [row for row in rows if work_key(row) == key]
         if {row["who"] for row in found} > {"ours"}:
             yield found, report["meta"]["card"]
 
 
-def _readme_line(rows: Sequence[Row], card: str) -> str:
+def _readme_line(rows: Sequence[Row], card: str, names: Sequence[str]) -> str:
     work = work_of(rows[0]["options"])
     title = f"{rows[0]['model']}{f' {work}' if work else ''}, {rows[0]['gpus']} x {card}, {_rows_text(rows[0])}"
-    return "| " + " | ".join([title, *(_readme_cell(who, rows) for who in NAMES)]) + " |"
+    return "| " + " | ".join([title, *(_readme_cell(who, rows) for who in names)]) + " |"
 
 
 def _readme_cell(who: str, rows: Sequence[Row]) -> str:

@@ -208,15 +208,19 @@ def test_added_row_replaces_its_former_self_unless_there_was_no_time():
 
 def test_short_table_has_the_best_of_each_and_only_works_of_several():
     rows = [row_of(), row_of(speed=1200, micro_batch=16), row_of("hf", speed=500), row_of(**{"train.float8": "on"})]
-    lines = render_readme([report_of(*rows, row_of("trl", speed=400, micro_batch=4))])
-    assert len(lines) == 3
+    thrice = [of_runs([row] * 3) for row in (*rows, row_of("trl", speed=400, micro_batch=4))]
+    lines = render_readme([report_of(*thrice, row_of("titan", speed=900))])  # titan ran once: no figure
+    assert len(lines) == 3 and "900" not in lines[2]
     # ours at HF's micro-batch; none has TRL's, so our best
-    assert "| 1,200 |" in lines[2] and "| 500, 2.00 x |" in lines[2] and "| 400, 3.00 x |" in lines[2]
+    assert "| 1,200 (1,200–1,200) |" in lines[2] and "), 2.00 x |" in lines[2] and "), 3.00 x |" in lines[2]
 
 
 def test_short_table_takes_a_work_from_the_last_report_that_has_it():
-    old, new = (report_of(row_of(speed=speed), row_of("hf", speed=500)) for speed in (1000, 1100))
-    assert render_readme([old, new]) == render_readme([new])
+    old, new = (
+        report_of(*(of_runs([row] * 3) for row in (row_of(speed=speed), row_of("hf", speed=500))))
+        for speed in (1000, 1100)
+    )
+    assert "| 1,100 " in render_readme([old, new])[2] and render_readme([old, new]) == render_readme([new])
 
 
 def test_row_of_several_runs_has_the_median_and_the_range_and_counts_those_that_failed():
