@@ -28,6 +28,7 @@ GROUP_ENV = "TORCHFERRY_GROUP"
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_RECORD_BYTES = 1024
 _WATCHED = {signal.SIGCHLD, *_FORWARDED}
 _STOPPED_BEFORE_START = 128 + signal.SIGTERM
 
@@ -128,23 +129,49 @@ def _start_time(pid: int) -> int:
 
 
 def _write(path: str, value: Dict[str, Any], *, sync: bool = True) -> None:
-    """Atomically. A full disk must not hide the program's code: torchrun's summary then tells it."""
+    """Atomically. A full disk must not hide the program's code: there it goes over the record of the start, which is as
+    long, so it needs no room."""
     import json  # here: by now the program has been started
 
     temporary = "%s.%d.tmp" % (path, os.getpid())
+    data = json.dumps(value).encode("ascii").ljust(_RECORD_BYTES)
     try:
-        with open(temporary, "w") as f:
-            json.dump(value, f)
+        with open(temporary, "wb") as f:
+            f.write(data)
             f.flush()
             if sync:
                 os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
+        if _write_over(path, data):
+            _remove(temporary)
+            return
         try:
             os.write(2, ("cannot write %s: %s\n" % (path, e.strerror)).encode("utf-8", "replace"))
-            os.unlink(temporary)
         except OSError:  # the log may be on the same full disk
             pass
+        _remove(temporary)
+
+
+def _write_over(path: str, data: bytes) -> bool:
+    """Whether the record that is there now says this; one call, so that nobody reads a part of it."""
+    try:
+        record = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.fstat(record).st_size == len(data) and os.pwrite(record, data, 0) == len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(record)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 if __name__ == "__main__":

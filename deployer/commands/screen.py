@@ -12,7 +12,7 @@ from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
-from deployer.commands.in_words import attempt_line, failing_rank
+from deployer.commands.in_words import attempt_line, telling_log
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
 from deployer.jobs.registry import JobRecord, note_state, write_record
@@ -141,9 +141,9 @@ def next_commands(job_id: str, final: Status | None = None, *, without: str = ""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
     elif final.state == FAILED:
-        which = [*(["--launcher"] if final.first_failing_rank is None else []), *failing_rank(final)]
-        lines = [" ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
-        if final.first_failing_rank is None and not final.started_at:  # its preparation failed
+        which = telling_log(final)
+        lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
+        if final.first_failing_rank is None and not final.started_at and not final.log:  # its preparation failed
             lines[0] = "status {}"
     elif final.state in (LOST, STOPPED):
         lines = ["logs {}", "resume {}", "pull {}"]

@@ -229,12 +229,17 @@ def last_lines(job: Job, chosen: Chosen, lines: int, *, attempt: Optional[int] =
     names = log_names(job, attempt, chosen) if attempt is not None else []
     if chosen.ranks is None:
         names = [name for file in (LAUNCHER_LOG, PREPARE_LOG) for name in names if name.file == file]
-    for path in (log_path(job, name) for name in names):
-        if os.path.getsize(path):
-            with open(path, "rb") as f:
-                f.seek(_tail_offset(path, lines))
-                return f.read(TAIL_BYTES)
-    return b""
+    return next(filter(None, (tail_of(log_path(job, name), lines) for name in names)), b"")
+
+
+def tail_of(path: str, lines: int) -> bytes:
+    """The last lines of a log, at most TAIL_BYTES; empty when there is none."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(_tail_offset(path, lines))
+            return f.read(TAIL_BYTES)
+    except OSError:
+        return b""
 
 
 def _tail_offset(path: str, lines: int) -> int:

@@ -38,8 +38,10 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.path)]
     told = (("started_at", job.started_at), ("ended_at", job.ended_at), ("reason", job.reason))
     rows += [(name, text) for name, text in told if text]
+    rows += [("cause", cause) for cause in job.causes]
+    rows += [("hint", job.hint)] if job.hint else []
     rows += [("warning", warning) for warning in job.warnings]
-    rows += [("attempt", line) for line in [attempt_line(job)] if line]
+    rows += [("attempt", line.removeprefix("attempt ")) for line in [attempt_line(job)] if line]
     rows += [("silent", line) for line in [silence_line(found)] if line]
     rows += [("stalled", line) for line in stall_lines(job)]
     if job.queue is not None:
