@@ -61,22 +61,24 @@ def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> i
     if os.path.exists(stop_flag):
         _write(record, {**started, "pid": 0, "start_time": 0, **_end(_STOPPED_BEFORE_START, None)})
         return _STOPPED_BEFORE_START
-    pid = _start(argv, log)
-    started.update(pid=pid, start_time=_start_time(pid))
+    pid, inode = _start(argv, log)
+    started.update(pid=pid, start_time=_start_time(pid), log_inode=inode)
     _write(record, started, sync=False)  # a stop looks for it from now on; a slow disk must not keep it back
     code, signum = _wait(pid)
     _write(record, {**started, **_end(code, signum)})
     return code
 
 
-def _start(argv: List[str], log: str) -> int:
+def _start(argv: List[str], log: str) -> Tuple[int, int]:
+    """The program's pid, and which file its log is: it may be renamed meanwhile."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     wrapper = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
     pid = os.fork()
     if pid:
+        inode = os.fstat(output).st_ino
         os.close(output)
-        return pid
+        return pid, inode
     try:
         os.setpgid(0, 0)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -12,6 +12,7 @@ from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
+from deployer.agent.logs.identity import Change
 from deployer.commands.in_words import attempt_line, telling_log
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
@@ -41,6 +42,7 @@ class Screen(Watcher):
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
+        self._told: set[Change] = set()
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -104,6 +106,18 @@ class Screen(Watcher):
             what = f"{terminal.size(size_bytes)} of this log were dropped on the host, --log-max {terminal.size(limit)}"
         terminal.notice(shown(f"[{who}: {what}]"))
 
+    @property
+    def tells_of_changes(self) -> bool:
+        return bool(self._told)
+
+    def changed(self, change: Change) -> None:
+        if change in self._told:  # over an earlier connection
+            return
+        self._told.add(change)
+        name = LogName.parse(change.file)
+        file = name._replace(copy=1).text if name is not None else change.file
+        terminal.notice(shown(f"[{file} {_CHANGED[change.what].format(change.to)}]"))
+
     def left_behind(self, *what: str) -> None:
         """Lines for one who stops following: what happened, how the job is, how to come back to it."""
         job_id, me = self.record.job_id, terminal.invoked_as()
@@ -118,6 +132,15 @@ class Screen(Watcher):
             goes_on = " (the job goes on)" if self.acknowledged else ""
             terminal.notice(shown(f"{error.message}; trying again{goes_on}"))
         self._waiting = True
+
+
+_CHANGED = {
+    "renamed": "was renamed to {} on the host; what is written there is shown",
+    "removed": "was removed on the host; what its program writes is shown as long as it runs",
+    "replaced": "is another file on the host now: what the first one held beyond this is not shown, the new one is",
+    "cut": "was cut on the host: what stood there beyond this is not shown, what comes now is",
+    "gone": "is gone: it was removed or taken elsewhere on the host, nothing of it can be shown",
+}
 
 
 def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:
