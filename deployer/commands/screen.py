@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
 from deployer.agent.logs.identity import Change
 from deployer.commands.in_words import attempt_line, telling_log
-from deployer.connection.host import HERE
+from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
 from deployer.jobs.registry import JobRecord, note_state, write_record
 from deployer.launch.follow import Watcher
@@ -34,6 +35,8 @@ class Screen(Watcher):
         """What is said of the job once it has started."""
         self.folder: str | None = None
         """The job's folder on the host, once the host has acknowledged the job."""
+        self.keeps: Callable[[], None] | None = None
+        """What is kept on this client of a launch that has come to a job; no job waits for it."""
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
         self._waiting = False
@@ -53,6 +56,8 @@ class Screen(Watcher):
         self.close()
         self.folder = str(ack["path"])
         self.remember()
+        if self.keeps is not None:
+            threading.Thread(target=self.keeps).start()
         terminal.notice(
             shown("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
         )
@@ -156,6 +161,15 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
         escapes=terminal.escapes(),
         encoding=sys.stdout.encoding if sys.stdout.isatty() else "utf-8",
     )
+
+
+def missed_lines(job_id: str, final: Status, host: Host) -> list[str]:
+    """Why what the job missed was not there, as far as this client knows."""
+    if not final.missing:
+        return []
+    from deployer.jobs.left_out import recall_left_out, why_missing
+
+    return why_missing(final.missing, recall_left_out(job_id), remote=host.ssh is not None)
 
 
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:

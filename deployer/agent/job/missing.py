@@ -16,6 +16,7 @@ NAME = 300
 
 _LINE = re.compile(
     r"no such file|not found|does(?:n't| not) exist|cannot find|can't find|unable to find|can't open|cannot open"
+    r"|cannot create|nonexistent"
     r"|unable to open|failed to open|is not a (?:local )?(?:folder|directory)|can't cd to|\berrno = 2\b"
     r"|No module named",
     re.IGNORECASE,
@@ -23,7 +24,7 @@ _LINE = re.compile(
 _QUOTED = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|`([^`'\n]+)['`]")
 _BEFORE_COLON = re.compile(r"(?:^|[\s:])([^\s:'\"]+)'?: (?:No such file|not found)", re.IGNORECASE)
 _OPENED = re.compile(
-    r"(?:can't|cannot|unable to|failed to) (?:open|cd to|find|access|stat)(?: file)?:? ([^\s:'\"]+)", re.I
+    r"(?:can't|cannot|unable to|failed to) (?:open|create|cd to|find|access|stat)(?: file)?:? ([^\s:'\"]+)", re.I
 )
 _PATHLIKE = re.compile(r"[^\s:'\"()<>,;=]*[/.][^\s:'\"()<>,;=]+")
 _MODULE = re.compile(r"No module named ['\"]?([A-Za-z_][\w.]*)")

@@ -14,7 +14,7 @@ from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
-from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
+from deployer.commands.screen import DETACHED, Screen, log_view, missed_lines, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.jobs.registry import JobRecord
@@ -131,6 +131,7 @@ def _launch(
     plan = prepared.plan
 
     def start(screen: Screen, view: LogView | None) -> Status | None:
+        screen.keeps = lambda: _keep_left_out(prepared)
         return launch_and_follow(
             host.connect,
             plan,
@@ -147,6 +148,13 @@ def _launch(
     return follow_through(
         start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
     )
+
+
+def _keep_left_out(prepared: Prepared) -> None:
+    """For the end of the job, which may miss it."""
+    from deployer.jobs.left_out import left_out, note_left_out
+
+    note_left_out(prepared.plan.job_id, left_out(Path.cwd(), prepared.code.ignored.paths))
 
 
 def follow_through(
@@ -227,7 +235,7 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown:
         _show_last_lines(host, job_id, final, was_shown=was_shown)
     code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
-    for cause in final.causes:
+    for cause in (*final.causes, *missed_lines(job_id, final, host)):
         terminal.notice(shown(f"  {cause}"))
     if final.hint:
         terminal.notice(shown(f"hint: {final.hint}"))

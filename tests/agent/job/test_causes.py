@@ -153,6 +153,7 @@ WORDS = {
     "sh: 0: Can't open run.sh": "run.sh",
     "go.sh: 2: cd: can't cd to data": "data",
     "sh: 1: ./tool: not found": "tool",
+    "sh: 1: cannot create out/x: Directory nonexistent": "out/x",
     "RuntimeError: Parent directory out/a does not exist.": "out/a",
     "FileNotFoundError: Unable to find '{code}/data/train.json'": "data/train.json",
     "OSError: Unable to open file (name = 'd/x.h5', errno = 2, error message = 'No such file or directory')": "d/x.h5",
