@@ -16,7 +16,7 @@ from ..host.files import read_meminfo, read_text
 
 T = TypeVar("T")
 
-SAMPLE_S = 5.0
+FIRST_S, SAMPLE_S = 1.0, 5.0
 _RLIMITS = {"open_files": "NOFILE", "processes": "NPROC", "address_space": "AS", "file_bytes": "FSIZE", "cpu_s": "CPU"}
 ANSWER_S = 12.0
 """A dead network file system or driver answers never; the verdict waits no longer for them."""
@@ -97,10 +97,9 @@ def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[R
     """The file systems of these paths, each once. One that cannot be asked is left out, and without `network_too` one
     that another machine serves, which may never answer; that of the first path is asked all the same."""
     rooms: Dict[int, Room] = {}
-    mounts = read_text("/proc/mounts")
+    mounts = "" if network_too else read_text("/proc/mounts")
     for number, (path, use) in enumerate(found.items()):
-        kind, options = mount_of(path, mounts)
-        if number and kind in NETWORK_KINDS and not network_too:
+        if number and not network_too and mount_of(path, mounts)[0] in NETWORK_KINDS:
             continue
         try:
             folder = existing_folder(path)
@@ -119,7 +118,7 @@ def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[R
             (use,),
             free,
             status.f_favail if status.f_files else None,
-            "ro" in options or bool(status.f_flag & os.ST_RDONLY),
+            bool(status.f_flag & os.ST_RDONLY),
         )
     return tuple(rooms.values())
 
@@ -199,15 +198,17 @@ class VitalWatch:
     def __init__(self, found: Mapping[str, str]) -> None:
         self._places = dict(found)
         self._least: Dict[str, Tuple[int, Optional[int]]] = {}
-        self.start = Vitals(self._rooms(), read_own_limits(), read_memory())
+        self.start = Vitals(self._rooms(), Limits(forks_refused=read_refused_forks()))
         self.began_s = time.monotonic()
-        self._next = self.began_s + SAMPLE_S
+        self._next = self.began_s + FIRST_S
 
-    def sample(self) -> None:
-        """Called often."""
-        if time.monotonic() >= self._next:
-            self._rooms()
-            self._next = time.monotonic() + SAMPLE_S
+    def sample(self) -> bool:
+        """Called often; whether it has looked."""
+        if time.monotonic() < self._next:
+            return False
+        self._rooms()
+        self._next = time.monotonic() + SAMPLE_S
+        return True
 
     def at_death(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
         """`named`: files that the job's last words name."""

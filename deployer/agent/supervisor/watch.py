@@ -110,7 +110,8 @@ class _HostWatch:
             self._oom, self.vitals = self._load_the_rest()
         if not self._running.has_failed():
             self._oom.sample()
-            self.vitals.sample()
+            if self.vitals.sample():
+                self._load_what_tells_of_a_death()
 
     def killed(self) -> Optional[Memory]:
         oom = self._oom
@@ -119,13 +120,19 @@ class _HostWatch:
     def _load_the_rest(self) -> "Tuple[OomWatch, VitalWatch]":
         """What only an end needs: the job has been started by now, and our own files may be gone by then."""
         from ..host.cgroups import OomWatch
-        from ..job import death  # noqa: F401
         from ..job.vitals import VitalWatch
         from . import restarts  # noqa: F401
 
         if self._has_gpus:
-            from ..gpus import freed, health  # noqa: F401
+            from ..gpus import freed  # noqa: F401
         return OomWatch(), VitalWatch(self._where())
+
+    def _load_what_tells_of_a_death(self) -> None:
+        """Later than the rest: it takes longer, and the job is only starting."""
+        from ..job import death  # noqa: F401
+
+        if self._has_gpus:
+            from ..gpus import health  # noqa: F401
 
 
 class _Logs:
