@@ -68,7 +68,11 @@ def why_missing(missing: Sequence[Missing], left: LeftOut | None, *, remote: boo
     """A line for each thing that the job missed and that is here, each once: why it is not there, and what to do."""
     if left is None:
         return []
-    lines = (line for one in missing for line in _explain(one, left, remote=remote))
+    lines: list[str] = []
+    for one in missing:
+        # the names are a host's: one that no file can have tells nothing
+        with suppress(OSError, ValueError, RuntimeError):
+            lines += _explain(one, left, remote=remote)
     return list(dict.fromkeys(lines))[:4]
 
 
@@ -84,7 +88,7 @@ def _explain(one: Missing, left: LeftOut, *, remote: bool) -> Iterator[str]:
         found = [*_inside(inner, left)]
         yield f"{path} is a path of this machine: the job runs in a copy of the project, so write {inner}"
         yield from found
-    elif remote and Path(path).exists():
+    elif remote and Path(path).exists() and not any(part.startswith(".") for part in path.parts):
         how = f"ln -s {shlex.quote(str(path))} . and --include {shlex.quote(path.name)}, then write {path.name}"
         yield f"{path} is on this machine and not on the host; {how}"
 
@@ -93,14 +97,15 @@ def _inside(path: str, left: LeftOut) -> Iterator[str]:
     """Of a path of the project."""
     by_rule = list(_by_rule(path, left))
     here = Path(left.project) / path
-    if by_rule or path.startswith("../"):
+    if by_rule or path == "." or path.startswith("../"):
         yield from by_rule
         return
     for folder in [here, *here.parents][: path.count("/") + 1]:
         name = folder.relative_to(left.project).as_posix()
         if folder.is_dir() and not any(folder.iterdir()):
             if _is_submodule(name, left):
-                yield f"{name} is a submodule that is not checked out here; git submodule update --init {name}"
+                update = f"git submodule update --init {shlex.quote(name)}"
+                yield f"{name} is a submodule that is not checked out here; {update}"
             else:
                 yield f"{name} is an empty folder here, and empty folders do not travel; have the program make it"
             return

@@ -53,7 +53,9 @@ def named_files(words: str) -> Tuple[str, ...]:
 
 # --- disks ------------------------------------------------------------------------------------------------------------
 
-_NO_ROOM = re.compile(r"No space left on device|\[Errno 28\]|ENOSPC|not enough (?:disk )?space", re.IGNORECASE)
+_NO_ROOM = re.compile(
+    r"No space left on device|\[Errno 28\][^:\n]{0,60}|ENOSPC|not enough (?:disk )?space", re.IGNORECASE
+)
 _REFUSED = re.compile(
     r"(Disk quota exceeded|Read-only file system|Input/output error|Stale (?:NFS )?file handle)", re.IGNORECASE
 )
@@ -111,7 +113,7 @@ def _hint(room: Room) -> str:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 _NO_MEMORY = re.compile(
-    r"Cannot allocate memory|\bMemoryError|std::bad_alloc|\[Errno 12\]|can't allocate memory"
+    r"Cannot allocate memory|\bMemoryError|std::bad_alloc|\[Errno 12\][^:\n]{0,60}|can't allocate memory"
     r"|not enough memory: you tried"
 )
 _OOM_HINT = "lower what the job holds in memory, or raise the limit; /dev/shm counts"
@@ -163,7 +165,7 @@ def _gpus(death: Death) -> Iterator[Cause]:
 
 # --- limits -----------------------------------------------------------------------------------------------------------
 
-_FILES = re.compile(r"Too many open files(?: in system)?|\[Errno 24\]|EMFILE")
+_FILES = re.compile(r"Too many open files(?: in system)?|\[Errno 24\][^:\n]{0,60}|EMFILE")
 _FORKS = re.compile(
     r"can't start new thread|[Ff]ork: (?:retry: )?Resource temporarily unavailable|Cannot fork"
     r"|[Tt]hread creation failed|pthread_create failed|BlockingIOError: \[Errno 11\] Resource temporarily unavailable"

@@ -18,7 +18,7 @@ _LINE = re.compile(
     r"no such file|not found|does(?:n't| not) exist|cannot find|can't find|unable to find|can't open|cannot open"
     r"|cannot create|nonexistent"
     r"|unable to open|failed to open|is not a (?:local )?(?:folder|directory)|can't cd to|\berrno = 2\b"
-    r"|No module named",
+    r"|there is no (?:such )?(?:file|folder)|No module named",
     re.IGNORECASE,
 )
 _QUOTED = re.compile(r"'([^'\n]+)'|\"([^\"\n]+)\"|`([^`'\n]+)['`]")

@@ -41,7 +41,10 @@ CASES = {
     ),
     "a full disk that the job speaks of": (
         told("OSError: [Errno 28] No space left on device", now=rooms(FULL)),
-        ['"[Errno 28]": the file system of the job folder (/r/jobs/j) had 0 bytes free when it ended'],
+        [
+            '"[Errno 28] No space left on device": '
+            "the file system of the job folder (/r/jobs/j) had 0 bytes free when it ended"
+        ],
     ),
     "full from the start, and nothing is said of it": (told(now=rooms(FULL), start=rooms(FULL)), []),
     "full while it ran": (
@@ -73,7 +76,7 @@ CASES = {
     ),
     "open files": (
         told("OSError: [Errno 24] Too many open files"),
-        ['"[Errno 24]": one process may have 1024 open here (ulimit -n)'],
+        ['"[Errno 24] Too many open files": one process may have 1024 open here (ulimit -n)'],
     ),
     "threads of the group": (
         told(now=START._replace(limits=LIMITS._replace(forks_refused=3))),
@@ -153,6 +156,8 @@ WORDS = {
     "sh: 0: Can't open run.sh": "run.sh",
     "go.sh: 2: cd: can't cd to data": "data",
     "sh: 1: ./tool: not found": "tool",
+    "Error: there is no file {code}/data/rows.jsonl": "data/rows.jsonl",
+    "Error: model.name=models/own: there is no such folder": "models/own",
     "sh: 1: cannot create out/x: Directory nonexistent": "out/x",
     "RuntimeError: Parent directory out/a does not exist.": "out/a",
     "FileNotFoundError: Unable to find '{code}/data/train.json'": "data/train.json",

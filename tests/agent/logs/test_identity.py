@@ -12,6 +12,7 @@ from typing import BinaryIO
 import pytest
 
 from deployer.agent.host.layout import Job
+from deployer.agent.job.progress import output_mark
 from deployer.agent.logs.identity import Mark
 from deployer.agent.logs.read import Chosen, LogReader, last_lines, log_names, log_path, tail_offsets
 
@@ -170,13 +171,14 @@ def test_file_that_was_swapped_between_two_connections_is_another_one(job: Job) 
 def test_renamed_log_is_found_by_who_looks_later_and_a_removed_one_is_missed_in_words(job: Job) -> None:
     log = Written(job)
     log.say(b"one", b"two")
-    moved = log.moved()
+    moved, before = log.moved(), output_mark(job, 1)
     names = log_names(job, 1)
     assert [name.text for name in names] == ["rank_0.log"] and log_path(job, names[0]) == str(moved)
     assert last_lines(job, Chosen(ranks={0}), 1) == b"two\n" and tail_offsets(job, 1) == {"rank_0.log": 4}
     reader = LogReader(job)
     reader.stop_here()
     log.say(b"later")
+    assert output_mark(job, 1) != before, "its job would count as stalled"
     assert [chunk.data for chunk in reader.poll()] == [BEFORE]
     assert [change.what for change in reader.changes] == ["renamed"]
     log.file.close()

@@ -80,6 +80,8 @@ def test_missing_module_is_joined_with_the_file_that_stayed_here(project: Path) 
     assert why_missing([Missing("data/a"), Missing("data/b")], left, remote=True) == [DATA]
     assert why_missing([Missing(str(project.parent / "set.txt"))], left, remote=False) == []
     assert why_missing([Missing("data/a")], None, remote=True) == []
+    odd = ["~nobody-has-this-name/x", "x" * 5000, "a\0b", "/" + "y" * 300, "", str(Path.home() / ".ssh"), "\udcff/x"]
+    assert why_missing([*map(Missing, odd), Missing("data/a")], left, remote=True) == [DATA]
 
 
 def test_note_is_bounded_kept_forgotten_and_a_damaged_one_is_none(
