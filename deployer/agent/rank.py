@@ -28,6 +28,7 @@ GROUP_ENV = "TORCHFERRY_GROUP"
 
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_RECORD_BYTES = 1024
 _WATCHED = {signal.SIGCHLD, *_FORWARDED}
 _STOPPED_BEFORE_START = 128 + signal.SIGTERM
 
@@ -60,22 +61,24 @@ def _run(argv: List[str], rank: int, log: str, record: str, stop_flag: str) -> i
     if os.path.exists(stop_flag):
         _write(record, {**started, "pid": 0, "start_time": 0, **_end(_STOPPED_BEFORE_START, None)})
         return _STOPPED_BEFORE_START
-    pid = _start(argv, log)
-    started.update(pid=pid, start_time=_start_time(pid))
+    pid, inode = _start(argv, log)
+    started.update(pid=pid, start_time=_start_time(pid), log_inode=inode)
     _write(record, started, sync=False)  # a stop looks for it from now on; a slow disk must not keep it back
     code, signum = _wait(pid)
     _write(record, {**started, **_end(code, signum)})
     return code
 
 
-def _start(argv: List[str], log: str) -> int:
+def _start(argv: List[str], log: str) -> Tuple[int, int]:
+    """The program's pid, and which file its log is: it may be renamed meanwhile."""
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     wrapper = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
     pid = os.fork()
     if pid:
+        inode = os.fstat(output).st_ino
         os.close(output)
-        return pid
+        return pid, inode
     try:
         os.setpgid(0, 0)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -128,23 +131,49 @@ def _start_time(pid: int) -> int:
 
 
 def _write(path: str, value: Dict[str, Any], *, sync: bool = True) -> None:
-    """Atomically. A full disk must not hide the program's code: torchrun's summary then tells it."""
+    """Atomically. A full disk must not hide the program's code: there it goes over the record of the start, which is as
+    long, so it needs no room."""
     import json  # here: by now the program has been started
 
     temporary = "%s.%d.tmp" % (path, os.getpid())
+    data = json.dumps(value).encode("ascii").ljust(_RECORD_BYTES)
     try:
-        with open(temporary, "w") as f:
-            json.dump(value, f)
+        with open(temporary, "wb") as f:
+            f.write(data)
             f.flush()
             if sync:
                 os.fsync(f.fileno())
         os.replace(temporary, path)
     except OSError as e:
+        if _write_over(path, data):
+            _remove(temporary)
+            return
         try:
             os.write(2, ("cannot write %s: %s\n" % (path, e.strerror)).encode("utf-8", "replace"))
-            os.unlink(temporary)
         except OSError:  # the log may be on the same full disk
             pass
+        _remove(temporary)
+
+
+def _write_over(path: str, data: bytes) -> bool:
+    """Whether the record that is there now says this; one call, so that nobody reads a part of it."""
+    try:
+        record = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.fstat(record).st_size == len(data) and os.pwrite(record, data, 0) == len(data)
+    except OSError:
+        return False
+    finally:
+        os.close(record)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from deployer import terminal
-from deployer.agent.host.layout import ALONE, GroupName
+from deployer.agent.host.layout import ALONE, LAUNCHER_LOG, GroupName, LogName
 from deployer.agent.job.status import (
     FAILED,
     FINAL,
@@ -97,7 +97,8 @@ def attempt_line(status: Status) -> str | None:
 
 def _ended(report: AttemptReport) -> str:
     reason, step = report.reason or report.state, report.step
-    return reason if step is None or f"step {step}" in reason else f"{reason}, at step {step}"
+    told = reason if step is None or f"step {step}" in reason else f"{reason}, at step {step}"
+    return "; ".join([told, *report.causes[:1]])
 
 
 def _goes_on(status: Status) -> str:
@@ -109,11 +110,18 @@ def group_of(folder: str) -> GroupName:
     return GroupName.parse(folder) or ALONE
 
 
-def failing_rank(status: Status) -> list[str]:
-    """The options by which a command takes the rank that failed first, or its group where no rank is known."""
-    role, node = group_of(status.first_failing_group)
-    named = (("--role", role), ("--node", node), ("--rank", status.first_failing_rank))
-    return [word for option, value in named if value is not None for word in (option, str(value))]
+def telling_log(status: Status) -> list[str] | None:
+    """The options by which `logs` shows what tells most of a failure; None where no log has a byte."""
+    if status.log == "":
+        return None
+    name = LogName.parse(status.log) if status.log is not None else None
+    if name is None:  # nobody has looked: the rank that failed first, or its group where no rank is known
+        group, rank = group_of(status.first_failing_group), status.first_failing_rank
+    else:
+        group, rank = name.group, name.rank
+    launcher = ["--launcher"] if rank is None and (name is None or name.file == LAUNCHER_LOG) else []
+    named = (("--role", group.role), ("--node", group.node), ("--rank", rank))
+    return [*launcher, *(word for option, value in named if value is not None for word in (option, str(value)))]
 
 
 def stall_lines(status: Status) -> list[str]:

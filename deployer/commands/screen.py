@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,8 +13,9 @@ from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
-from deployer.commands.in_words import attempt_line, failing_rank
-from deployer.connection.host import HERE
+from deployer.agent.logs.identity import Change
+from deployer.commands.in_words import attempt_line, telling_log
+from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
 from deployer.jobs.registry import JobRecord, note_state, write_record
 from deployer.launch.follow import Watcher
@@ -33,6 +35,8 @@ class Screen(Watcher):
         """What is said of the job once it has started."""
         self.folder: str | None = None
         """The job's folder on the host, once the host has acknowledged the job."""
+        self.keeps: Callable[[], None] | None = None
+        """What is kept on this client of a launch that has come to a job; no job waits for it."""
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
         self._waiting = False
@@ -41,6 +45,7 @@ class Screen(Watcher):
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
+        self._told: set[Change] = set()
 
     def sending(self, sent: int, total: int) -> None:
         if self._update is None:
@@ -51,6 +56,8 @@ class Screen(Watcher):
         self.close()
         self.folder = str(ack["path"])
         self.remember()
+        if self.keeps is not None:
+            threading.Thread(target=self.keeps).start()
         terminal.notice(
             shown("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
         )
@@ -104,6 +111,18 @@ class Screen(Watcher):
             what = f"{terminal.size(size_bytes)} of this log were dropped on the host, --log-max {terminal.size(limit)}"
         terminal.notice(shown(f"[{who}: {what}]"))
 
+    @property
+    def tells_of_changes(self) -> bool:
+        return bool(self._told)
+
+    def changed(self, change: Change) -> None:
+        if change in self._told:  # over an earlier connection
+            return
+        self._told.add(change)
+        name = LogName.parse(change.file)
+        file = name._replace(copy=1).text if name is not None else change.file
+        terminal.notice(shown(f"[{file} {_CHANGED[change.what].format(change.to)}]"))
+
     def left_behind(self, *what: str) -> None:
         """Lines for one who stops following: what happened, how the job is, how to come back to it."""
         job_id, me = self.record.job_id, terminal.invoked_as()
@@ -118,6 +137,15 @@ class Screen(Watcher):
             goes_on = " (the job goes on)" if self.acknowledged else ""
             terminal.notice(shown(f"{error.message}; trying again{goes_on}"))
         self._waiting = True
+
+
+_CHANGED = {
+    "renamed": "was renamed to {} on the host; what is written there is shown",
+    "removed": "was removed on the host; what its program writes is shown as long as it runs",
+    "replaced": "is another file on the host now: what the first one held beyond this is not shown, the new one is",
+    "cut": "was cut on the host: what stood there beyond this is not shown, what comes now is",
+    "gone": "is gone: it was removed or taken elsewhere on the host, nothing of it can be shown",
+}
 
 
 def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:
@@ -135,15 +163,24 @@ def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogVie
     )
 
 
+def missed_lines(job_id: str, final: Status, host: Host) -> list[str]:
+    """Why what the job missed was not there, as far as this client knows."""
+    if not final.missing:
+        return []
+    from deployer.jobs.left_out import recall_left_out, why_missing
+
+    return why_missing(final.missing, recall_left_out(job_id), remote=host.ssh is not None)
+
+
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
     """What can be done next with a job that runs, or that has ended with the status `final`; not `without`, the command
     that was just carried out."""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
     elif final.state == FAILED:
-        which = [*(["--launcher"] if final.first_failing_rank is None else []), *failing_rank(final)]
-        lines = [" ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
-        if final.first_failing_rank is None and not final.started_at:  # its preparation failed
+        which = telling_log(final)
+        lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
+        if final.first_failing_rank is None and not final.started_at and not final.log:  # its preparation failed
             lines[0] = "status {}"
     elif final.state in (LOST, STOPPED):
         lines = ["logs {}", "resume {}", "pull {}"]

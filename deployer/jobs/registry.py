@@ -51,6 +51,10 @@ def forget(job_id: str, ssh: str | None, root: str) -> bool:
     if any(row.job.id == job_id for row in rows):
         remember_rows(ssh, root, [row for row in rows if row.job.id != job_id], asked_at=last_asked(ssh, root))
     mine = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job_id, ssh, root)]
+    if mine:
+        from deployer.jobs.left_out import forget_left_out  # hardly ever needed
+
+        forget_left_out(job_id)
     for record in mine:
         _file_of(record).unlink(missing_ok=True)
     return bool(mine)

@@ -10,6 +10,7 @@ from typing import Any
 from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.status import Status
 from deployer.agent.job.views import JobView
+from deployer.agent.logs.identity import Change
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
@@ -40,6 +41,9 @@ class Watcher:
 
     def left_out(self, file: str, size_bytes: int, *, limit: int | None) -> None:
         """A part of a log is not shown: dropped by its size limit, or (without one) the rest of an endless line."""
+
+    def changed(self, change: Change) -> None:
+        """A log was renamed, removed, cut or replaced on the host."""
 
 
 @dataclass
@@ -94,7 +98,9 @@ def follow_to_end(
     while True:
         try:
             if call is None:
-                resume = {"offsets": view.offsets, "tail": None, "since": None} if contact.begun else {}
+                resume = (
+                    {"offsets": view.offsets, "marks": view.marks, "tail": None, "since": None} if contact.begun else {}
+                )
                 link = connect(request={"op": "follow", "job": job_id, **(request or {}), **resume})
                 call = link.first
             return _follow(call, view, watcher, contact)
@@ -136,11 +142,14 @@ def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> S
 def _take(name: str, value: Any, data: bytes, *, view: LogView, watcher: Watcher) -> None:
     if name == "data":
         view.feed(value["file"], value["offset"], data)
+        view.marks[value["file"]] = str(value.get("mark", ""))
     elif name == "from":
         view.offsets = {str(file): int(offset) for file, offset in value.items()}
     elif name == "left_out":
         if value["limit"] is None:
             view.end_line(value["file"])
         watcher.left_out(value["file"], value["size"], limit=value["limit"])
+    elif name == "changed":
+        watcher.changed(from_json(value, Change))
     elif name == "state":
         watcher.state(from_json(value, Status))

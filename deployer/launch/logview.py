@@ -40,7 +40,8 @@ class LogView:
     of a `bare` rank appears as it comes; elsewhere a bar is at most one line a second. Of a log's own control sequences
     only colours pass (LogText); of a `raw` rank the bytes pass unchanged, but never to a terminal. `escapes`: the
     terminal knows control sequences. `encoding`: the terminal's.
-    `offsets` is what a new connection must ask for to go on without losing or repeating a byte.
+    `offsets` is what a new connection must ask for to go on without losing or repeating a byte, `marks` which files
+    that is of; `has_shown`: whether anything was.
     """
 
     out: BinaryIO
@@ -53,6 +54,8 @@ class LogView:
     encoding: str = "utf-8"
     clock: Callable[[], float] = time.monotonic
     offsets: dict[str, int] = field(default_factory=dict)
+    marks: dict[str, str] = field(default_factory=dict)
+    has_shown: bool = False
     _files: dict[str, _File] = field(default_factory=dict)
     _bar_width: int = 0
     _attempt: int | None = None
@@ -171,6 +174,7 @@ class LogView:
             self._bar_width = 0
 
     def _write(self, out: BinaryIO, data: bytes) -> None:
+        self.has_shown = True
         out.write(data)
 
 

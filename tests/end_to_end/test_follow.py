@@ -328,3 +328,27 @@ def test_line_of_100_mb_needs_little_memory_on_the_host(huge_line):
 def test_log_of_1_gb_followed_with_little_memory(ferry):
     start_job(ferry, "import os\nfor i in range(10_000): os.write(1, (b'%98d\\n' % i) * 1010)")
     assert shown_with_bounded_memory(ferry, "-f") == 10_000 * 99 * 1010
+
+
+def test_log_that_is_renamed_and_cut_while_followed_is_shown_with_a_notice_each_and_missed_in_words(ferry):
+    code = """
+import os, time
+log = os.environ["TORCHFERRY_RUN_DIR"] + "/logs/attempt_1/rank_0.log"
+print("one", flush=True); time.sleep(0.6)
+os.rename(log, log + ".1"); print("two", flush=True); time.sleep(0.6)
+os.truncate(log + ".1", 0); print("three", flush=True)
+"""
+    done = ferry.run("run", *ferry.where(), "--no-pull", "--", "python", "-c", code)
+    assert (done.returncode, done.stdout) == (0, b"one\ntwo\nthree\n"), done.stderr.decode()
+    assert done.stderr.count(b"rank_0.log was renamed to rank_0.log.1 on the host") == 1
+    assert done.stderr.count(b"rank_0.log was cut on the host") == 1
+    later = ferry.run("logs", ferry.job().name, *ferry.where())
+    assert later.stdout == b"three\n" and b"renamed to rank_0.log.1" in later.stderr
+    (ferry.job() / "logs" / "attempt_1" / "rank_0.log.1").unlink()
+    gone = ferry.run("logs", ferry.job().name, *ferry.where())
+    assert gone.stdout == b"" and b"rank_0.log is gone" in gone.stderr
+
+
+def test_rank_that_has_printed_nothing_is_said_to_have(ferry):
+    ferry.run("run", *ferry.where(), "--no-pull", "--", "true")
+    assert b"rank 0 has written nothing" in ferry.run("logs", ferry.job().name, *ferry.where()).stderr

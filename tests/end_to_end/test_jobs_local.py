@@ -369,3 +369,17 @@ def test_tree_that_does_not_fit_on_the_disk_leaves_no_job(ferry, small_disk):
     done = ferry.run("run", *ferry.where(), "--", "true")  # it fits into the store, and not once more into the job
     assert done.returncode == 125 and b"No space left" in done.stderr
     assert list((small_disk / "jobs").iterdir()) == []
+
+
+def test_disk_that_fills_while_the_job_runs_is_named_at_its_end_in_status_and_in_json(ferry, small_disk):
+    fill = "yes | head -c 200000000 > x; exit 3"
+    done = ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", fill)
+    job = ferry.job()
+    cause = f"({job}) had 0 bytes free when it ended"
+    assert done.returncode == 3 and cause in done.stderr.decode(), done.stderr.decode()
+    assert b"rank 0 exited with code 3" in done.stderr and b".log" not in done.stderr  # all of them are empty
+    (job / "code" / "x").unlink()
+    assert cause in ferry.run("status", job.name, *ferry.where()).stdout.decode().replace("\n", "")
+    found = json.loads(ferry.run("status", job.name, *ferry.where(), "--json").stdout)
+    assert [cause in line for line in found["causes"] + found["attempts"][0]["causes"]] == [True, True]
+    assert found["log"] == ""

@@ -262,10 +262,8 @@ def test_stopped_job_is_resumed_and_can_be_stopped_again(ferry: Ferry) -> None:
         if attempt == 1:
             resumed = ferry.run("resume", job_id, "--detach")
             assert resumed.returncode == 0 and b"attempt 2, the same program with the same files" in resumed.stderr
-            assert (
-                b"attempt 2, after attempt 1 ended: stopped on request; starts again"
-                in ferry.run("status", job_id).stdout
-            )
+            told = ferry.run("status", job_id).stdout
+            assert b"attempt     2, after attempt 1 ended: stopped on request; starts again" in told
 
 
 def ask(ferry: Ferry, job_id: str, plan: dict[str, Any], attempt: int) -> dict[str, Any]:

@@ -3,42 +3,18 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import os
 import re
-import shutil
-import subprocess
 from concurrent.futures import Executor
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
-from xml.etree import ElementTree
 
 from ..gpus import nvidia
-from ..host.errors import AgentError
+from ..gpus.health import HARDWARE_XIDS, Report, read_report, read_xids
 from .check_host import Python
 from .findings import FAIL, OK, WARN, Check, check
 
 CUDA_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12")
 PACKAGES = ("torch", "pip", *CUDA_RUNTIMES)
 """Asked together, so that each interpreter starts once."""
-_HARDWARE_XIDS = (46, 48, 61, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140)
-"""Those of the card, its link or its firmware; the rest is mostly a program's mistake (NVIDIA, "Xid Errors")."""
-_PENDING = ("pending_retirement", "pending_blacklist", "remapped_row_pending", "channel_repair_pending")
-_BROKEN = ("remapped_row_failure", "unrepairable_memory")
-
-
-class Card(NamedTuple):
-    """What `nvidia-smi -q` tells of one GPU beyond its memory and processes."""
-
-    uuid: str
-    persistence: bool
-    uncorrectable: int  # memory errors since the driver was loaded
-    pending: bool  # a repair waits for a reset
-    broken: bool
-
-
-class Report(NamedTuple):
-    driver: str
-    cuda: str  # the newest that the driver supports, "" when it does not tell
-    cards: List[Card]
 
 
 class GpuFacts(NamedTuple):
@@ -49,54 +25,9 @@ class GpuFacts(NamedTuple):
 
 def read_gpus(env: Dict[str, str], pool: Executor) -> GpuFacts:
     """All that nvidia-smi tells, its calls at once. AgentError when it fails or hangs."""
-    report = pool.submit(_read_report, env)
+    report = pool.submit(read_report, env)
     using = pool.submit(nvidia.holders, env)
     return GpuFacts(nvidia.list_gpus(env), using.result(), report.result())
-
-
-def _read_report(env: Dict[str, str]) -> Report:
-    program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
-    if program is None:
-        return Report("", "", [])
-    try:
-        done = subprocess.run(
-            [program, "-q", "-x"],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=nvidia.TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise AgentError("host", "nvidia-smi -q gave no answer", "the GPU driver hangs: look at dmesg on the host")
-    return parse_report(done.stdout)
-
-
-def parse_report(text: bytes) -> Report:
-    """Of `nvidia-smi -q -x`, whose elements differ between drivers; what is not there counts as fine."""
-    try:
-        root = ElementTree.fromstring(text)
-    except ElementTree.ParseError:
-        return Report("", "", [])
-    cards = [_card(element) for element in root.iter("gpu")]
-    return Report(root.findtext("driver_version", ""), root.findtext("cuda_version", ""), cards)
-
-
-def _card(gpu: ElementTree.Element) -> Card:
-    volatile = gpu.find("ecc_errors/volatile")
-    errors = [e.text or "" for e in volatile.iter() if _is_uncorrectable(e.tag)] if volatile is not None else []
-    said_yes = {e.tag for e in gpu.iter() if (e.text or "").strip() == "Yes"}
-    return Card(
-        uuid=gpu.findtext("uuid", ""),
-        persistence=gpu.findtext("persistence_mode", "Enabled") != "Disabled",
-        uncorrectable=sum(int(text) for text in errors if text.isdigit()),
-        pending=bool(said_yes.intersection(_PENDING)),
-        broken=bool(said_yes.intersection(_BROKEN)),
-    )
-
-
-def _is_uncorrectable(tag: str) -> bool:
-    return "uncorrectable" in tag
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -162,12 +93,11 @@ def check_kernel_log(text: Optional[str]) -> Check:
     """`text`: the kernel's messages, None when they may not be read."""
     if text is None:
         return check("gpu faults", OK, "the kernel's log may not be read by this user, so Xid errors are not seen")
-    found = [int(number) for number in re.findall(r"NVRM: Xid [^:]*\([^)]*\): (\d+)", text)]
-    faults = [number for number in found if number in _HARDWARE_XIDS]
+    found = read_xids(text)
+    faults = [xid for xid in found if xid.number in HARDWARE_XIDS]
     if not faults:
         return check("gpu faults", OK, "%d Xid errors in the kernel's log, none of the hardware" % len(found))
-    last = [line for line in text.splitlines() if "NVRM: Xid" in line][-1].strip()
-    detail = "%d Xid errors of the hardware, the last: %s" % (len(faults), last[:200])
+    detail = "%d Xid errors of the hardware, the last: %s" % (len(faults), found[-1].line[:200])
     return check("gpu faults", WARN, detail, "reboot the machine; if they come back, the card or its slot is broken")
 
 

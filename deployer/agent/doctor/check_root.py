@@ -10,7 +10,7 @@ from ..gc.choose import AGENT, CACHE, DATA, ENV, Policy, Thing, choose
 from ..gc.inventory import read_inventory
 from ..gpus.view import TICKET, Claim
 from ..guard import TRUSTED, secure_root
-from ..host.disk import Disk
+from ..host.disk import NETWORK_KINDS, Disk
 from ..host.layout import Root
 from ..job.status import FINAL, LOST
 from ..job.views import Row
@@ -19,19 +19,6 @@ from .findings import FAIL, OK, WARN, Check, check, gigabytes
 
 MUCH_BYTES = 10**9
 LOW_INODES = 20000
-NETWORK_KINDS = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "fuse.sshfs",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "ceph",
-    "fuse.glusterfs",
-    "9p",
-)
 _ELSEWHERE = "choose another folder with --remote-root DIR"
 
 

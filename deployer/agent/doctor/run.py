@@ -15,10 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from ..gpus import leases, places
+from ..gpus.health import read_kernel_log
 from ..host.cgroups import read_limits
 from ..host.disk import read_disk
-from ..host.environment import container_env, job_environment
-from ..host.files import read_text
+from ..host.environment import container_env, hub_folder, job_environment
+from ..host.files import read_meminfo, read_text
 from ..host.layout import Root
 from ..host.machine import this_machine
 from ..job.views import Row
@@ -226,25 +227,6 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def read_meminfo() -> Dict[str, int]:
-    """/proc/meminfo, in bytes."""
-    rows = [line.split() for line in read_text("/proc/meminfo").splitlines()]
-    return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3 and row[1].isdigit()}
-
-
-def read_kernel_log() -> Optional[str]:
-    """The kernel's messages as far as it keeps them; None when this user may not read them."""
-    import ctypes
-
-    read_all, size = 3, 1 << 20
-    text = ctypes.create_string_buffer(size)
-    try:
-        length = ctypes.CDLL(None).klogctl(read_all, text, size)
-    except AttributeError:
-        return None
-    return text.raw[:length].decode("utf-8", "replace") if length >= 0 else None
-
-
 def read_logind() -> List[str]:
     """The texts of logind's configuration, in the order in which they count."""
     paths = ["/etc/systemd/logind.conf", *sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf"))]
@@ -255,13 +237,6 @@ def missing_folders(env: Mapping[str, str]) -> List[str]:
     """Which of the variables that name one folder name one that is not there."""
     names = ("VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "HF_HOME")
     return [name for name in names if env.get(name) and not os.path.isdir(env[name])]
-
-
-def hub_folder(env: Mapping[str, str]) -> str:
-    """Hugging Face's cache of models."""
-    caches = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    home = env.get("HF_HOME") or os.path.join(caches, "huggingface")
-    return env.get("HF_HUB_CACHE") or os.path.join(home, "hub")
 
 
 def is_shell(path: str) -> bool:

@@ -36,6 +36,16 @@ def read_limits(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -
     return Limits(min(memory, default=None), min(cpus, default=None), *tightest)
 
 
+def read_refused_forks(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int:
+    """How often a process or thread was not started because of a limit of these groups."""
+    refused = 0
+    for folder in _folders(mount, read_text(own)):
+        for line in read_text(os.path.join(folder, "pids.events")).splitlines():
+            name, _, value = line.partition(" ")
+            refused += int(value) if name == "max" and value.strip().isdigit() else 0
+    return refused
+
+
 def _folders(mount: str, own: str) -> Iterator[str]:
     """Folders of /proc/self/cgroup's groups ("0::/user.slice/x", "4:memory:/docker/y") and of those above them.
 

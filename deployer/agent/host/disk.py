@@ -9,6 +9,21 @@ from typing import List, NamedTuple, NoReturn, Sequence, Tuple
 from .errors import AgentError
 from .files import read_text
 
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "fuse.sshfs",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "ceph",
+    "fuse.glusterfs",
+    "9p",
+)
+"""File systems that another machine serves."""
+
 
 class Disk(NamedTuple):
     """The file system under a folder."""

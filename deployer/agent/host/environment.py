@@ -43,3 +43,10 @@ def job_environment(session_env: Mapping[str, str], container: Mapping[str, str]
 def is_secret(name: str) -> bool:
     """Whether a variable's value must not be shown."""
     return any(word in name.upper() for word in _SECRET)
+
+
+def hub_folder(env: Mapping[str, str]) -> str:
+    """Hugging Face's cache of models."""
+    caches = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = env.get("HF_HOME") or os.path.join(caches, "huggingface")
+    return env.get("HF_HUB_CACHE") or os.path.join(home, "hub")

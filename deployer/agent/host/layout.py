@@ -158,11 +158,13 @@ ALONE = GroupName()
 
 class LogName(NamedTuple):
     """By which name a reader knows a log: `rank_0.log`, `attempt_2/launcher.log`, `attempt_2/server/node1/rank_0.log`;
-    the first attempt is not named."""
+    the first attempt is not named. `rank_0.log~2` is the second file of that name: what came when the first one was
+    cut, or took its place."""
 
     attempt: int
     group: GroupName
     file: str
+    copy: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Optional[LogName]":
@@ -171,12 +173,16 @@ class LogName(NamedTuple):
         top, _, rest = folder.partition("/")
         attempt = _number_in(top, "attempt_")
         group = GroupName.parse(folder if attempt is None else rest)
-        found = cls(attempt or 1, group, file) if group is not None and is_log(file) else None
-        return found if found is not None and found.text == text else None
+        file, _, copy = file.partition("~")
+        if group is None or not is_log(file):
+            return None
+        found = cls(attempt or 1, group, file, _number_in(copy, "") or 1)
+        return found if found.text == text else None
 
     @property
     def text(self) -> str:
-        return "/".join([*(["attempt_%d" % self.attempt] if self.attempt > 1 else []), *self.group.words, self.file])
+        folders = [*(["attempt_%d" % self.attempt] if self.attempt > 1 else []), *self.group.words]
+        return "/".join([*folders, self.file + ("~%d" % self.copy if self.copy > 1 else "")])
 
     @property
     def rank(self) -> Optional[int]:

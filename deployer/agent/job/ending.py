@@ -13,7 +13,7 @@ from ..host.layout import ALONE, GroupName, Job, group_files, rank_of
 from ..host.processes import Process
 from ..host.typed import Damage, read_typed
 from .plan import of_main_role
-from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, State, Status
+from .status import ENDINGS, FAILED, STOPPED, SUCCEEDED, Missing, State, Status
 from .stop import StopRequest
 
 _ROOT_CAUSE = re.compile(
@@ -68,6 +68,8 @@ class GroupEnd(NamedTuple):
     launcher_log: str = ""
     ended_mono_ns: int = 0
     """When that process was seen to have ended."""
+    spoken: str = ""
+    """A log of it that has a byte: the launcher's, else a rank's."""
 
 
 class Memory(NamedTuple):
@@ -86,6 +88,10 @@ class Ending(NamedTuple):
     hint: str = ""
     first_failing_group: str = ""
     """Its folder; empty for a job's only one."""
+    # what a look at the host adds: see death.py
+    causes: Tuple[str, ...] = ()
+    missing: Tuple[Missing, ...] = ()
+    log: Optional[str] = None
 
 
 class Evidence(NamedTuple):
@@ -272,7 +278,8 @@ def _by_launcher(end: GroupEnd) -> Optional[Ending]:
     signum = code - 128 if code > 128 else None
     how = "was killed by %s" % signal_name(signum) if signum else "ended with code %d" % code
     who = " ".join([*end.group.words, "launcher"])
-    reason = "the %s %s, no rank's failure is known; see launcher.log" % (who, how)
+    where = "; see %s" % end.spoken if end.spoken else ", and nothing was written"
+    reason = "the %s %s, no rank's failure is known%s" % (who, how, where)
     return Ending(FAILED, code, reason, None, signum, first_failing_group=end.group.folder)
 
 

@@ -30,6 +30,14 @@ TOOL_FAILED = 125
 """The code of a job that never started, or whose end nobody knows."""
 
 
+class Missing(NamedTuple):
+    """What a job's last words call missing, and was not there."""
+
+    name: str
+    """Of a file: relative to the project where it lies below it, else as the job said it. Of a module: with dots."""
+    kind: Literal["file", "module"] = "file"
+
+
 class AttemptReport(NamedTuple):
     """What the status keeps of an attempt that has ended."""
 
@@ -47,6 +55,8 @@ class AttemptReport(NamedTuple):
     error: str = ""
     """The words by which a failure is known again."""
     first_failing_group: str = ""
+    causes: Tuple[str, ...] = ()
+    """What this host was like at its death, as far as it tells why."""
 
 
 class StalledRank(NamedTuple):
@@ -114,6 +124,12 @@ class Status(NamedTuple):
     """Its folder; empty for a job's only one."""
     signal: Optional[int] = None
     hint: str = ""
+    causes: Tuple[str, ...] = ()
+    """What the host was like at the death of its last attempt, as far as it tells why."""
+    missing: Tuple[Missing, ...] = ()
+    """What its last words call missing."""
+    log: Optional[str] = None
+    """By LogName, the log that tells most of a failure; empty where none has a byte, None where nobody has looked."""
     swept: Optional[int] = None
     """How many processes it left running that were ended; None until somebody has looked."""
     ended: Optional[int] = None

@@ -10,7 +10,7 @@ import time
 from typing import Dict, Optional
 
 from ..host.files import write_json
-from .read import DROPPED_FILE, LIMIT_KEY, Dropped
+from .dropped import DROPPED_FILE, LIMIT_KEY, Dropped
 from .times import EVERY_S, TimeIndex, sizes_of
 
 KEPT_SHARE = 0.9
@@ -57,6 +57,8 @@ class LogLimit:
     def apply(self, sizes: Dict[str, int]) -> Optional[str]:
         """Frees what exceeds the limit. A text, once, when this file system cannot: then everything is kept."""
         for name, size in sizes.items():
+            if size < self._dropped.get(name, 0):  # another file has its name, or it was cut
+                self._forget(name)
             first = None if self._off else first_to_keep(size, self._dropped.get(name, 0), self._limit)
             if first is None:
                 continue
@@ -83,6 +85,12 @@ class LogLimit:
                 raise
         finally:
             os.close(fd)
+
+    def _forget(self, name: str) -> None:
+        try:
+            self._write({other: first for other, first in self._dropped.items() if other != name})
+        except OSError:  # a full disk; the next look tries again
+            pass
 
     def _write(self, dropped: Dict[str, int]) -> None:
         write_json(os.path.join(self._folder, DROPPED_FILE), dropped)

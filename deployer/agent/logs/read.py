@@ -9,20 +9,17 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import re
-from typing import Collection, Dict, List, NamedTuple, Optional, Tuple
+from typing import Collection, Dict, List, NamedTuple, Optional, Set, Tuple
 
-from ..host.files import read_json
-from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log
+from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log, rank_of
+from .dropped import LIMIT_KEY, Dropped
+from .identity import TAIL, Change, Mark, Stream, ends_with, find_log, inode_of, named_path, open_log
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
 """At most so much comes from one poll, taken in turns from all files."""
 TAIL_BYTES = 1 << 20
 """How far back a file is searched for its last lines: a progress bar may be one endless line."""
-
-DROPPED_FILE = "dropped.json"
-"""File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
-LIMIT_KEY = "log_max_bytes"
 
 _ATTEMPT = re.compile(r"attempt_(\d+)\Z")
 
@@ -32,6 +29,7 @@ class Chunk(NamedTuple):
     offset: int  # of the first byte of data
     data: bytes
     dropped: int = 0  # bytes that stood before it and are gone by the log's size limit
+    mark: str = ""  # by which the file is known again from here on
 
 
 class Chosen(NamedTuple):
@@ -58,8 +56,9 @@ class LogReader:
     """Reads on in the files of an attempt, also in those that appear later, and then in those of the next attempts.
 
     It begins with `attempt`, else with the last one that `offsets` name, else with the latest. `offsets` say where to
-    begin in each file (0 unless named); `chosen` restricts it to the logs of some processes; with `stay` it reads one
-    attempt alone.
+    begin in each file (0 unless named), `marks` which file that is; `chosen` restricts it to the logs of some
+    processes; with `stay` it reads one attempt alone. A file is read to its end whatever becomes of its name; one that
+    takes its name is read after it. `changes` says what became of names.
     """
 
     def __init__(
@@ -69,27 +68,47 @@ class LogReader:
         offsets: Optional[Dict[str, int]] = None,
         chosen: Chosen = ALL,
         *,
+        marks: Optional[Dict[str, str]] = None,
         stay: bool = False,
     ) -> None:
         self.offsets: Dict[str, int] = dict(offsets or {})
+        self.changes: List[Change] = []
+        self._marks = dict(marks or {})
         self._job = job
         self._attempt = attempt or max(map(attempt_of, self.offsets), default=None)
         self._chosen = chosen
         self._stay = stay
+        self._streams: Dict[LogName, List[Stream]] = {}
+        self._gone: Set[LogName] = set()
         self._dropped: Dict[str, Dropped] = {}
-        self._ends: Dict[str, int] = {}
+        self._ends: Dict[int, int] = {}
 
     def stop_here(self) -> None:
         """What is written from now on is not read: a job that writes without a pause would have no present end."""
         attempt = latest_attempt(self._job)
-        if attempt is not None:
-            for name in log_names(self._job, attempt):
-                self._ends[name.text] = os.stat(log_path(self._job, name)).st_size
+        for name in log_names(self._job, attempt) if attempt is not None else []:
+            try:
+                found = os.stat(log_path(self._job, name))
+            except OSError:
+                continue
+            self._ends[found.st_ino] = found.st_size
+
+    def close(self) -> None:
+        for stream in (stream for streams in self._streams.values() for stream in streams):
+            os.close(stream.fd)
+        self._streams = {}
 
     def limit(self, name: str) -> Optional[int]:
         """The size limit of a file, in bytes, once a part of it was dropped."""
         dropped = self._dropped.get(os.path.dirname(name))
         return dropped.read().get(LIMIT_KEY) if dropped else None
+
+    def mark(self, file: str, tail: bytes) -> str:
+        """By which a file is known again from where these bytes end."""
+        name = LogName.parse(file)
+        streams = self._streams.get(name._replace(copy=1), []) if name is not None else []
+        inode = next((stream.inode for stream in streams if stream.name == name), 0)
+        return Mark(inode, tail[-TAIL:]).text
 
     def poll(self) -> List[Chunk]:
         """What has come since the last poll, at most POLL_BYTES, in pieces of at most CHUNK_BYTES; offsets move on."""
@@ -101,81 +120,146 @@ class LogReader:
         following = None if self._stay else next_attempt(self._job, self._attempt)
         chunks = self._poll(self._attempt)
         while not chunks and following is not None:
+            self.close()
             self._attempt, following = following, next_attempt(self._job, following)
             chunks = self._poll(self._attempt)
         return chunks
 
     def _poll(self, attempt: int) -> List[Chunk]:
         chunks: List[Chunk] = []
-        files = log_names(self._job, attempt, self._chosen)
+        files = self._streams_of(attempt)
         budget = POLL_BYTES
         while files and budget > 0:
             more = []
-            for name in files:
-                chunk = self._read(name)
+            for stream in files:
+                chunk = self._read(stream)
                 if chunk is not None:
                     chunks.append(chunk)
                     budget -= len(chunk.data)
                     if len(chunk.data) == CHUNK_BYTES:
-                        more.append(name)
+                        more.append(stream)
             files = more
         return chunks
 
-    def _read(self, log: LogName) -> Optional[Chunk]:
-        name, path = log.text, log_path(self._job, log)
-        begun = offset = self.offsets.setdefault(name, 0)
-        dropped = self._dropped.setdefault(os.path.dirname(name), Dropped(os.path.dirname(path)))
-        while True:
+    def _streams_of(self, attempt: int) -> List[Stream]:
+        """The files to read, in reading order."""
+        names = {*log_names(self._job, attempt, self._chosen), *self._streams}
+        for name in names:
+            if not self._streams.get(name):
+                self._streams[name] = self._begin(name)
+        return [stream for name in sorted(names, key=_reading_order) for stream in self._streams[name]]
+
+    def _begin(self, name: LogName) -> List[Stream]:
+        """Where reading begins in a log: at its beginning, or where a client stood, in each file of that name."""
+        found: List[Stream] = []
+        known = {text: LogName.parse(text) for text in self.offsets}
+        copies = [copy for copy in known.values() if copy is not None and copy._replace(copy=1) == name]
+        for copy in sorted(copies or [name], key=lambda n: -n.copy):
+            offset, told = self.offsets.get(copy.text, 0), self._marks.get(copy.text)
+            mark = Mark.parse(told or "")
+            place = find_log(self._job, copy, mark.inode)
+            if place is None:
+                self._tell_gone(copy)
+                continue
             try:
-                data = _read_at(path, offset)
+                stream = Stream(copy, open_log(place.path), offset, mark.tail if told else None)
             except OSError:  # not readable now; the next poll tries again
-                return None
-            # asked after the reading: what is to be freed is told first, and freed bytes read as zeros
-            first = dropped.first_kept(log.file)
-            if offset >= first or not data:
-                break
-            offset = first
-        data = data[: max(0, self._ends.get(name, offset + len(data)) - offset)]
-        self.offsets[name] = offset + len(data)
-        return Chunk(name, offset, data, offset - begun) if data else None
+                continue
+            if any(stream.inode == other.inode for other in found):  # it was cut: the later one goes on in it
+                os.close(stream.fd)
+                continue
+            found.append(stream)
+            if place.change is not None:
+                self._tell_moved(stream, place.change)
+        return sorted(found, key=lambda stream: stream.name.copy)
 
+    def _tell_gone(self, name: LogName) -> None:
+        if name not in self._gone:
+            self._gone.add(name)
+            self.changes.append(Change(name.text, "gone"))
 
-class Dropped:
-    """What dropped.json of one attempt's log folder says, read again when it has changed."""
+    def _tell_moved(self, stream: Stream, change: Change) -> None:
+        """Of a log that is not the file by its name. "replaced": the bytes tell whether it is another one."""
+        if change.what != "replaced":
+            stream.moved = True
+        elif ends_with(stream.fd, stream.tail, stream.offset) and stream.offset:
+            return
+        else:
+            stream.begin_anew()
+        self.changes.append(change._replace(file=stream.name.text))
 
-    def __init__(self, folder: str) -> None:
-        self._path = os.path.join(folder, DROPPED_FILE)
-        self._version: Tuple[int, int] = (0, 0)
-        self._values: Dict[str, int] = {}
-
-    def first_kept(self, file: str) -> int:
-        return self.read().get(file, 0)
-
-    def read(self) -> Dict[str, int]:
-        """File name -> first kept offset, and LIMIT_KEY; empty when nothing was dropped."""
+    def _read(self, stream: Stream) -> Optional[Chunk]:
+        dropped = self._dropped_of(stream.name)
+        begun, first = stream.offset, self._first_kept(dropped, stream)
         try:
-            info = os.stat(self._path)
+            data = stream.read(CHUNK_BYTES, first)
+            # asked after the reading: what is to be freed is told first, and freed bytes read as zeros
+            first = self._first_kept(dropped, stream)
+            if data is None and stream.offset >= first:
+                stream.begin_anew()
+                self.changes.append(Change(stream.name.text, "cut"))
+                begun, data = 0, stream.read(CHUNK_BYTES, 0)
+            offset = stream.offset
+            if offset < first and data != b"":
+                offset, data = first, os.pread(stream.fd, CHUNK_BYTES, first)
+        except OSError:  # not readable now; the next poll tries again
+            return None
+        if not data:
+            self._look_again(stream)
+            return None
+        name = stream.name.text
+        data = data[: max(0, self._ends.get(stream.inode, offset + len(data)) - offset)]
+        stream.go_on(offset, data)
+        self.offsets[name] = stream.offset
+        return Chunk(name, offset, data, offset - begun, stream.mark.text) if data else None
+
+    def _look_again(self, stream: Stream) -> None:
+        """At a file that was read to its end: does it still have its name, or has another one taken that?"""
+        base = stream.name._replace(copy=1)
+        streams = self._streams.get(base, [])
+        path = named_path(self._job, base)
+        here = inode_of(path)
+        if here in [other.inode for other in streams] or stream is not streams[-1]:
+            return
+        if not stream.moved:
+            place = find_log(self._job, stream.name, stream.inode)
+            change = place.change if place is not None else None
+            if here and (change is None or change.what == "replaced") and self._is_alike(path, stream):
+                return
+            stream.moved = True
+            self.changes.append(change or Change(stream.name.text, "removed"))
+        if here:
+            try:
+                streams.append(Stream(base._replace(copy=stream.name.copy + 1), open_log(path), 0))
+            except OSError:
+                return
+
+    def _is_alike(self, path: str, stream: Stream) -> bool:
+        """Whether a file of another number is the same all the same: some file systems number anew."""
+        try:
+            fd = open_log(path)
         except OSError:
-            return self._values
-        version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
-        if version != self._version:
-            found = read_json(self._path) or {}
-            self._values = {name: value for name, value in found.items() if isinstance(value, int)}
-            self._version = version
-        return self._values
+            return False
+        try:
+            same = os.fstat(fd).st_size == os.fstat(stream.fd).st_size
+            return same and bool(stream.tail) and ends_with(fd, stream.tail, stream.offset)
+        finally:
+            os.close(fd)
 
+    def _dropped_of(self, name: LogName) -> Dropped:
+        folder = os.path.dirname(name.text)
+        return self._dropped.setdefault(folder, Dropped(os.path.dirname(named_path(self._job, name))))
 
-def _read_at(path: str, offset: int) -> bytes:
-    if os.stat(path).st_size <= offset:
-        return b""
-    with open(path, "rb", buffering=0) as f:
-        f.seek(offset)
-        return f.read(CHUNK_BYTES) or b""
+    def _first_kept(self, dropped: Dropped, stream: Stream) -> int:
+        first = dropped.first_kept(stream.name.file)
+        # what the first file of that name has lost is no matter to the next one
+        return first if stream.name.copy == 1 or first <= os.fstat(stream.fd).st_size else 0
 
 
 def log_path(job: Job, name: LogName) -> str:
-    """Where a log lies."""
-    return os.path.join(job.logs(name.attempt, name.group.folder), name.file)
+    """Where a log lies, also under another name; where it was made when it is gone."""
+    place = find_log(job, name)
+    return named_path(job, name) if place is None else place.path
 
 
 def attempt_of(name: str) -> int:
@@ -205,7 +289,11 @@ def attempts(job: Job) -> List[int]:
 
 def log_names(job: Job, attempt: int, chosen: Chosen = ALL) -> List[LogName]:
     """An attempt's logs in reading order: preparation, launchers, then ranks by role, node and number."""
-    found = [LogName(attempt, group, file) for group, file in group_files(job.logs(attempt)) if is_log(file)]
+    found = {LogName(attempt, group, file) for group, file in group_files(job.logs(attempt)) if is_log(file)}
+    for group, file in group_files(job.ranks(attempt)):  # its log may have another name by now
+        rank = rank_of(file, ".json")
+        if rank is not None:
+            found.add(LogName(attempt, group, "rank_%d.log" % rank))
     return sorted(filter(chosen.takes, found), key=_reading_order)
 
 
@@ -229,12 +317,17 @@ def last_lines(job: Job, chosen: Chosen, lines: int, *, attempt: Optional[int] =
     names = log_names(job, attempt, chosen) if attempt is not None else []
     if chosen.ranks is None:
         names = [name for file in (LAUNCHER_LOG, PREPARE_LOG) for name in names if name.file == file]
-    for path in (log_path(job, name) for name in names):
-        if os.path.getsize(path):
-            with open(path, "rb") as f:
-                f.seek(_tail_offset(path, lines))
-                return f.read(TAIL_BYTES)
-    return b""
+    return next(filter(None, (tail_of(log_path(job, name), lines) for name in names)), b"")
+
+
+def tail_of(path: str, lines: int) -> bytes:
+    """The last lines of a log, at most TAIL_BYTES; empty when there is none."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(_tail_offset(path, lines))
+            return f.read(TAIL_BYTES)
+    except OSError:
+        return b""
 
 
 def _tail_offset(path: str, lines: int) -> int:

@@ -13,6 +13,7 @@ from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
 from ..logs import read
+from ..logs.identity import Change
 from ..wire.conversation import Call
 
 if TYPE_CHECKING:
@@ -44,11 +45,17 @@ def follow(root: Root, call: Call) -> None:
     if not offsets:
         offsets = _beginning(job, call.head, chosen)
     call.send_event("from", offsets)
-    reader = read.LogReader(job, asked, offsets, chosen, stay=asked is not None)
+    marks = _texts(call.head.get("marks"))
+    reader = read.LogReader(job, asked, offsets, chosen, marks=marks, stay=asked is not None)
     once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
     if once:
         reader.stop_here()
     follow_job(job, call, reader, once=once, lines=lines)
+
+
+def _texts(value: Any) -> Dict[str, str]:
+    found = value if isinstance(value, dict) else {}
+    return {name: text for name, text in found.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _chosen(asked: Dict[str, Any]) -> read.Chosen:
@@ -91,19 +98,22 @@ def follow_job(
         # the state is read before the logs: a job seen ended has written all that the next look can find
         now = judge(job)
         chunks = reader.poll()
+        for change in _taken(reader.changes):
+            call.send_event("changed", to_json(change))
         for chunk in chunks:
             if chunk.dropped:
                 _say_left_out(call, chunk.file, chunk.dropped, reader.limit(chunk.file))
             if lines is None:
-                call.send_data(chunk.data, file=chunk.file, offset=chunk.offset)
+                call.send_data(chunk.data, file=chunk.file, offset=chunk.offset, mark=chunk.mark)
             else:
-                _send_matches(call, _in_time(lines.feed, chunk))
+                _send_matches(call, reader, _in_time(lines.feed, chunk))
         news = now.state, now.attempt, now.queue
         if news != shown and not once:
             shown = news
             call.send_event("state", to_json(now, sparse=True))
         if not chunks and (once or now.state in FINAL):
-            _send_matches(call, _in_time(lines.end) if lines else [])
+            _send_matches(call, reader, _in_time(lines.end) if lines else [])
+            reader.close()
             from ..job.views import JobView  # a launch does not wait for what is needed at the job's end
 
             call.send_event("status", to_json(JobView(job.id, now), sparse=True))
@@ -120,9 +130,15 @@ def _in_time(search: "Callable[..., List[Match]]", *chunk: read.Chunk) -> "List[
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _send_matches(call: Call, matches: "List[Match]") -> None:
+def _taken(changes: List[Change]) -> List[Change]:
+    found, changes[:] = list(changes), []
+    return found
+
+
+def _send_matches(call: Call, reader: read.LogReader, matches: "List[Match]") -> None:
     for match in matches:
-        call.send_data(bytes(match.data), file=match.file, offset=match.offset)
+        data = bytes(match.data)
+        call.send_data(data, file=match.file, offset=match.offset, mark=reader.mark(match.file, data))
         if match.cut:
             _say_left_out(call, match.file, len(match.data), None)
 

@@ -3,20 +3,22 @@
 Stdlib only, Python 3.8, Linux.
 """
 
+import os
 import subprocess
 import time
-from typing import TYPE_CHECKING, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, Optional, Sequence
 
 from ..host.errors import AgentError
-from ..host.layout import ALONE, GroupName
+from ..host.layout import ALONE, GroupName, Root
 from ..job import progress
-from ..job.ending import Ending, decide_ending, read_outcome
-from ..job.plan import is_trainer
+from ..job.ending import Ending, Evidence, decide_ending, read_outcome
+from ..job.plan import is_trainer, main_role
 from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, utc
 from .mains import find_mains, start_groups
 from .prepare import prepare
 from .running import Running, leftovers
 from .start import LaunchInput
+from .status_file import say
 from .stop_stages import Stopping
 from .turn import Hook, Stopped, Turn
 from .watch import Watch
@@ -50,6 +52,14 @@ class Attempt:
 
     def run(self) -> Ending:
         """From the preparation to the verdict."""
+        ending = self._prepared()
+        if ending is not None:
+            return self._explained(ending)
+        groups = self._turn.status.now.groups
+        return self._see_through(Running(self._turn.job, self._number, groups, self._turn.children))
+
+    def _prepared(self) -> Optional[Ending]:
+        """The end of an attempt that could not be started."""
         try:
             self._start()
         except Stopped:
@@ -61,8 +71,7 @@ class Attempt:
         except OSError as e:
             what = "attempt %d cannot be prepared: %s: %s" % (self._number, e.filename, e.strerror)
             return Ending(FAILED, TOOL_FAILED, what)
-        groups = self._turn.status.now.groups
-        return self._see_through(Running(self._turn.job, self._number, groups, self._turn.children))
+        return None
 
     def adopt(self) -> Ending:
         """The same for an attempt whose supervisor was killed: watched from where it stands."""
@@ -91,6 +100,7 @@ class Attempt:
             step=progress.last_step(job) if has_stepped else None,
             error=self._error(ending),
             first_failing_group=ending.first_failing_group,
+            causes=ending.causes,
         )
 
     def _start(self) -> None:
@@ -105,13 +115,48 @@ class Attempt:
         turn.status.save(state=RUNNING, started_at=utc(time.time()), resumed_from=resumed_from)
 
     def _see_through(self, running: Running) -> Ending:
-        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._hooks)
-        ending = decide_ending(self._watch.to_the_end())
+        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._places, self._hooks)
+        evidence = self._watch.to_the_end()
+        ending = decide_ending(evidence)
         if ending is not None:
-            return ending
+            return self._explained(ending, evidence)
         if not running.mains:
             return Ending(LOST, TOOL_FAILED, "the launch did not complete: its supervisor was killed")
-        return Ending(LOST, TOOL_FAILED, "the job's processes are gone and left no exit record")
+        gone = Ending(LOST, TOOL_FAILED, "the job's processes are gone and left no exit record")
+        return self._explained(gone, evidence)
+
+    def _places(self) -> Dict[str, str]:
+        """The file systems that it uses."""
+        from ..job.vitals import places
+
+        root = Root(os.path.dirname(os.path.dirname(self._turn.job.path)))
+        return places(self._turn.job.path, root.cache, self._env())
+
+    def _env(self) -> Dict[str, str]:
+        role = main_role(self._given.plan)
+        own = {name: text for name, text in role.env.items() if isinstance(text, str)}
+        return {**(self._given.base_env or os.environ), **own, **self._given.env}
+
+    def _explained(self, ending: Ending, evidence: Optional[Evidence] = None) -> Ending:
+        """The verdict on a failure with what this host tells of its cause; whatever goes wrong here, the verdict stays
+        as it is."""
+        if ending.state not in (FAILED, LOST):
+            return ending
+        try:
+            from ..job.death import Look
+            from ..job.vitals import VitalWatch
+
+            look = Look(self._turn.job, self._number, self._turn.status.now.devices, self._env())
+            watch = self._watch.host_at_start() if self._watch is not None else VitalWatch(self._places())
+            pids = [rank.pid for rank in evidence.ranks] if evidence is not None else []
+            pids += [process.pid for process in leftovers(self._turn.job)]
+            memory = evidence.memory if evidence is not None else None
+            return look.explain(ending, watch, memory=memory, pids=pids, started=self._watch is not None)
+        except Exception:
+            import traceback
+
+            say(traceback.format_exc())
+            return ending
 
     def _error(self, ending: Ending) -> str:
         """The words by which a failure is known again."""

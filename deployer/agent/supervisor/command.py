@@ -94,6 +94,7 @@ class Resolving:
 
     def __init__(self, spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str) -> None:
         """`log` gets all output of the preparation. The child leads a process group of its own."""
+        self._log = log
         self._answer, writing = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -108,11 +109,19 @@ class Resolving:
         with open(self._answer, "rb") as f:
             data = f.read()
         if not data:
-            raise AgentError("host", "the preparation of the Python environment was killed", "see prepare.log")
+            raise AgentError("host", "the preparation of the Python environment was killed", _see(self._log))
         answer = parse(data, _Answer)
         if answer.error:
             raise AgentError(*answer.error)
         return answer.python
+
+
+def _see(log: str) -> str:
+    """Nobody is sent to a log that holds nothing."""
+    try:
+        return "see prepare.log" if os.path.getsize(log) else ""
+    except OSError:
+        return ""
 
 
 def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
@@ -132,7 +141,7 @@ def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: s
         import traceback
 
         traceback.print_exc()
-        found = _Answer(error=("host", "the Python environment could not be prepared: %r" % e, "see prepare.log"))
+        found = _Answer(error=("host", "the Python environment could not be prepared: %r" % e, _see(log)))
     try:
         os.write(answer, json.dumps(to_json(found)).encode("ascii"))
         code = 0

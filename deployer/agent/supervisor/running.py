@@ -7,12 +7,13 @@ import os
 import time
 from typing import List, Optional, Sequence, Set, Tuple
 
-from ..host.layout import LAUNCHER_LOG, Job
+from ..host.layout import LAUNCHER_LOG, Job, rank_of
 from ..host.marks import in_group, job_processes
 from ..host.processes import Process, is_running
 from ..job.ending import GroupEnd, RankRecord, ranks_of, read_ranks
 from ..job.plan import of_main_role
 from ..job.status import GroupStatus
+from ..logs.times import sizes_of
 from .children import Children
 
 LAUNCHER_LOG_BYTES = 1 << 16
@@ -73,9 +74,16 @@ class Running:
                 self._code(group),
                 _end_of_file(os.path.join(self._job.logs(self._number, group.folder), LAUNCHER_LOG)),
                 self._children.ended_ns(group.main.pid) if self._children is not None and group.main is not None else 0,
+                self._spoken(group),
             )
             for group in self.groups
         ]
+
+    def _spoken(self, group: GroupStatus) -> str:
+        """A log of the group that has a byte; the launcher's first."""
+        sizes = sizes_of(self._job.logs(self._number, group.folder))
+        names = [LAUNCHER_LOG, *(name for name in sizes if rank_of(name, ".log") is not None)]
+        return next((name for name in names if sizes.get(name)), "")
 
     def _code(self, group: GroupStatus) -> Optional[int]:
         return None if self._children is None or group.main is None else self._children.code(group.main.pid)

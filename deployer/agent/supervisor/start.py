@@ -118,7 +118,8 @@ def _await_identity(job: Job, process: "subprocess.Popen[bytes]") -> None:
             raise AgentError("host", "the job's supervisor did not start: %s" % _last_words(job))
         time.sleep(wait_s)
         wait_s = min(0.05, wait_s * 1.5)
-    raise AgentError("host", "the job's supervisor did not start within %g s" % START_S, "see %s" % job.supervisor_log)
+    what = "the job's supervisor did not start within %g s: %s" % (START_S, _last_words(job))
+    raise AgentError("host", what, "the host may be overloaded, or its disk may hang: deploy.py doctor")
 
 
 def _last_words(job: Job) -> str:

@@ -4,7 +4,7 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import time
-from typing import TYPE_CHECKING, List, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ..host.killing import Subreaper
 from ..job.ending import Evidence, Memory, read_outcome, read_ranks
@@ -18,7 +18,9 @@ from .turn import Hook, Turn
 
 if TYPE_CHECKING:
     from ..host.cgroups import OomWatch
+    from ..job.vitals import VitalWatch
 
+Places = Callable[[], Dict[str, str]]
 SIBLINGS_S = 5.0
 """After a trainer's first failure, in whichever group, all other ranks get so long before they are killed."""
 
@@ -26,8 +28,10 @@ SIBLINGS_S = 5.0
 class Watch:
     """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
 
-    def __init__(self, turn: Turn, plan: Plan, number: int, running: Running, hooks: Sequence[Hook]) -> None:
-        """`hooks`: what else is looked after meanwhile."""
+    def __init__(
+        self, turn: Turn, plan: Plan, number: int, running: Running, where: Places, hooks: Sequence[Hook]
+    ) -> None:
+        """`hooks`: what else is looked after meanwhile. `where`: the file systems that it uses, see vitals.places."""
         self.stop: Optional[Stopping] = None
         self.stall = Stall(turn.job, number, plan, running)
         self._turn = turn
@@ -35,9 +39,9 @@ class Watch:
         self._running = running
         self._is_trainer = is_trainer(plan)
         self._failed_at: Optional[float] = None
-        self._memory = _MemoryWatch(running, has_gpus=bool(turn.status.now.devices))
+        self._host = _HostWatch(running, where, has_gpus=bool(turn.status.now.devices))
         self._logs = _Logs(turn, plan, number, running.groups)
-        own = [self._find_stall, self._drive_stop, self._kill_siblings, self._memory.look, self._logs.look]
+        own = [self._find_stall, self._drive_stop, self._kill_siblings, self._host.look, self._logs.look]
         self._hooks: List[Hook] = [*hooks, *own]
 
     def to_the_end(self) -> Evidence:
@@ -56,8 +60,14 @@ class Watch:
             stop=self._turn.asked.read(),
             outcome=read_outcome(job),
             stalled=self.stall.ending,
-            memory=self._memory.killed(),
+            memory=self._host.killed(),
         )
+
+    def host_at_start(self) -> "VitalWatch":
+        """What was seen of the host since the start."""
+        self._host.look()
+        assert self._host.vitals is not None
+        return self._host.vitals
 
     def _find_stall(self) -> None:
         if self.stop is None and self.stall.find():
@@ -85,32 +95,44 @@ class Watch:
             kill_ranks(self._running)
 
 
-class _MemoryWatch:
-    """Whether the kernel has killed for lack of memory."""
+class _HostWatch:
+    """What the host is like meanwhile, and whether the kernel has killed for lack of memory."""
 
-    def __init__(self, running: Running, *, has_gpus: bool) -> None:
+    def __init__(self, running: Running, where: Places, *, has_gpus: bool) -> None:
+        self.vitals: "Optional[VitalWatch]" = None
         self._running = running
+        self._where = where
         self._has_gpus = has_gpus
         self._oom: "Optional[OomWatch]" = None
 
     def look(self) -> None:
-        if self._oom is None:
-            self._oom = self._load_the_rest()
+        if self._oom is None or self.vitals is None:
+            self._oom, self.vitals = self._load_the_rest()
         if not self._running.has_failed():
             self._oom.sample()
+            if self.vitals.sample():
+                self._load_what_tells_of_a_death()
 
     def killed(self) -> Optional[Memory]:
         oom = self._oom
         return Memory(oom.REASON, oom.HINT) if oom is not None and oom.has_killed() else None
 
-    def _load_the_rest(self) -> "OomWatch":
+    def _load_the_rest(self) -> "Tuple[OomWatch, VitalWatch]":
         """What only an end needs: the job has been started by now, and our own files may be gone by then."""
         from ..host.cgroups import OomWatch
+        from ..job.vitals import VitalWatch
         from . import restarts  # noqa: F401
 
         if self._has_gpus:
             from ..gpus import freed  # noqa: F401
-        return OomWatch()
+        return OomWatch(), VitalWatch(self._where())
+
+    def _load_what_tells_of_a_death(self) -> None:
+        """Later than the rest: it takes longer, and the job is only starting."""
+        from ..job import death  # noqa: F401
+
+        if self._has_gpus:
+            from ..gpus import health  # noqa: F401
 
 
 class _Logs:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from deployer import terminal
-from deployer.agent.host.layout import GroupName
+from deployer.agent.host.layout import PREPARE_LOG, LogName
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
-from deployer.commands.screen import DETACHED, Screen, log_view, next_commands
+from deployer.commands.screen import DETACHED, Screen, log_view, missed_lines, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.jobs.registry import JobRecord
@@ -131,6 +131,7 @@ def _launch(
     plan = prepared.plan
 
     def start(screen: Screen, view: LogView | None) -> Status | None:
+        screen.keeps = lambda: _keep_left_out(prepared)
         return launch_and_follow(
             host.connect,
             plan,
@@ -147,6 +148,13 @@ def _launch(
     return follow_through(
         start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
     )
+
+
+def _keep_left_out(prepared: Prepared) -> None:
+    """For the end of the job, which may miss it."""
+    from deployer.jobs.left_out import left_out, note_left_out
+
+    note_left_out(prepared.plan.job_id, left_out(Path.cwd(), prepared.code.ignored.paths))
 
 
 def follow_through(
@@ -192,7 +200,7 @@ def follow_through(
             next_commands(job_id)
         return 0
     pulled = pulls and _bring_home(host, record, pull_limit)
-    tell_end(host, job_id, final, pulled=pulled)
+    tell_end(host, job_id, final, pulled=pulled, was_shown=bare)
     return exit_code_of(final)
 
 
@@ -211,8 +219,9 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
     return True
 
 
-def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool) -> None:
-    """Says how the job ended; of a failed one also the last words and where to look."""
+def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:
+    """Says how the job ended; of a failed one also the last words and where to look. `was_shown`: the log of its only
+    rank was on this screen."""
     state, reason = final.state, final.reason
     if state != FAILED:
         stopped = "was stopped" if reason in ("", "stopped on request") else f"was {reason}"
@@ -223,20 +232,36 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool) -> None:
     for line in stalled:
         terminal.notice(shown(f"  {line}"))
     if not stalled:
-        _show_last_lines(host, job_id, group_of(final.first_failing_group), final.first_failing_rank)
+        _show_last_lines(host, job_id, final, was_shown=was_shown)
     code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
+    for cause in (*final.causes, *missed_lines(job_id, final, host)):
+        terminal.notice(shown(f"  {cause}"))
     if final.hint:
         terminal.notice(shown(f"hint: {final.hint}"))
     next_commands(job_id, final, without="pull" if pulled else "")
 
 
-def _show_last_lines(host: Host, job_id: str, group: GroupName, rank: int | None) -> None:
+def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool) -> None:
+    """Of the log that tells of the failure, unless all of it was just shown."""
+    if final.log == "":
+        terminal.notice(shown("what has failed has written nothing"))
+        return
+    name = LogName.parse(final.log or "")
+    group, rank = group_of(final.first_failing_group), final.first_failing_rank
+    if name is not None:
+        group, rank = name.group, name.rank
+    if was_shown and rank is not None:
+        return
+    if final.first_failing_rank is not None and rank != final.first_failing_rank:
+        first = group_of(final.first_failing_group).rank(final.first_failing_rank)
+        terminal.notice(shown(f"{first} has written nothing"))
     try:
         text = last_lines(host, job_id, group, rank=rank, lines=15)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
-        who = " ".join(["the", *group.words, "launcher"]) if rank is None else group.rank(rank)
+        kind = "preparation" if name is not None and name.file == PREPARE_LOG else "launcher"
+        who = " ".join(["the", *group.words, kind]) if rank is None else group.rank(rank)
         terminal.notice(shown(f"--- last lines of {who}"))
         terminal.notice(*(shown(f"  {line}") for line in shown_lines(text.decode("utf-8", "replace"))))

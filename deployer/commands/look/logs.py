@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployer import terminal
+from deployer.agent.host.layout import GroupName
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
@@ -65,6 +66,10 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
         return DETACHED
+    narrowed = wanted.grep is not None or wanted.tail is not None or wanted.since is not None
+    if not view.has_shown and not narrowed and not screen.tells_of_changes:
+        who = ", ".join(GroupName().rank(rank) for group in chosen for rank in group.ranks) if bare else job_id
+        terminal.notice(shown(f"{who} has written nothing{'' if ended else ' yet'}"))
     if not live or final.state not in FINAL:
         return 0
     terminal.notice(shown(f"{job_id} {state_line(final)}"))

@@ -12,7 +12,7 @@ from deployer.agent.job.status import FINAL, status_to_json
 from deployer.agent.job.views import JobView
 from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
 from deployer.commands.look.ps import row_as_json
-from deployer.commands.screen import next_commands
+from deployer.commands.screen import missed_lines, next_commands
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.jobs.registry import recall_rows
@@ -31,15 +31,17 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         _show_last_seen(host, job_id, error, as_json=as_json)
         raise
     if as_json:
-        terminal.say_json(_as_json(found))
+        terminal.say_json({**_as_json(found), "missed": missed_lines(found.job_id, found.status, host)})
         return
     job = found.status
     state = state_line(job) if job.state in FINAL else live_state(job)
     rows: list[tuple[str, object]] = [("state", state), ("where", host.name), ("folder", found.path)]
     told = (("started_at", job.started_at), ("ended_at", job.ended_at), ("reason", job.reason))
     rows += [(name, text) for name, text in told if text]
+    rows += [("cause", cause) for cause in (*job.causes, *missed_lines(found.job_id, job, host))]
+    rows += [("hint", job.hint)] if job.hint else []
     rows += [("warning", warning) for warning in job.warnings]
-    rows += [("attempt", line) for line in [attempt_line(job)] if line]
+    rows += [("attempt", line.removeprefix("attempt ")) for line in [attempt_line(job)] if line]
     rows += [("silent", line) for line in [silence_line(found)] if line]
     rows += [("stalled", line) for line in stall_lines(job)]
     if job.queue is not None:

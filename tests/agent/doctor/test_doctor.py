@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from deployer.agent.doctor import check_gpus, check_host, check_root, run
-from deployer.agent.doctor.check_gpus import Card, GpuFacts, Report
+from deployer.agent.doctor.check_gpus import GpuFacts, Report
 from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
+from deployer.agent.gpus.health import Card, parse_report
 from deployer.agent.gpus.nvidia import Gpu, Holder
 from deployer.agent.gpus.view import Claim
 from deployer.agent.host.cgroups import Limits
@@ -198,8 +199,8 @@ SMI = """<?xml version="1.0" ?>
 
 def test_the_report_of_nvidia_smi_is_read_and_what_a_driver_leaves_out_is_fine() -> None:
     cards = [Card("GPU-a", False, 3, True, False), Card("GPU-b", True, 0, False, False)]
-    assert check_gpus.parse_report(SMI.encode()) == Report("580.159.04", "13.0", cards)
-    assert check_gpus.parse_report(b"Invalid option") == Report("", "", [])
+    assert parse_report(SMI.encode()) == Report("580.159.04", "13.0", cards)
+    assert parse_report(b"Invalid option") == Report("", "", [])
 
 
 def test_interfaces_are_those_that_are_up_and_addressed(tmp_path: Path) -> None:

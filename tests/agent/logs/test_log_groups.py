@@ -46,7 +46,7 @@ ROLES = st.from_regex(r"[a-z][a-z0-9_-]{0,30}", fullmatch=True).filter(
 NUMBERS = st.integers(0, 999_999_999)
 FILES = st.one_of(st.sampled_from(["prepare.log", "launcher.log"]), NUMBERS.map("rank_{}.log".format))
 GROUPS = st.builds(GroupName, st.none() | ROLES, st.none() | NUMBERS)
-NAMES = st.builds(LogName, st.integers(1, 999_999_999), GROUPS, FILES)
+NAMES = st.builds(LogName, st.integers(1, 999_999_999), GROUPS, FILES, st.integers(1, 999_999_999))
 EVERY = [
     "prepare.log",
     "server/node0/launcher.log",
@@ -67,7 +67,7 @@ EVERY = [
 def test_name_of_a_log_is_read_as_what_it_was_written_from(name):
     assert LogName.parse(name.text) == name
     assert GroupName.parse(name.group.folder) == name.group
-    assert name.text.endswith("/".join([*name.group.words, name.file]))
+    assert name._replace(copy=1).text.endswith("/".join([*name.group.words, name.file]))
 
 
 @given(st.lists(st.one_of(st.text(max_size=6), ROLES, FILES, st.sampled_from(["node1", "attempt_2"])), max_size=5))
@@ -119,6 +119,9 @@ def test_names_are_these(text, attempt, group, rank, writer):
         "server.log/rank_0.log",
         "server/node1/times.jsonl",
         "server/rank_0.log\n",
+        "rank_0.log~1",
+        "rank_0.log~02",
+        "rank_0.log.1",
     ],
 )
 def test_strange_name_is_no_logs(text):

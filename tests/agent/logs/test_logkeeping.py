@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Job
+from deployer.agent.logs.dropped import Dropped
 from deployer.agent.logs.grep import LINE_BYTES, LineFilter, Match
 from deployer.agent.logs.keep import LogLimit, first_to_keep
-from deployer.agent.logs.read import Chunk, Dropped, LogReader
+from deployer.agent.logs.read import Chunk, LogReader
 from deployer.agent.logs.times import Entry, TimeIndex, offsets_since, read_index, thinned
 from tests.support.jobs import make_plan, python, run_job
 

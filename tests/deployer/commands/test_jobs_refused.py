@@ -79,7 +79,7 @@ def test_missing_gpu_refused_with_what_to_do(ferry):
 
 def test_status_of_a_failed_job_rounds_its_metrics_and_says_what_to_do(ferry):
     metrics = '{"step": 123456, "loss": 0.123456789, "tokens_per_s": 12345.678}'
-    code = f"echo '{metrics}' > $TORCHFERRY_RUN_DIR/metrics.jsonl; exit 5"
+    code = f"echo '{metrics}' > $TORCHFERRY_RUN_DIR/metrics.jsonl; echo words; exit 5"
     done = ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", code)
     assert b"failed: rank 0 exited with code 5\n" in done.stderr
     status = ferry.run("status", ferry.job_ids()[0])

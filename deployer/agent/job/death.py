@@ -1,0 +1,78 @@
+"""The look at an attempt that has failed: its last words, this host then, and what both together tell.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+from typing import Dict, List, Optional, Sequence
+
+from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName
+from ..logs.read import log_names, log_path, tail_of
+from .causes import Cause, Death, find_causes, first_hint, named_files
+from .ending import Ending, Memory, read_outcome
+from .missing import explain_here, find_missing
+from .vitals import Gpus, VitalWatch, read_gpus
+
+WORDS_LINES, WORDS_BYTES = 200, 64 << 10
+"""Of each log that is searched."""
+MOST_LOGS = 9
+
+
+class Look:
+    """At the host of one attempt, begun with it. `devices`: the GPUs that it holds; `env`: to ask for them with."""
+
+    def __init__(self, job: Job, number: int, devices: Sequence[str], env: Dict[str, str]) -> None:
+        self._job = job
+        self._number = number
+        self._devices = devices
+        self._env = env
+
+    def explain(
+        self, ending: Ending, watch: VitalWatch, *, memory: Optional[Memory], pids: Sequence[int], started: bool
+    ) -> Ending:
+        """The verdict on a failure with its causes, what it missed, and the log that has something to say."""
+        logs = spoken_logs(self._job, self._number, ending)
+        parts = [tail_of(log_path(self._job, name), WORDS_LINES)[-WORDS_BYTES:] for name in logs[:MOST_LOGS]]
+        outcome = read_outcome(self._job)
+        words = b"\n".join(parts).decode("utf-8", "replace") + "\n" + (outcome.error if outcome else "")
+        words += "\n" + ("" if started else ending.reason)
+        now = watch.at_death(named_files(words), lambda: self._gpus(watch, pids))
+        says_so = memory is not None and memory.reason in ending.reason
+        death = Death(
+            words,
+            now if self._devices else now._replace(gpus=Gpus()),
+            watch.start if started else None,
+            ending.signal,
+            memory is not None and not says_so,
+            memory.hint if memory is not None else "",
+        )
+        missing = find_missing(words, self._job.code)
+        causes: List[Cause] = [*find_causes(death), *explain_here(missing, self._job.code)]
+        return ending._replace(
+            causes=tuple(cause.line for cause in causes),
+            hint=ending.hint or first_hint(causes),
+            missing=missing,
+            log=logs[0].text if logs else "",
+        )
+
+    def _gpus(self, watch: VitalWatch, pids: Sequence[int]) -> Gpus:
+        if not self._devices:
+            return Gpus()
+        return read_gpus(self._devices, self._env, pids, watch.began_s)
+
+
+def spoken_logs(job: Job, number: int, ending: Ending) -> List[LogName]:
+    """The logs of an attempt that have a byte, the most telling first: the rank's that failed first, the launcher's,
+    the other ranks', the preparation's. Where a group of processes has failed first, its own alone."""
+
+    def is_ours(name: LogName) -> bool:
+        return name.group.folder == ending.first_failing_group or name.file == PREPARE_LOG
+
+    def order(name: LogName) -> int:
+        if name.rank is not None:
+            is_first = name.rank == ending.first_failing_rank and name.group.folder == ending.first_failing_group
+            return 0 if is_first else 2
+        return 1 if name.file == LAUNCHER_LOG else 3
+
+    mine = [n for n in log_names(job, number) if not ending.first_failing_group or is_ours(n)]
+    spoken = [name for name in mine if tail_of(log_path(job, name), 1)]
+    return sorted(spoken, key=order)

@@ -1,0 +1,234 @@
+"""What of this host a job lives on, looked at while it runs and again at its death: file systems, memory, limits, GPUs.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import resource
+import threading
+import time
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+
+from ..host.cgroups import read_limits, read_refused_forks
+from ..host.disk import NETWORK_KINDS, existing_folder, mount_of
+from ..host.environment import hub_folder
+from ..host.files import read_meminfo, read_text
+
+T = TypeVar("T")
+
+FIRST_S, SAMPLE_S = 1.0, 5.0
+_RLIMITS = {"open_files": "NOFILE", "processes": "NPROC", "address_space": "AS", "file_bytes": "FSIZE", "cpu_s": "CPU"}
+ANSWER_S = 12.0
+"""A dead network file system or driver answers never; the verdict waits no longer for them."""
+
+
+class Room(NamedTuple):
+    """A file system that the job uses, and the least that was free there since its start."""
+
+    path: str
+    uses: Tuple[str, ...]
+    """What of the job lies there: `the job folder`."""
+    free_bytes: int
+    inodes_free: Optional[int] = None
+    """None where the file system does not count them."""
+    read_only: bool = False
+    least_bytes: Optional[int] = None
+    least_inodes: Optional[int] = None
+
+
+class Limits(NamedTuple):
+    """None: there is no limit."""
+
+    open_files: Optional[int] = None
+    processes: Optional[int] = None
+    """Of this user."""
+    address_space: Optional[int] = None
+    file_bytes: Optional[int] = None
+    cpu_s: Optional[int] = None
+    group_memory: Optional[int] = None
+    """Of the control group, as the next ones are."""
+    group_processes: Optional[int] = None
+    group_used: int = 0
+    forks_refused: int = 0
+    """How often so far."""
+    commits: bool = False
+    """vm.overcommit_memory=2: no more may be reserved than there is."""
+
+
+class Memory(NamedTuple):
+    total: int = 0
+    free: int = 0
+
+
+class Gpus(NamedTuple):
+    """Of the GPUs of the job, what is wrong with them, in words."""
+
+    gone: Tuple[str, ...] = ()
+    driver: str = ""
+    """Why it does not answer."""
+    faults: Tuple[str, ...] = ()
+    others: Tuple[str, ...] = ()
+    """Who else computes on them."""
+
+
+class Vitals(NamedTuple):
+    rooms: Tuple[Room, ...] = ()
+    limits: Limits = Limits()
+    memory: Memory = Memory()
+    gpus: Gpus = Gpus()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def places(job_path: str, cache: str, env: Mapping[str, str]) -> Dict[str, str]:
+    """Where a job writes: path -> what it is to the job."""
+    return {
+        job_path: "the job folder",
+        env.get("TMPDIR") or "/tmp": "the temporary folder",
+        "/dev/shm": "/dev/shm",
+        hub_folder(env): "the Hugging Face cache",
+        cache: "the cache of compiled code",
+        env.get("HOME") or os.path.expanduser("~"): "the home folder",
+    }
+
+
+def read_rooms(found: Mapping[str, str], *, network_too: bool = True) -> Tuple[Room, ...]:
+    """The file systems of these paths, each once. One that cannot be asked is left out, and without `network_too` one
+    that another machine serves, which may never answer; that of the first path is asked all the same."""
+    rooms: Dict[int, Room] = {}
+    mounts = "" if network_too else read_text("/proc/mounts")
+    for number, (path, use) in enumerate(found.items()):
+        if number and not network_too and mount_of(path, mounts)[0] in NETWORK_KINDS:
+            continue
+        try:
+            folder = existing_folder(path)
+            device, status = os.stat(folder).st_dev, os.statvfs(folder)
+        except OSError:
+            continue
+        if device in rooms:
+            room = rooms[device]
+            uses = room.uses if use in room.uses else (*room.uses, use)
+            rooms[device] = room._replace(uses=uses)
+            continue
+        # root may take what is held back for it
+        free = (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+        rooms[device] = Room(
+            path,
+            (use,),
+            free,
+            status.f_favail if status.f_files else None,
+            bool(status.f_flag & os.ST_RDONLY),
+        )
+    return tuple(rooms.values())
+
+
+def read_own_limits() -> Limits:
+    """Of this process, which what it starts inherits, and of its control group."""
+    group = read_limits()
+    own = {field: _limit(name) for field, name in _RLIMITS.items()}
+    return Limits()._replace(
+        **own,
+        group_memory=group.memory_bytes,
+        group_processes=group.pids,
+        group_used=group.pids_used,
+        forks_refused=read_refused_forks(),
+        commits=read_text("/proc/sys/vm/overcommit_memory").strip() == "2",
+    )
+
+
+def _limit(name: str) -> Optional[int]:
+    soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name))[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def read_memory() -> Memory:
+    found = read_meminfo()
+    return Memory(found.get("MemTotal", 0), found.get("MemAvailable", 0))
+
+
+def read_gpus(devices: Sequence[str], env: Dict[str, str], ours: Sequence[int], since_boot_s: float) -> Gpus:
+    """`devices`: as they are leased; `ours`: the pids of the job; what the kernel said before `since_boot_s` is passed
+    over."""
+    from ..gpus import health, nvidia
+    from ..host.errors import AgentError
+
+    log = health.read_kernel_log() or ""
+    xids = [x for x in health.read_xids(log) if x.boot_s is not None and x.boot_s >= since_boot_s]
+    faults = [x.line[:200] for x in xids if x.number in health.HARDWARE_XIDS][-2:]
+    try:
+        listed, using = nvidia.list_gpus(env), nvidia.holders(env)
+        cards = {card.uuid: card for card in health.read_report(env).cards}
+    except AgentError as error:
+        return Gpus(driver=error.message, faults=tuple(faults))
+    wanted = [device.partition("/")[0] for device in devices]
+    here = {gpu.uuid: gpu for gpu in listed}
+    for gpu in (here[uuid] for uuid in wanted if uuid in here):
+        card = cards.get(gpu.uuid)
+        if card is not None and (card.uncorrectable or card.broken):
+            faults.append("GPU %s has %d uncorrectable memory errors" % (gpu.label, card.uncorrectable))
+    rest = [holder for holder in using if holder.pid not in ours and holder.user != "?"]
+    asked = [here[uuid]._replace(memory_used_mib=0) for uuid in wanted if uuid in here]
+    others = ["GPU %s: %s" % (gpu.label, who) for gpu in asked for who in [nvidia.users_of(gpu, rest)] if who]
+    return Gpus(tuple(uuid for uuid in wanted if uuid not in here), "", tuple(faults), tuple(others))
+
+
+def in_time(read: Callable[[], T], default: T, *, timeout_s: float = ANSWER_S) -> T:
+    """What a reader finds within that time; `default` when it takes longer or fails."""
+    found: List[T] = []
+
+    def run() -> None:
+        try:
+            found.append(read())
+        except Exception:  # whatever a host's files say, the verdict must be written
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return found[0] if found else default
+
+
+# --- over the time of an attempt --------------------------------------------------------------------------------------
+
+
+class VitalWatch:
+    """Looks from time to time while all goes well, and once more at the death."""
+
+    def __init__(self, found: Mapping[str, str]) -> None:
+        self._places = dict(found)
+        self._least: Dict[str, Tuple[int, Optional[int]]] = {}
+        self.start = Vitals(self._rooms(), Limits(forks_refused=read_refused_forks()))
+        self.began_s = time.monotonic()
+        self._next = self.began_s + FIRST_S
+
+    def sample(self) -> bool:
+        """Called often; whether it has looked."""
+        if time.monotonic() < self._next:
+            return False
+        self._rooms()
+        self._next = time.monotonic() + SAMPLE_S
+        return True
+
+    def at_death(self, named: Sequence[str], gpus: Callable[[], Gpus]) -> Vitals:
+        """`named`: files that the job's last words name."""
+        where = {**self._places, **{path: os.path.dirname(path) for path in named}}
+        none: Tuple[Room, ...] = ()
+        rooms = in_time(lambda: read_rooms(where), none, timeout_s=2.0) or self._rooms()
+        told = tuple(self._with_least(room) for room in rooms)
+        return Vitals(told, read_own_limits(), read_memory(), in_time(gpus, Gpus(driver="nvidia-smi gives no answer")))
+
+    def _rooms(self) -> Tuple[Room, ...]:
+        rooms = read_rooms(self._places, network_too=False)
+        for room in rooms:
+            self._least[room.path] = self._least_of(room)
+        return rooms
+
+    def _with_least(self, room: Room) -> Room:
+        least, inodes = self._least_of(room)
+        return room._replace(least_bytes=least, least_inodes=inodes)
+
+    def _least_of(self, room: Room) -> Tuple[int, Optional[int]]:
+        before, inodes = self._least.get(room.path, (room.free_bytes, room.inodes_free))
+        fewer = [n for n in (inodes, room.inodes_free) if n is not None]
+        return min(before, room.free_bytes), min(fewer, default=None)

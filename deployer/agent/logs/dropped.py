@@ -1,0 +1,38 @@
+"""Which parts of logs were dropped by their size limit.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+from typing import Dict, Tuple
+
+from ..host.files import read_json
+
+DROPPED_FILE = "dropped.json"
+"""File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
+LIMIT_KEY = "log_max_bytes"
+
+
+class Dropped:
+    """What dropped.json of one attempt's log folder says, read again when it has changed."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, DROPPED_FILE)
+        self._version: Tuple[int, int] = (0, 0)
+        self._values: Dict[str, int] = {}
+
+    def first_kept(self, file: str) -> int:
+        return self.read().get(file, 0)
+
+    def read(self) -> Dict[str, int]:
+        """File name -> first kept offset, and LIMIT_KEY; empty when nothing was dropped."""
+        try:
+            info = os.stat(self._path)
+        except OSError:
+            return self._values
+        version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
+        if version != self._version:
+            found = read_json(self._path) or {}
+            self._values = {name: value for name, value in found.items() if isinstance(value, int)}
+            self._version = version
+        return self._values
