@@ -13,7 +13,7 @@ from trainer.optim.build import build_optimizer
 from trainer.schema import OptimConfig
 from trainer.train.step import apply_update
 
-CONFIGS = {word: OptimConfig(optimizer=word) for word in ("adamw", "adamw8bit")}
+CONFIGS = {word: OptimConfig(learning_rate=1e-3, optimizer=word) for word in ("adamw", "adamw8bit")}
 
 
 def model(width: int = 1024, layers: int = 2) -> nn.Module:

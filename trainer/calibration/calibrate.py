@@ -40,9 +40,9 @@ from trainer.schema import Config
 from trainer.start.rank import FAILURES, comm_timeout_s, tell_failure, usable_device
 from trainer.tensors import local_tensor
 from trainer.train.build import graphed_micro_batches, seed_everything
-from trainer.train.precision import settle_precision
 from trainer.train.recipe import Recipe, make_recipe, read_basis
 from trainer.train.run import Run
+from trainer.train.settle import settle
 from trainer.train.step import train_step
 from trainer.words import GIB
 
@@ -94,13 +94,13 @@ def calibrate(config: Config, dist: Dist, *, tell: Callable[[str], None]) -> Cal
     """
     settle_offline(config)
     quiet_transformers()
-    precision = settle_precision(config, dist)
-    config, recipe = precision.config, make_recipe(config)
+    settled = settle(config, dist)
+    config, recipe = settled.config, make_recipe(config)
     shape = read_basis(recipe, config, dist, weights=False).shape
     seed_everything(config, dist)
     bench = Bench(recipe, config, shape, dist)
     began = time.monotonic()
-    for line in [*precision.lines, HEADER]:
+    for line in [*settled.lines, HEADER]:
         tell(line)
     with fastest_kernels():
         timed, ended = search(

@@ -30,6 +30,7 @@ from trainer.data.batches.steps import Loader
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ConfigError, ModelError
 from trainer.files import expanded
+from trainer.optim.build import had_8bit_embeddings
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
 
@@ -145,21 +146,31 @@ def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str
 
 
 def check_optimizer(path: Path, before: Mapping[str, Any], now: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where 8-bit state would have to become that of torch's AdamW; the other way is possible."""
-    if before.get("optim", {}).get("optimizer") == "adamw8bit" and isinstance(now, torch.optim.AdamW):
+    """Raise ConfigError where 8-bit state would have to become fp32 state; the other way is possible."""
+    saved = before.get("optim", {})
+    if saved.get("optimizer") == "adamw8bit" and isinstance(now, torch.optim.AdamW):
         raise ConfigError(
             f"{path} holds the 8-bit state of optim.optimizer adamw8bit, which adamw cannot take over",
             hint="keep optim.optimizer=adamw8bit, or start anew with train.resume=never",
         )
+    if had_8bit_embeddings(saved) and getattr(now, "kept_in_fp32", None):
+        raise ConfigError(
+            f"{path} holds 8-bit state of embeddings, which cannot become 32-bit state",
+            hint="drop optim.embeddings_8bit, or start anew with train.resume=never",
+        )
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it."""
+    """`KEY OLD -> NEW` of everything that decides the steps to come and is not as the checkpoint's run had it.
+
+    A key that the checkpoint does not know yet is left out.
+    """
     keys = [("optim", key) for key in now["optim"]]
     keys += [("train", key) for key in ("steps", "epochs", "micro_batch_size", "grad_accum_steps", "global_batch_size")]
     keys += [("train", "micro_batch_tokens"), ("train", "precision"), ("parallel", "reduce_dtype")]
-    pairs = [(f"{section}.{key}", before.get(section, {}).get(key), now[section][key]) for section, key in keys]
-    return [f"{key} {old} -> {new}" for key, old, new in pairs if before and old != new]
+    known = [(section, key) for section, key in keys if key in before.get(section, {})]
+    pairs = [(f"{section}.{key}", before[section][key], now[section][key]) for section, key in known]
+    return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
 
 
 def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int, peak: float) -> list[str]:

@@ -51,6 +51,17 @@ def to_delete(saved: Mapping[int, float | None], keep: Keep, *, newest: int) -> 
     return [step for step in own if step not in wanted] + later
 
 
+def best_in(folder: Path, *, newest: int) -> tuple[int, float] | None:
+    """The step, `newest` or before, of the complete checkpoint with the lowest held-out loss, and that loss; None where
+    none has one.
+
+    Of equal losses the later step is the better.
+    """
+    losses = {step: loss for step, path in steps_in(folder).items() if (loss := _metric(path)) is not None}
+    known = {step: loss for step, loss in losses.items() if step <= newest and math.isfinite(loss)}
+    return min(known.items(), key=lambda item: (item[1], -item[0]), default=None)
+
+
 def _metric(path: Path) -> float | None:
     with suppress(CheckpointError):  # told when it is loaded
         value = read_info(path).extra.get(METRIC)

@@ -20,6 +20,7 @@ from trainer.config.keys import Broken, Places, field_kinds, get_key, known_fact
 from trainer.config.target import environment_rules, gpu_rules
 from trainer.config.train import (
     best_rules,
+    export_rules,
     float8_rules,
     float8_without_effect,
     groups_rules,
@@ -70,6 +71,7 @@ def broken_rules(config: Config) -> Iterator[Broken]:
         lora_rules,
         float8_rules,
         best_rules,
+        export_rules,
         config_parallel.broken_rules,
     )
     return (broken for rule in rules for broken in rule(config))

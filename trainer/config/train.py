@@ -8,7 +8,7 @@ from trainer.config.batch import BatchRules
 from trainer.config.fields import show
 from trainer.config.keys import Broken, field_kinds
 from trainer.config.parallel import is_compiled
-from trainer.schema import Config, LoraConfig, OptimConfig
+from trainer.schema import Config, LoraConfig, OptimConfig, kind_of_training, learning_rate_of
 
 WARMUP_STEPS, LEAST_PARTS = 10, 5
 BEST = "train.keep_best"
@@ -59,6 +59,8 @@ def optim_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
         yield [f"lora.{name}" for name in field_kinds(LoraConfig)], ", neither lora.rank nor lora.adapter is set"
     elif not config.run.export:
         yield ["lora.merge_export"], ", run.export is false"
+    if config.optim.optimizer != "adamw8bit":
+        yield ["optim.embeddings_8bit"], f", optim.optimizer is {config.optim.optimizer}"
     if config.optim.lr_scaling == "none":
         yield ["optim.base_batch_size"], ", optim.lr_scaling is none"
     if config.optim.schedule == "constant":
@@ -77,8 +79,10 @@ def length_rules(config: Config) -> Iterator[Broken]:
 
 def schedule_rules(config: Config) -> Iterator[Broken]:
     o, steps = config.optim, config.train.steps
-    if o.min_learning_rate > o.learning_rate:
-        message = f"optim.min_learning_rate is {o.min_learning_rate:g}, more than learning_rate, {o.learning_rate:g}"
+    rate = learning_rate_of(config)
+    if o.min_learning_rate > rate:
+        what = "learning_rate" if o.learning_rate is not None else f"the default for {kind_of_training(config)}"
+        message = f"optim.min_learning_rate is {o.min_learning_rate:g}, more than {what}, {rate:g}"
         yield Broken("optim.min_learning_rate", message, "", ("optim.learning_rate",))
     if o.decay_steps is not None and o.schedule != "wsd":
         message = (
@@ -139,8 +143,30 @@ def best_rules(config: Config) -> Iterator[Broken]:
         yield Broken(BEST, message, "set data.eval or data.eval_fraction", ("data.eval_fraction",))
 
 
+def saves_the_best(config: Config) -> bool:
+    """Whether a checkpoint is saved, and kept, at each evaluation that is the best so far: the export may be of it."""
+    source = config.run.export_from
+    may_stop_early = config.train.early_stop_patience is not None
+    return config.run.export and (source == "best" or (source == "auto" and may_stop_early))
+
+
+def export_rules(config: Config) -> Iterator[Broken]:
+    """The best step can only be exported where some step before the last is judged."""
+    key = "run.export_from"
+    if config.run.export_from != "best" or not config.run.export:
+        return
+    if not config.data.eval and config.data.eval_fraction == 0:
+        message = f"{key} is best, but there is no held-out data to judge by"
+        yield Broken(key, message, "set data.eval or data.eval_fraction", ("data.eval_fraction",))
+    elif config.train.eval_every == 0:
+        message = f"{key} is best, but train.eval_every is 0: no step before the last is judged"
+        yield Broken(key, message, "set train.eval_every", ("train.eval_every",))
+
+
 def saving_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
     """Keys that do nothing beside the others, whatever they say, and why."""
+    if not config.run.export:
+        yield ["run.export_from"], ", run.export is false"
     kept = ["train.keep_best", "train.keep_every"]
     if config.train.keep_last == 0:
         yield kept, ", train.keep_last=0 keeps every checkpoint"

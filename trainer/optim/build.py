@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from trainer.errors import ConfigError
 from trainer.kernels.adamw8bit import BLOCK
 from trainer.models.patterns import matching
 from trainer.optim.low_bit import build_adamw8bit, is_quantised
+from trainer.optim.schedules import settled_rate
 from trainer.schema import GroupConfig, OptimConfig
 from trainer.tensors import local_tensor
 
@@ -27,20 +28,35 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if wrong:
         raise ValueError(f"trained parameters must be stored in fp32, not as {', '.join(wrong[:3])} are")
     groups = parameter_groups(model.named_parameters(), config)
-    lr, betas, eps = config.learning_rate, (config.beta1, config.beta2), config.eps
+    lr, betas, eps = settled_rate(config), (config.beta1, config.beta2), config.eps
     if config.optimizer == "adamw8bit":
-        return build_adamw8bit(groups, lr=lr, betas=betas, eps=eps)
+        return build_adamw8bit(groups, lr=lr, betas=betas, eps=eps, in_fp32=_kept_in_fp32(model, config))
     # fused: one kernel for all parameters, and the only variant that can skip a step on the device (`found_inf`)
     return ShardAdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def state_bytes(parameters: Iterable[Tensor], config: OptimConfig) -> float:
+def state_bytes(model: nn.Module, config: OptimConfig) -> float:
     """Bytes of the optimizer's state for a trained parameter, on average: two fp32 moments, or a byte a value and an
     fp32 scale a block where they are quantised."""
-    trained = [p for p in parameters if p.requires_grad]
-    total = sum(p.numel() for p in trained)
-    small = sum(p.numel() for p in trained if is_quantised(p)) if config.optimizer == "adamw8bit" else 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    total, small = sum(p.numel() for p in trained), 0
+    if config.optimizer == "adamw8bit":
+        large = _kept_in_fp32(model, config)
+        small = sum(p.numel() for p in trained if is_quantised(p) and id(p) not in large)
     return 2 * (4 * (total - small) + (1 + 4 / BLOCK) * small) / max(1, total)
+
+
+def had_8bit_embeddings(saved: Mapping[str, Any]) -> bool:
+    """Whether a run whose config had this section `optim` kept 8-bit state for embeddings: before there was a word for
+    it, 8-bit AdamW did."""
+    return saved.get("optimizer") == "adamw8bit" and bool(saved.get("embeddings_8bit", True))
+
+
+def _kept_in_fp32(model: nn.Module, config: OptimConfig) -> frozenset[int]:
+    """The ids of the parameters whose state stays fp32 under 8-bit AdamW: embeddings, as bitsandbytes advises."""
+    if config.embeddings_8bit:
+        return frozenset()
+    return frozenset(id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 class ShardAdamW(torch.optim.AdamW):

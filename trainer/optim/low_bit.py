@@ -33,12 +33,13 @@ def torchao_adamw8bit() -> type[torch.optim.Optimizer]:
 
 
 def build_adamw8bit(
-    groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
+    groups: list[dict[str, Any]], *, in_fp32: frozenset[int] = frozenset(), **settings: Any
 ) -> torch.optim.Optimizer:
     """torchao's AdamW8bit over parameter groups, its step in one kernel a parameter (`trainer.kernels.adamw8bit`).
 
     Quantised in blocks of 128 values is the state of matrices whose rows 128 divides, of 4096 values and more. Other
-    state stays fp32. This is judged by the whole tensor, so any number of ranks shards, saves and loads the same state.
+    state stays fp32, and that of the parameters whose ids are `in_fp32`. This is judged by the whole tensor, so any
+    number of ranks shards, saves and loads the same state.
     Raises ConfigError when torchao is not installed.
     """
     base: Any = torchao_adamw8bit()
@@ -52,6 +53,7 @@ def build_adamw8bit(
         _step_supports_amp_scaling = True
         found_inf: Tensor | None = None
         grad_scale: Tensor | None = None
+        kept_in_fp32 = in_fp32
 
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -83,12 +85,12 @@ def build_adamw8bit(
 
         def _new_buffer(self, parameter: Tensor, signed: bool) -> Tensor:
             local = local_tensor(parameter.detach())
-            if not (is_quantised(parameter) and local.numel()):
+            if id(parameter) in in_fp32 or not (is_quantised(parameter) and local.numel()):
                 return torch.zeros_like(parameter.detach())
             state: Tensor = self._subclass_zeros(local, signed, self.block_size)
             return _sharded_as(parameter, state) if isinstance(parameter, DTensor) else state
 
-    optimizer: torch.optim.Optimizer = OneKernelAdamW8bit(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
+    optimizer: torch.optim.Optimizer = OneKernelAdamW8bit(groups, **settings, block_size=BLOCK)
     return optimizer
 
 

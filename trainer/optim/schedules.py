@@ -18,7 +18,7 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
     `min_learning_rate`), and `total_steps` steps later the decay has reached `min_learning_rate`.
     """
     warmup = warmup_steps(config, total_steps)
-    floor = config.min_learning_rate / config.learning_rate if config.learning_rate else 0.0
+    floor = config.min_learning_rate / settled_rate(config)
     if config.schedule == "constant":
         return _with_warmup(lambda step: 1.0, warmup)
     if config.schedule == "wsd":
@@ -27,9 +27,16 @@ def lr_multiplier(config: OptimConfig, total_steps: int) -> Multiplier:
     return _with_warmup(lambda step: _above(floor, fall(_progress(step - warmup, total_steps - warmup))), warmup)
 
 
+def settled_rate(config: OptimConfig) -> float:
+    """The learning rate of a config that a run has settled (`trainer.train.settle`)."""
+    if config.learning_rate is None:
+        raise ValueError("optim.learning_rate is null, which a run settles before it asks for the rate")
+    return config.learning_rate
+
+
 def peak_learning_rate(config: OptimConfig, rows: int) -> float:
     """`learning_rate` for steps of so many rows, scaled when `lr_scaling` asks for it."""
-    return config.learning_rate * _batch_factor(config, rows)
+    return settled_rate(config) * _batch_factor(config, rows)
 
 
 def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
@@ -38,7 +45,7 @@ def render_lr_scaling(config: OptimConfig, rows: int) -> list[str]:
         return []
     ratio = f"{rows} / {config.base_batch_size}"
     factor = f"sqrt({ratio})" if config.lr_scaling == "sqrt" else f"({ratio})"
-    peak = f"learning rate {config.learning_rate:g} x {factor} = {peak_learning_rate(config, rows):g}"
+    peak = f"learning rate {settled_rate(config):g} x {factor} = {peak_learning_rate(config, rows):g}"
     return [f"{peak}: {config.lr_scaling} scaling, {rows} rows a step, tuned for {config.base_batch_size}"]
 
 

@@ -44,7 +44,7 @@ def plan_wrapping(model: Model, config: Config, world_size: int) -> WrapPlan:
         compute_dtype=config.train.precision,
         reduce_dtype=options.reduce_dtype,
         reduce_bytes=DTYPES[options.reduce_dtype].itemsize,
-        state_bytes=state_bytes(model.parameters(), config.optim),
+        state_bytes=state_bytes(model, config.optim),
         forward_ahead=int(options.forward_prefetch) if fsdp else 0,
         backward_ahead=options.backward_prefetch_depth if fsdp else 0,
         offloaded=bool(options.cpu_offload) and fsdp,

@@ -28,10 +28,10 @@ from trainer.train import loop
 from trainer.train.build import build_run, seed_everything
 from trainer.train.evaluate import held_out_loss
 from trainer.train.plan_log import tell_plan
-from trainer.train.precision import settle_precision
 from trainer.train.probe import probe
 from trainer.train.recipe import Basis, Recipe, read_basis
 from trainer.train.run import Evaluated, LossFn, Run
+from trainer.train.settle import settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     """Train as configured, write everything into `run_dir`, and return the exit code."""
     dist.startup.enter("data")
-    precision = settle_precision(config, dist, run_dir)
-    config = precision.config
+    settled = settle(config, dist, run_dir)
+    config = settled.config
     basis = read_basis(recipe, config, dist)
     seed_everything(config, dist)
     data = recipe.data(config, dist, basis, run_dir=run_dir)
@@ -49,7 +49,7 @@ def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     advice = oom_advice(lambda: memory.config, basis.shape, dist, on_failure=memory.record_failure)
     with closing(data), advice, fastest_kernels():
         run = build_run(recipe, memory.config, run_dir, dist, basis=basis, data=data)
-        tell_plan(run, [*precision.lines, *memory.fit.lines])
+        tell_plan(run, [*settled.lines, *memory.fit.lines])
         probe(run, memory)
         result = loop.train(run, watchers=step_watchers)
         return finish(run, result, shape=basis.shape, tokenizer=basis.tokenizer)

@@ -4,7 +4,14 @@ It imports neither torch nor yaml: the deployer reads it on a laptop that has ne
 `trainer.config.load` loads files and overrides into these classes and checks the rules that span fields.
 """
 
-from trainer.schema.config import Config, RunConfig, with_changes, with_key
+from trainer.schema.config import (
+    Config,
+    RunConfig,
+    kind_of_training,
+    learning_rate_of,
+    with_changes,
+    with_key,
+)
 from trainer.schema.data import DataConfig, SourceConfig, as_sources
 from trainer.schema.model import LoraConfig, ModelConfig
 from trainer.schema.optim import GroupConfig, OptimConfig
@@ -57,6 +64,8 @@ __all__ = [
     "TrainConfig",
     "as_sources",
     "gpu_count",
+    "kind_of_training",
+    "learning_rate_of",
     "with_changes",
     "with_key",
 ]

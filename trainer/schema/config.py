@@ -24,7 +24,10 @@ class RunConfig:
     dir: str = key("runs", aliases=("output_dir",))
     """Parent of the run folder of a `train.py` started by hand; a deployed job has its own folder."""
     export: bool = True
-    """Write the final model in Hugging Face format, reopened and compared."""
+    """Write the model in Hugging Face format, reopened and compared."""
+    export_from: Literal["auto", "best", "last"] = "auto"
+    """Which step's weights are exported: the last one's, or those of the lowest held-out loss, which are then saved at
+    each evaluation that is the best so far. `auto`: the best where train.early_stop_patience ends the run."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
     tracker_project: str = "torchferry"
@@ -53,6 +56,24 @@ class Config:
     """Arguments of `script`."""
     torchrun: bool = True
     """Start `script` under torchrun, one process per entry of gpu_ranks."""
+
+
+DEFAULT_RATES = {"random weights": 1e-3, "LoRA": 2e-4, "the weights of a pretrained model": 1e-5}
+"""The learning rate for what is trained, where a config names none."""
+
+
+def kind_of_training(config: Config) -> str:
+    """What is trained, as one of DEFAULT_RATES."""
+    if config.lora.rank is not None or config.lora.adapter is not None:
+        return "LoRA"
+    is_random = config.model.init == "random" or config.model.name is None
+    return "random weights" if is_random else "the weights of a pretrained model"
+
+
+def learning_rate_of(config: Config) -> float:
+    """The learning rate of a run that begins anew."""
+    given = config.optim.learning_rate
+    return DEFAULT_RATES[kind_of_training(config)] if given is None else given
 
 
 def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -26,8 +26,12 @@ class OptimConfig:
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: torchao's, whose state takes 2 bytes a parameter in place of 8 (extra `lowbit`)."""
-    learning_rate: float = key(1e-3, limit=ABOVE_0, aliases=("lr",))
-    """At the end of the warm-up."""
+    embeddings_8bit: bool | None = None
+    """adamw8bit only: 8-bit state for embeddings too. Null: that of the checkpoint that the run resumes, else false: a
+    rare token's moments are tiny beside its neighbours', 8 bits lose them, and its next update is far too large."""
+    learning_rate: float | None = key(None, limit=ABOVE_0, aliases=("lr",))
+    """At the end of the warm-up. Null: that of the checkpoint that the run resumes; else 1e-3 for random weights, 2e-4
+    for LoRA, 1e-5 for the weights of a pretrained model."""
     min_learning_rate: float = key(0.0, limit=AT_LEAST_0)
     """Where the decay ends, same unit as learning_rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", aliases=("lr_scheduler_type",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -60,10 +61,24 @@ class Evaluator:
         self.last_loss: float | None = run.extra.get("eval_loss_last")
         """None before there was a later evaluation."""
         self.best_loss: float | None = run.extra.get("eval_loss_best")
+        self.best_step: int | None = run.extra.get("eval_step_best")
+        """After which `best_loss` was found; 0: before the first one. None: also of an earlier version's checkpoint."""
+        self.is_best = False
+        """Whether the last evaluation found trained weights better than all before."""
+        self._best_trained: float = run.extra.get("eval_loss_best_trained") or math.inf
         self._no_better: int = run.extra.get("evals_without_gain", 0)
 
     def is_due(self, step: int) -> bool:
         return self._run.is_due(step, every=self._run.config.train.eval_every)
+
+    def losses(self) -> dict[str, Any]:
+        """What a Result says of the evaluations."""
+        return {
+            "eval_loss_first": self.first_loss,
+            "eval_loss_last": self.last_loss,
+            "eval_loss_best": self.best_loss,
+            "eval_step_best": self.best_step,
+        }
 
     @property
     def early_stop(self) -> str | None:
@@ -88,22 +103,24 @@ class Evaluator:
             self.first_loss = loss
         else:
             self.last_loss = loss
-        self._compare(loss)
+        self._compare(loss, step)
         self._run.extra.update(
-            eval_loss_first=self.first_loss,
-            eval_loss_last=self.last_loss,
+            **self.losses(),
             eval_step=step,
-            eval_loss_best=self.best_loss,
+            eval_loss_best_trained=self._best_trained if math.isfinite(self._best_trained) else None,
             evals_without_gain=self._no_better,
         )
         seconds = time.perf_counter() - began
         told = {"step": step, "eval_loss": loss, "eval_tokens": found.tokens, "eval_s": round(seconds, 3)}
         self._run.log.evaluation({**told, **found.metrics})
 
-    def _compare(self, loss: float) -> None:
+    def _compare(self, loss: float, step: int) -> None:
         """Note whether this is the best loss so far; one that is NaN never is."""
         least_gain = self._run.config.train.early_stop_min_delta
         best = math.inf if self.best_loss is None else self.best_loss
         self._no_better = 0 if loss < best - least_gain else self._no_better + 1
         if loss < best:
-            self.best_loss = loss
+            self.best_loss, self.best_step = loss, step
+        self.is_best = step > 0 and loss < self._best_trained
+        if self.is_best:
+            self._best_trained = loss

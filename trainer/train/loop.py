@@ -78,9 +78,7 @@ def train(
     return Result(
         step,
         stopped=step < total and evaluator.early_stop is None,
-        eval_loss_first=evaluator.first_loss,
-        eval_loss_last=evaluator.last_loss,
-        eval_loss_best=evaluator.best_loss,
+        **evaluator.losses(),
         reason=evaluator.early_stop if step < total else None,
         unsaved=saver.unsaved,
     )
@@ -124,7 +122,8 @@ class Border:
             if evaluates and (not stopping or step == total):
                 evaluator.evaluate(step, is_stop_requested=self.is_stop_requested)
             ending = stopping or evaluator.early_stop is not None
-            if saves or ending:
+            is_best = evaluates and evaluator.is_best and saver.keeps_best
+            if saves or ending or is_best:
                 exports = run.config.run.export and not stopping
                 saver.save(step, must_succeed=ending or step == total, then_export=exports)
             steps.restart_clock()

@@ -6,20 +6,20 @@ On a CPU without such instructions a bf16 product takes about fifty times as lon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 
-from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.load import read_info
-from trainer.checkpoint.resume import choose
-from trainer.dist import Dist, gather, on_rank0
+from trainer.dist import Dist, gather
 from trainer.schema import Config
 
 Precision = Literal["bf16", "fp32"]
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -34,17 +34,17 @@ machine, may take a hundred times as long as they should."""
 
 @dataclass(frozen=True)
 class Settled:
-    """A config whose `train.precision` is not `auto`."""
+    """A config in which what was left to the run has its value."""
 
     config: Config
     lines: list[str]
-    """What to tell before the first step; empty where the config names a precision that its devices have."""
+    """What to tell before the first step; empty where the config names everything."""
 
 
-def settle_precision(config: Config, dist: Dist, run_dir: Path | None = None) -> Settled:
+def settle_precision(config: Config, dist: Dist, checkpoint: Mapping[str, Any] = NOTHING) -> Settled:
     """Settle `auto`: the precision of the checkpoint that the run resumes, else what all devices have.
 
-    Every rank calls this. `run_dir`: None where there is no run, and so no checkpoint to follow.
+    Every rank calls this. `checkpoint`: the config of that checkpoint.
     """
     if config.train.precision == "fp32":
         return Settled(config, [])
@@ -53,7 +53,7 @@ def settle_precision(config: Config, dist: Dist, run_dir: Path | None = None) ->
         return Settled(
             config, [f"warning: train.precision is bf16, and {why_not}: fp32 is faster here"] if why_not else []
         )
-    saved = saved_precision(config, run_dir, dist) if run_dir else None
+    saved = saved_precision(checkpoint)
     if saved is None:
         return _settled(config, why_not)
     line = f"precision: {saved}, as the checkpoint has it (train.precision=auto)"
@@ -84,21 +84,11 @@ def _settled(config: Config, why_not: str | None) -> Settled:
     return Settled(with_precision(config, chosen), [line])
 
 
-def saved_precision(config: Config, run_dir: Path, dist: Dist) -> Precision | None:
-    """The precision of the checkpoint to resume from; None where there is none that can be read."""
-    paths = choose(config, run_dir, dist).paths
-
-    def read() -> Precision | None:
-        for path in paths:
-            try:
-                saved = read_info(path).extra["config"]["train"]["precision"]
-                if saved in ("bf16", "fp32"):
-                    return "fp32" if saved == "fp32" else "bf16"
-            except (CheckpointError, KeyError, TypeError):  # told when it is loaded, and the one before is taken
-                continue
-        return None
-
-    return on_rank0(dist, read)
+def saved_precision(checkpoint: Mapping[str, Any]) -> Precision | None:
+    """The precision in a checkpoint's config; None where that names none."""
+    section = checkpoint.get("train")
+    saved = section.get("precision") if isinstance(section, Mapping) else None
+    return "fp32" if saved == "fp32" else "bf16" if saved == "bf16" else None
 
 
 # --- what a device can ------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class Result:
     eval_loss_last: float | None
     """None before there was a later evaluation."""
     eval_loss_best: float | None = None
+    eval_step_best: int | None = None
+    """0: before the first step."""
     reason: str | None = None
     """Why a run that succeeded ended before its last step."""
     unsaved: Exception | None = None

@@ -9,6 +9,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.resume import RECIPE
 from trainer.checkpoint.retention import METRIC, Keep
 from trainer.checkpoint.write import AtPoint, nothing
+from trainer.config.train import saves_the_best
 from trainer.saver.writer import Beside, Writer
 from trainer.schema import CHECKPOINTS_DIR
 from trainer.train.run import Run
@@ -43,7 +44,9 @@ class Saver:
         self._writer = Writer(run.dist, beside=beside if self._is_worth_it else None, at=at)
         self.unsaved: CheckpointError | None = None
         """Why there is no checkpoint of the last save."""
-        self._keep = Keep(train.keep_last, train.keep_best, train.keep_every)
+        self.keeps_best = saves_the_best(run.config)
+        """Whether each best evaluation so far is to be saved."""
+        self._keep = Keep(train.keep_last, max(train.keep_best, int(self.keeps_best)), train.keep_every)
 
     def goes_beside(self) -> bool:
         """Whether training would go on beside a save that began now; the same on every rank.

@@ -93,7 +93,7 @@ def test_save_over_a_complete_checkpoint_never_leaves_a_half_deleted_one(tmp_pat
 def test_loaded_optimizer_keeps_the_settings_it_was_built_with(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     model = Tied()
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5, beta2=0.9))
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3, weight_decay=0.5, beta2=0.9))
     load(tmp_path / "step_000002", model, optimizer, ALONE)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.9)
@@ -154,7 +154,7 @@ def test_loading_an_incomplete_checkpoint_is_refused(tmp_path):
 def test_loading_into_another_shape_names_the_checkpoint(tmp_path):
     save_after_two_steps(ALONE, str(tmp_path))
     model = Tied(vocab=9)
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
     with pytest.raises(CheckpointError, match=r"cannot load .*step_000002: ValueError: Size mismatch"):
         load(tmp_path / "step_000002", model, optimizer, ALONE)
 

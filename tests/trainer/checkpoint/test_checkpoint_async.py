@@ -332,7 +332,7 @@ def test_memory_is_made_before_the_first_step_for_what_there_is_after_it(optimiz
     if optimizer == "adamw8bit":
         pytest.importorskip("torchao")
     model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 3, bias=False))
-    built = build_optimizer(model, OptimConfig(optimizer=optimizer))
+    built = build_optimizer(model, OptimConfig(learning_rate=1e-3, optimizer=optimizer))
     expected = expected_bytes(model, built)
     model(torch.ones(2, 128)).sum().backward()
     built.step()

@@ -133,7 +133,7 @@ RULES = [
     ),
     (
         Config(optim=OptimConfig(min_learning_rate=0.01)),
-        "optim.min_learning_rate is 0.01, more than learning_rate, 0.001",
+        "optim.min_learning_rate is 0.01, more than the default for random weights, 0.001",
     ),
     (
         Config(optim=OptimConfig(decay_steps=5)),

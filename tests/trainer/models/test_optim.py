@@ -37,7 +37,7 @@ def test_linear_ends_at_the_minimum():
 
 def test_vectors_do_not_decay():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    decayed, plain = build_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    decayed, plain = build_optimizer(model, OptimConfig(learning_rate=1e-3, weight_decay=0.3)).param_groups
     assert (decayed["weight_decay"], [tuple(p.shape) for p in decayed["params"]]) == (0.3, [(2, 3)])
     assert (plain["weight_decay"], [tuple(p.shape) for p in plain["params"]]) == (0.0, [(2,), (2,), (2,)])
 
@@ -57,7 +57,7 @@ def test_adamw_takes_learning_rate_betas_and_eps():
 
 def test_found_inf_leaves_weights_and_moments_as_they_were():
     model = nn.Linear(3, 2)
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     before = [t.clone() for t in (model.weight, optimizer.state[model.weight]["exp_avg"])]
@@ -114,7 +114,7 @@ def step_sharded(dist, whole: dict) -> tuple[dict, bool, set[str], int]:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model.load_state_dict(whole)
     fully_shard(model)
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-3))
     take_steps(model, optimizer, range(3))
     before = count_specs()
     take_steps(model, optimizer, range(3, 8))

@@ -198,7 +198,7 @@ def _config(split: Split) -> Config:
     return Config(
         target=TargetConfig(train_backend=split.backend),
         train=TrainConfig(precision="fp32"),
-        optim=OptimConfig(max_grad_norm=0),
+        optim=OptimConfig(learning_rate=1e-3, max_grad_norm=0),
         parallel=ParallelConfig(**dict(split.options)),
     )
 

@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.inspection.inspect_run import inspect_run
 from trainer.parallel.float8_choice import decide_float8, why_no_float8
 from trainer.train import precision
+from trainer.train.settle import saved_config
 
 X86 = (
     "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t\t: fpu avx2 avx512_bf16 amx_bf16\nbugs\t\t:\n\nprocessor\t: 1\n"
@@ -63,7 +64,7 @@ def test_one_rank_without_bf16_decides_for_all():
 @pytest.mark.parametrize("named", ["bf16", "fp32"])
 def test_precision_that_the_config_names_is_taken_and_told_only_where_it_is_slow(tmp_path, named):
     config = training_on("rows.jsonl", precision=named)
-    settled = precision.settle_precision(config, ALONE, tmp_path)
+    settled = precision.settle_precision(config, ALONE)
     assert settled.config == config
     assert [line[:38] for line in settled.lines] == (
         ["warning: train.precision is bf16, and "] if named == "bf16" and not HAS_BF16 else []
@@ -97,7 +98,7 @@ def test_checkpoint_before_a_damaged_one_decides(rows, tmp_path):
     train(1, rows, tmp_path / "run", **fields, stop_after_steps=4)
     (tmp_path / "run" / "checkpoints" / "step_000004" / "state.json").write_text("{")
     config = training_on(rows, precision="auto")
-    assert precision.saved_precision(config, tmp_path / "run", ALONE) == "bf16"
+    assert saved_config(config, tmp_path / "run", ALONE)["train"]["precision"] == "bf16"
 
 
 def test_inspection_of_gpus_that_are_not_here_assumes_bf16(rows):
@@ -114,13 +115,9 @@ def test_float8_is_refused_where_products_turn_out_in_fp32():
         decide_float8("on", why_not=why_not, gain=lambda: 2.0)
 
 
-def test_checkpoint_whose_precision_is_no_name_decides_nothing(rows, tmp_path):
-    train(1, rows, tmp_path / "run", save_every=2, eval_every=0, precision="fp32", stop_after_steps=2)
-    state = tmp_path / "run" / "checkpoints" / "step_000002" / "state.json"
-    saved = json.loads(state.read_text())
-    saved["config"]["train"]["precision"] = ["bf16"]
-    state.write_text(json.dumps(saved))
-    assert precision.saved_precision(training_on(rows, precision="auto"), tmp_path / "run", ALONE) is None
+@pytest.mark.parametrize("saved", [{}, {"train": None}, {"train": {}}, {"train": {"precision": ["bf16"]}}])
+def test_checkpoint_whose_precision_is_no_name_decides_nothing(saved):
+    assert precision.saved_precision(saved) is None
 
 
 def test_config_that_auto_settles_is_still_one_that_the_rules_let_through():
