@@ -61,6 +61,11 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         entries += lib_entries
         sources |= lib_sources
     if command is None:
+        if re.search("[\ud800-\udfff]", config.target.root):
+            raise UsageError(
+                f"--remote-root {config.target.root} is not UTF-8: tokenizers cannot write into such a folder",
+                hint="give the root another name; a program of your own may run in it",
+            )
         remote = config.target.ssh is not None
         _check_data_paths(config, project, code=code, includes=list(includes), remote=remote)
         code = replace(code, warnings=(*code.warnings, *(_not_shipped(config, project) if remote else [])))

@@ -55,7 +55,7 @@ def read_repo(folder: Path) -> Repo | None:
     listed, error = listing.communicate()
     values, exclude = settings.communicate()[0], where.communicate()[0]
     if listing.returncode != 0:
-        reason = error.decode("utf-8", "replace").strip().splitlines()[:1]
+        reason = error.decode("utf-8", "surrogateescape").strip().splitlines()[:1]
         return _without_git(top, f"git cannot read {top}: {' '.join(reason)}")
     if ignored is not None and ignored.communicate() and ignored.returncode == 0:
         return None
@@ -128,7 +128,7 @@ def _read_patch(project: Path, hidden: list[str]) -> str:
         diff.kill()
         data = data[:MAX_PATCH] + b"\n# patch cut here: it is longer than %d bytes\n" % MAX_PATCH
     diff.communicate()
-    return data.decode("utf-8", "replace")
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:

@@ -97,7 +97,7 @@ def _parse_line(line: bytes, source: str) -> Rule | None:
     regex = translate(body, by_name=by_name)
     if not body or regex is None:
         return None
-    return Rule(line.decode("utf-8", "replace"), source, regex, by_name, dir_only, negated)
+    return Rule(line.decode("utf-8", "surrogateescape"), source, regex, by_name, dir_only, negated)
 
 
 def _trim_spaces(line: bytes) -> bytes:
