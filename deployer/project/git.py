@@ -8,6 +8,7 @@ Every question is one process; callers start them together. A folder without git
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,9 @@ def read_repo(folder: Path) -> Repo | None:
         return None
     tracked, submodules = _parse_stage(listed)
     config = dict(_parse_setting(item) for item in values.split(b"\0") if item)
-    files = (_global_excludes(config), os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))
-    return Repo(os.fsencode(top), tracked, submodules, files, config.get(b"core.ignorecase") == b"true", "")
+    excludes = os.path.join(os.fsencode(top), _global_excludes(config))
+    files = (excludes, os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))
+    return Repo(os.fsencode(top), tracked, submodules, files, _is_true(config.get(b"core.ignorecase", b"false")), "")
 
 
 def _without_git(top: Path, warning: str) -> Repo:
@@ -77,8 +79,14 @@ def _parse_stage(listed: bytes) -> tuple[frozenset[bytes], frozenset[bytes]]:
 
 
 def _parse_setting(item: bytes) -> tuple[bytes, bytes]:
-    key, _, value = item.partition(b"\n")
-    return key, value
+    key, equals, value = item.partition(b"\n")
+    return key, value if equals else b"true"
+
+
+def _is_true(value: bytes) -> bool:
+    """As git reads a yes or no of its settings."""
+    number = re.fullmatch(rb"\s*[+-]?(0x)?0*([0-9a-f]*)[kmg]?", value.lower())
+    return bool(number and number[2]) or value.lower() in (b"true", b"yes", b"on")
 
 
 def _global_excludes(config: dict[bytes, bytes]) -> bytes:
