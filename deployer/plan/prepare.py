@@ -121,7 +121,7 @@ def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
 
 def unusual_project(project: Path) -> str | None:
     """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
-    if project.resolve() in (Path.home().resolve(), Path("/")):
+    if project.resolve() in (_expanded("~").resolve(), Path("/")):
         return f"the project is the folder you are in, {project}: everything in it would be sent"
     return None
 
@@ -218,6 +218,10 @@ def _not_shipped(config: Config, project: Path) -> Iterator[str]:
             yield f"{path} is not part of the project and does not travel: the host must have it"
 
 
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
+
+
 def _is_hosts_own(path: str) -> bool:
     return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
 
@@ -227,7 +231,7 @@ def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Se
 
     for path in local_data_paths(config, root=project):
         if _is_hosts_own(path):
-            if not remote and not Path(path).expanduser().exists():
+            if not remote and not _expanded(path).exists():
                 raise UsageError(f"{path}: no such file or folder")
             continue
         clean = os.path.normpath(path)
