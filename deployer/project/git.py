@@ -31,6 +31,7 @@ class Repo:
     submodules: frozenset[bytes]  # folders below it that are submodules
     exclude_files: tuple[bytes, ...]  # global and info/exclude, weakest first, absolute
     ignore_case: bool
+    sparse: bool  # only a part of the tracked files is checked out
     warning: str  # why git could not be asked, or ""
 
 
@@ -50,7 +51,7 @@ def read_repo(folder: Path) -> Repo | None:
         listing = _start(folder, "ls-files", "-z", "--stage")
     except FileNotFoundError:
         return _without_git(top, "git is not installed: tracked files that are also ignored are left out")
-    settings = _start(folder, "config", "-z", "--get-regexp", r"^core\.(excludesfile|ignorecase)$")
+    settings = _start(folder, "config", "-z", "--get-regexp", r"^core\.(excludesfile|ignorecase|sparsecheckout)$")
     where = _start(folder, "rev-parse", "--git-path", "info/exclude")
     ignored = _start(folder, "check-ignore", "-q", ".") if folder != top else None
     listed, error = listing.communicate()
@@ -64,12 +65,13 @@ def read_repo(folder: Path) -> Repo | None:
     config = dict(_parse_setting(item) for item in values.split(b"\0") if item)
     excludes = os.path.join(os.fsencode(top), _global_excludes(config))
     files = (excludes, os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))
-    return Repo(os.fsencode(top), tracked, submodules, files, _is_true(config.get(b"core.ignorecase", b"false")), "")
+    folds, sparse = (_is_true(config.get(key, b"no")) for key in (b"core.ignorecase", b"core.sparsecheckout"))
+    return Repo(os.fsencode(top), tracked, submodules, files, folds, sparse, "")
 
 
 def _without_git(top: Path, warning: str) -> Repo:
     files = (_global_excludes({}), os.fsencode(top / ".git/info/exclude"))
-    return Repo(os.fsencode(top), frozenset(), frozenset(), files, False, warning)
+    return Repo(os.fsencode(top), frozenset(), frozenset(), files, ignore_case=False, sparse=False, warning=warning)
 
 
 def _parse_stage(listed: bytes) -> tuple[frozenset[bytes], frozenset[bytes]]:

@@ -66,6 +66,9 @@ class Notes:
     reasons: Counter[Reason] = field(default_factory=Counter)
     paths: dict[str, Reason] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    pointers: dict[str, list[bytes]] = field(default_factory=dict)  # by the command that brings what they stand for
+    empty_submodules: list[bytes] = field(default_factory=list)
+    sparse: list[bytes] = field(default_factory=list)  # tracked files of a repository of which a part is checked out
 
     def ignore(self, entry: os.DirEntry[bytes], path: bytes, reason: Reason) -> None:
         count, size = 0, 0
@@ -131,6 +134,8 @@ class Walk:
             files.append(_read_rules(os.path.join(folder, b".gitignore"), prefix=place, skip=skip, repo=repo))
         fold = bytes.lower if repo.ignore_case else bytes
         tracked = frozenset(fold(_below(path, p)) for p in repo.tracked | repo.submodules)
+        if repo.sparse:
+            self.notes.sparse += [_below(path, p) for p in repo.tracked]
         return _Rules(
             deploy=outer.deploy,
             git=(outer.git[0], *(f for f in files if f is not None)),
@@ -143,6 +148,8 @@ class Walk:
     def _folder(self, path: bytes, rules: _Rules) -> Iterator[Found]:
         entries = _list_folder(os.path.join(self.root, path))
         names = {e.name for e in entries}
+        if not entries and rules.is_submodule(path):
+            self.notes.empty_submodules.append(path)
         if path and b".git" in names:
             repo = read_repo(Path(os.fsdecode(os.path.join(self.root, path))))
             rules = self._enter_repo(path, repo, rules) if repo else rules
