@@ -10,7 +10,6 @@ from pathlib import Path
 
 import click
 
-from deployer.agent.guard import settle_home
 from deployer.commands.host import cli as host_cli
 from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
@@ -51,7 +50,11 @@ for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS):
 def main() -> None:
     """Entry of `deploy.py` and of the console script."""
     _read_names_as_utf8()
-    settle_home(must_be_ours=False)  # root may well use the one of whoever called sudo
+    home = os.environ.get("HOME", "")
+    if not home.startswith("/") or not home.strip("/"):
+        from deployer.agent.guard import settle_home  # seldom needed
+
+        settle_home(must_be_ours=False)  # root may well use the one of whoever called sudo
     _open_standard_streams()
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
