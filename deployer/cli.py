@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import click
 
@@ -48,6 +49,12 @@ for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS):
 
 def main() -> None:
     """Entry of `deploy.py` and of the console script."""
+    _read_names_as_utf8()
+    home = os.environ.get("HOME", "")
+    if not home.startswith("/") or not home.strip("/"):
+        from deployer.agent.guard import settle_home  # seldom needed
+
+        settle_home(must_be_ours=False)  # root may well use the one of whoever called sudo
     _open_standard_streams()
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
@@ -71,6 +78,18 @@ def main() -> None:
         known = error if isinstance(error, FerryError) else _unforeseen(error)
         _show(known)
         sys.exit(known.exit_code)
+
+
+def _read_names_as_utf8() -> None:
+    """Begins this program anew, in Python's UTF-8 mode, where the locale says another encoding. A name is bytes; as
+    text, here and on the host, it is their UTF-8 with `surrogateescape`, whatever the locales."""
+    if sys.getfilesystemencoding() == "utf-8":
+        return
+    try:
+        argv = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]
+    except OSError:
+        argv = [os.fsencode(word) for word in sys.orig_argv[1:]]
+    os.execv(sys.executable, [os.fsencode(sys.executable), b"-X", b"utf8", *argv])
 
 
 def _open_standard_streams() -> None:

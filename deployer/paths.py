@@ -21,7 +21,15 @@ def state_dir() -> Path:
     else:
         from platformdirs import user_state_path
 
-        path = user_state_path("torchferry", appauthor=False)
+        try:
+            path = user_state_path("torchferry", appauthor=False)
+        except RuntimeError:  # newer releases; older ones give `~` back
+            path = Path("~")
+        if not path.is_absolute():  # in another folder it would be another
+            raise UsageError(
+                "this account has no home folder, so there is no place for this client's state",
+                hint="TORCHFERRY_STATE_DIR names one",
+            )
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()

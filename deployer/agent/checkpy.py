@@ -12,6 +12,7 @@ import sys
 sys.path[:] = sys.path[1:]  # this file's own folder
 
 import json  # noqa: E402
+import os  # noqa: E402
 import re  # noqa: E402
 from importlib import import_module, metadata  # noqa: E402
 from typing import Any, Callable, Dict, List, Optional, Tuple  # noqa: E402
@@ -90,15 +91,20 @@ def unmet(text: str, parser: Any, found: Dict[str, str]) -> Optional[str]:
         return "%s (cannot be checked)" % text
 
 
+def as_bytes_are(path: str) -> str:
+    """The path as who asks reads it: this Python may run in a locale that is not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "surrogateescape")
+
+
 def main() -> None:
     parser = find_parser()
     found: Dict[str, str] = {}
     answers = [unmet(text, parser, found) for text in json.loads(sys.argv[1])]
     result = {
-        "executable": sys.executable,
+        "executable": as_bytes_are(sys.executable),
         "version": "%d.%d.%d" % sys.version_info[:3],
         "unmet": [answer for answer in answers if answer is not None],
-        "folders": [path for path in sys.path if path],
+        "folders": [as_bytes_are(path) for path in sys.path if path],
         "found": found,
     }
     print(json.dumps(result))

@@ -25,6 +25,38 @@ class Refused(OSError):
     hint = ""
 
 
+def settle_home(*, must_be_ours: bool) -> None:
+    """HOME, where it is empty, relative, `/` (nobody's home) or, with `must_be_ours`, no folder or another account's,
+    becomes what the account's entry says."""
+    if _is_home(os.environ.get("HOME", ""), must_be_ours):
+        return
+    try:
+        import pwd
+
+        entry = pwd.getpwuid(os.getuid()).pw_dir
+    except (KeyError, ImportError):
+        entry = ""
+    if _is_home(entry, must_be_ours):
+        os.environ["HOME"] = entry
+    elif not os.environ.get("HOME", "").startswith("/"):
+        os.environ.pop("HOME", None)
+
+
+def _is_home(path: str, must_be_ours: bool) -> bool:
+    if not path.startswith("/") or not path.strip("/"):
+        return False
+    return not must_be_ours or (os.path.isdir(path) and os.stat(path).st_uid in (0, os.getuid()))
+
+
+def find_root(text: str) -> str:
+    """The absolute path of a root as it was given. OSError for one below a home that is not there."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        mine = text.split("/")[0] == "~"
+        raise OSError(0, "this account has no home folder" if mine else "there is no such user", text)
+    return os.path.abspath(path)
+
+
 def secure_root(root: str) -> bool:
     """Makes the root, closed to others, unless it is there. From then on no other account can replace it or one of
     OURS. Raises Refused where one could; True where one could and the user trusts it (see TRUSTED)."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hashlib import blake2b as blake2b
 
     from .bytecode import enter
-    from .guard import TRUSTED, Refused, secure_root
+    from .guard import TRUSTED, Refused, find_root, secure_root, settle_home
 else:
     try:
         from _blake2 import blake2b  # hashlib loads OpenSSL beside it
@@ -30,11 +30,13 @@ else:
 
 
 def load(P: Dict[str, Any]) -> None:
-    root = os.path.abspath(os.path.expanduser(P["root"]))
-    home = os.path.join(root, "agent", P["agent"])
+    root = P["root"]
     stdin = io.BufferedReader(io.FileIO(0, closefd=False), 1 << 16)
     os.umask(0o077)
+    settle_home(must_be_ours=True)
     try:
+        root = find_root(root)
+        home = os.path.join(root, "agent", P["agent"])
         secure_root(root)
         if not is_intact(home):
             say(P, {"need": "agent"})

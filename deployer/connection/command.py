@@ -22,12 +22,13 @@ _MODULE = re.compile(r"(\w+/)*\w+\.py", re.ASCII)  # no editor's copy beside it:
 
 # The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
 # shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
-# interpreter that is too old says so by exit status 97 and the next one is tried.
+# interpreter that is too old says so by exit status 97 and the next one is tried. `-X utf8`: names are bytes, and a
+# host's locale must not read them otherwise than the client wrote them.
 _SHELL = (
     "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
     "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
     "if command -v $p >/dev/null 2>&1; then "
-    '$p -I -S -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
+    '$p -I -S -X utf8 -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
     'import zlib, base64; exec(zlib.decompress(base64.b64decode(sys.argv[1])))" "$0"; '
     "r=$?; [ $r = 97 ] || exit $r; fi; done; "
     "echo torchferry-no-python >&2; exit 127"

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployer.agent.job.plan import Include, Plan
 from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, state_dir
+from deployer.plan.first_word import check_first_word
 from deployer.plan.launch_plan import (
     NOT_REQUESTED,
     TRAINER_REQUIRES,
@@ -50,25 +51,27 @@ class Prepared:
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     """Reads the project's tree and decides the plan. UsageError when something that the job needs would not travel."""
     config, command = asked.config, asked.command
-    code = manifest.scan(project, hash_cache=_hash_cache())
-    own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
-    includes = {path: _scan_include(project, path) for path in _include_paths((*config.files, *options.include))}
+    paths = _include_paths((*config.files, *options.include))
     # an included folder comes whole, and an included link as its target: neither is also part of the code
-    entries = [entry for entry in code.entries if not _is_below(entry.path.removeprefix("code/"), includes)]
+    code = manifest.scan(project, hash_cache=_hash_cache(), included=paths)
+    own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
+    includes = {path: _scan_include(project, path) for path in paths}
+    entries = list(code.entries)
     sources = dict(code.sources)
     if command is None and not own_trainer:
         lib_entries, lib_sources = _client_trainer()
         entries += lib_entries
         sources |= lib_sources
     if command is None:
-        remote = config.target.ssh is not None
-        _check_data_paths(config, project, code=code, includes=list(includes), remote=remote)
-        code = replace(code, warnings=(*code.warnings, *(_not_shipped(config, project) if remote else [])))
+        warnings = _check_config(config, project, code=code, includes=list(includes))
     else:
-        _check_program(command, code=code, includes=list(includes))
+        warnings = _check_program(command, project, code=code, includes=list(includes))
     if options.wheels and not Path(options.wheels).is_dir():
         raise UsageError(f"--wheels {options.wheels} is no folder of this machine")
     wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
+    warnings += [f"--include {path}: {warning}" for path, scan in includes.items() for warning in scan.warnings]
+    warnings += [f"--wheels {options.wheels}: {warning}" for warning in (wheels.warnings if wheels else ())]
+    code = replace(code, warnings=(*code.warnings, *warnings))
     trees = {root_hash(entries): tuple(sorted(entries))}
     for scan in (*includes.values(), *([wheels] if wheels else [])):
         trees[root_hash(scan.entries)] = scan.entries
@@ -114,22 +117,33 @@ def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
     return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 
-def unusual_project(project: Path) -> str | None:
+class Question(NamedTuple):
+    """What a person is asked before anything is sent."""
+
+    text: str
+    hint: str
+
+
+def unusual_project(project: Path) -> Question | None:
     """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
-    if project.resolve() in (Path.home().resolve(), Path("/")):
-        return f"the project is the folder you are in, {project}: everything in it would be sent"
+    if project.resolve() in (_expanded("~").resolve(), Path("/")):
+        what = f"the project is the folder you are in, {project}: everything in it would be sent"
+        return Question(what, "run it in the project's own folder, or pass --yes")
     return None
 
 
-def large_files(code: Scan) -> str | None:
+def large_files(code: Scan) -> Question | None:
     """What to ask before sending a tree that is surprisingly large; None for a usual one."""
-    big = [f"{path} ({size / 1e6:,.0f} MB)" for path, size in code.largest if size > ASK_FILE_BYTES]
-    if big:
-        return f"the code tree holds files over {ASK_FILE_BYTES // 10**6} MB: {', '.join(big)}"
-    if code.total_bytes > ASK_TREE_BYTES:
-        top = ", ".join(f"{path} ({size / 1e6:,.0f} MB)" for path, size in code.largest[:3])
-        return f"the code tree is {code.total_bytes / 1e6:,.0f} MB; its largest files: {top}"
-    return None
+    named = [(path, f"{path} ({size / 1e6:,.0f} MB)", size) for path, size in code.largest]
+    if big := [entry for entry in named if entry[2] > ASK_FILE_BYTES]:
+        text = f"the code tree holds files over {ASK_FILE_BYTES // 10**6} MB: "
+    elif code.total_bytes > ASK_TREE_BYTES:
+        big, text = named[:3], f"the code tree is {code.total_bytes / 1e6:,.0f} MB; its largest files: "
+    else:
+        return None
+    options = " ".join(f"--include {shlex.quote(path)}" for path, _, _ in big)
+    hint = f"{options} ships them once, by hash; lines in .deployignore leave them out; --yes sends the tree as it is"
+    return Question(text + ", ".join(line for _, line, _ in big), hint)
 
 
 def requirements(config: Config, command: Command | None, *, project: Path) -> tuple[str, ...]:
@@ -196,10 +210,13 @@ def _is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def _scan_include(project: Path, path: str) -> Scan:
-    if os.path.isabs(path) or path.startswith("..") or path == ".":  # noqa: PTH117
+    if path == ".":
+        raise UsageError("--include . is the project, which travels anyway", hint="leave --include . out")
+    if os.path.isabs(path) or path == ".." or path.startswith("../"):  # noqa: PTH117
+        name = shlex.quote((project / path).resolve().name or "root")
         raise UsageError(
             f"--include {path} is not below the project {project}",
-            hint="link it into the project (ln -s) and include the link: its target travels",
+            hint=f"ln -s {shlex.quote(path)} {name}, then --include {name}: its target travels",
         )
     return manifest.scan_include(project / path, hash_cache=_hash_cache())
 
@@ -213,8 +230,24 @@ def _not_shipped(config: Config, project: Path) -> Iterator[str]:
             yield f"{path} is not part of the project and does not travel: the host must have it"
 
 
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
+
+
 def _is_hosts_own(path: str) -> bool:
     return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
+
+
+def _check_config(config: Config, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
+    """Warnings of what the host itself must have. UsageError for what would not travel."""
+    if re.search("[\\ud800-\\udfff]", config.target.root):
+        raise UsageError(
+            f"--remote-root {config.target.root} is not UTF-8: tokenizers cannot write into such a folder",
+            hint="give the root another name; a program of your own may run in it",
+        )
+    remote = config.target.ssh is not None
+    _check_data_paths(config, project, code=code, includes=includes, remote=remote)
+    return list(_not_shipped(config, project)) if remote else []
 
 
 def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
@@ -222,7 +255,7 @@ def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Se
 
     for path in local_data_paths(config, root=project):
         if _is_hosts_own(path):
-            if not remote and not Path(path).expanduser().exists():
+            if not remote and not _expanded(path).exists():
                 raise UsageError(f"{path}: no such file or folder")
             continue
         clean = os.path.normpath(path)
@@ -245,15 +278,19 @@ def _left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
     )
 
 
-def _check_program(command: Command, *, code: Scan, includes: Sequence[str]) -> None:
-    """UsageError for a program that cannot start on the host: that must show here, not there, minutes later."""
+def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
+    """UsageError for a program that cannot start on the host: that must show here, not there, minutes later. Warnings
+    of what will hardly run."""
     _check_first_word(command)
     script = script_of(command)
+    if script is None and not command.torchrun:
+        modes = {entry.path.removeprefix("code/"): entry.mode for entry in code.entries}
+        return check_first_word(command.argv, modes=modes, project=project)
     if script is None or os.path.isabs(script):  # noqa: PTH117
-        return
+        return []
     clean = os.path.normpath(script)
     if clean == "." or _travels(clean, code, includes):
-        return
+        return []
     if code.why_ignored(clean):
         raise _left_out(script, code)
     names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
@@ -273,6 +310,3 @@ def _check_first_word(command: Command) -> None:
             f"--torchrun starts torchrun itself, so {first} cannot be the program",
             hint=f"--torchrun --gpus 0,1 -- {program}, one process for each GPU",
         )
-    if not command.torchrun and first.endswith(".py") and "/" not in first:
-        words = shlex.join(command.argv)
-        raise UsageError(f"{first} is no program", hint=f"-- python {words}, or --torchrun --gpus 0,1 -- {words}")

@@ -8,6 +8,7 @@ Every question is one process; callers start them together. A folder without git
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Repo:
     submodules: frozenset[bytes]  # folders below it that are submodules
     exclude_files: tuple[bytes, ...]  # global and info/exclude, weakest first, absolute
     ignore_case: bool
+    sparse: bool  # only a part of the tracked files is checked out
     warning: str  # why git could not be asked, or ""
 
 
@@ -49,25 +51,27 @@ def read_repo(folder: Path) -> Repo | None:
         listing = _start(folder, "ls-files", "-z", "--stage")
     except FileNotFoundError:
         return _without_git(top, "git is not installed: tracked files that are also ignored are left out")
-    settings = _start(folder, "config", "-z", "--get-regexp", r"^core\.(excludesfile|ignorecase)$")
+    settings = _start(folder, "config", "-z", "--get-regexp", r"^core\.(excludesfile|ignorecase|sparsecheckout)$")
     where = _start(folder, "rev-parse", "--git-path", "info/exclude")
     ignored = _start(folder, "check-ignore", "-q", ".") if folder != top else None
     listed, error = listing.communicate()
     values, exclude = settings.communicate()[0], where.communicate()[0]
     if listing.returncode != 0:
-        reason = error.decode("utf-8", "replace").strip().splitlines()[:1]
+        reason = error.decode("utf-8", "surrogateescape").strip().splitlines()[:1]
         return _without_git(top, f"git cannot read {top}: {' '.join(reason)}")
     if ignored is not None and ignored.communicate() and ignored.returncode == 0:
         return None
     tracked, submodules = _parse_stage(listed)
     config = dict(_parse_setting(item) for item in values.split(b"\0") if item)
-    files = (_global_excludes(config), os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))
-    return Repo(os.fsencode(top), tracked, submodules, files, config.get(b"core.ignorecase") == b"true", "")
+    excludes = os.path.join(os.fsencode(top), _global_excludes(config))
+    files = (excludes, os.path.join(os.fsencode(folder), exclude.rstrip(b"\n")))
+    folds, sparse = (_is_true(config.get(key, b"no")) for key in (b"core.ignorecase", b"core.sparsecheckout"))
+    return Repo(os.fsencode(top), tracked, submodules, files, folds, sparse, "")
 
 
 def _without_git(top: Path, warning: str) -> Repo:
     files = (_global_excludes({}), os.fsencode(top / ".git/info/exclude"))
-    return Repo(os.fsencode(top), frozenset(), frozenset(), files, False, warning)
+    return Repo(os.fsencode(top), frozenset(), frozenset(), files, ignore_case=False, sparse=False, warning=warning)
 
 
 def _parse_stage(listed: bytes) -> tuple[frozenset[bytes], frozenset[bytes]]:
@@ -77,8 +81,14 @@ def _parse_stage(listed: bytes) -> tuple[frozenset[bytes], frozenset[bytes]]:
 
 
 def _parse_setting(item: bytes) -> tuple[bytes, bytes]:
-    key, _, value = item.partition(b"\n")
-    return key, value
+    key, equals, value = item.partition(b"\n")
+    return key, value if equals else b"true"
+
+
+def _is_true(value: bytes) -> bool:
+    """As git reads a yes or no of its settings."""
+    number = re.fullmatch(rb"\s*[+-]?(0x)?0*([0-9a-f]*)[kmg]?", value.lower())
+    return bool(number and number[2]) or value.lower() in (b"true", b"yes", b"on")
 
 
 def _global_excludes(config: dict[bytes, bytes]) -> bytes:
@@ -128,7 +138,7 @@ def _read_patch(project: Path, hidden: list[str]) -> str:
         diff.kill()
         data = data[:MAX_PATCH] + b"\n# patch cut here: it is longer than %d bytes\n" % MAX_PATCH
     diff.communicate()
-    return data.decode("utf-8", "replace")
+    return data.decode("utf-8", "surrogateescape")
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:

@@ -42,22 +42,28 @@ class Rule:
 
 
 class RuleFile:
-    """The rules of one ignore file, for paths relative to the walk's root: `prefix` is put in front of the path (an
-    ignore file above the root), or the first `skip` bytes are cut (one below). `ignore_case`: git's core.ignoreCase."""
+    """The rules of one ignore file's text, for paths relative to the walk's root: `prefix` is put in front of the path
+    (an ignore file above the root), or the first `skip` bytes are cut (one below). `source` names the file in reports.
+    `ignore_case`: git's core.ignoreCase, under which a path is matched in lower case (of ASCII, as git does)."""
 
-    def __init__(self, rules: Iterable[Rule], *, prefix: bytes = b"", skip: int = 0, ignore_case: bool = False) -> None:
-        flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
-        self.rules = [(rule, re.compile(rule.regex, flags)) for rule in reversed(list(rules))]
+    def __init__(
+        self, text: bytes, source: str, *, prefix: bytes = b"", skip: int = 0, ignore_case: bool = False
+    ) -> None:
+        rules = reversed(parse_rules(text, source, fold=ignore_case))
+        self.rules = [(rule, re.compile(rule.regex, re.DOTALL)) for rule in rules]
         self._prefix = prefix
         self._skip = skip
+        self._fold = ignore_case
         # most paths match nothing: two alternations answer that without trying every rule
-        self._any_name = _alternation((r.regex for r, _ in self.rules if r.by_name), flags)
-        self._any_path = _alternation((r.regex for r, _ in self.rules if not r.by_name), flags)
+        self._any_name = _alternation(r.regex for r, _ in self.rules if r.by_name)
+        self._any_path = _alternation(r.regex for r, _ in self.rules if not r.by_name)
 
     def decide(self, path: bytes, is_dir: bool) -> Rule | None:
         """The last rule that matches this very path (its parents are not considered), or None."""
         name = path[path.rfind(b"/") + 1 :]
         local = self._prefix + path[self._skip :]
+        if self._fold:
+            name, local = name.lower(), local.lower()
         if not self._any_name.fullmatch(name) and not self._any_path.fullmatch(local):
             return None
         for rule, compiled in self.rules:
@@ -77,15 +83,15 @@ def decide(files: Sequence[RuleFile], path: bytes, is_dir: bool) -> Rule | None:
     return None
 
 
-def parse_rules(text: bytes, source: str) -> list[Rule]:
-    """The rules of an ignore file's text; `source` names the file in reports."""
+def parse_rules(text: bytes, source: str, *, fold: bool = False) -> list[Rule]:
+    """The rules of an ignore file's text, for paths in lower case with `fold`; `source` names the file in reports."""
     if text.startswith(b"\xef\xbb\xbf"):
         text = text[3:]
-    rules = (_parse_line(line, f"{source}:{number}") for number, line in enumerate(text.split(b"\n"), 1))
+    rules = (_parse_line(line, f"{source}:{number}", fold=fold) for number, line in enumerate(text.split(b"\n"), 1))
     return [rule for rule in rules if rule is not None]
 
 
-def _parse_line(line: bytes, source: str) -> Rule | None:
+def _parse_line(line: bytes, source: str, *, fold: bool) -> Rule | None:
     line = _trim_spaces(line[:-1] if line.endswith(b"\r") else line)
     if not line or line.startswith(b"#"):
         return None
@@ -94,10 +100,10 @@ def _parse_line(line: bytes, source: str) -> Rule | None:
     dir_only = body.endswith(b"/")
     body = body[:-1] if dir_only else body
     by_name = b"/" not in body
-    regex = translate(body, by_name=by_name)
+    regex = translate(body, by_name=by_name, fold=fold)
     if not body or regex is None:
         return None
-    return Rule(line.decode("utf-8", "replace"), source, regex, by_name, dir_only, negated)
+    return Rule(line.decode("utf-8", "surrogateescape"), source, regex, by_name, dir_only, negated)
 
 
 def _trim_spaces(line: bytes) -> bytes:
@@ -106,13 +112,15 @@ def _trim_spaces(line: bytes) -> bytes:
     return kept + b" " if backslashes % 2 and len(kept) < len(line) else kept
 
 
-def translate(pattern: bytes, *, by_name: bool) -> bytes | None:
-    """The regular expression (for fullmatch) of a pattern without `!` and closing `/`; None when nothing matches it."""
+def translate(pattern: bytes, *, by_name: bool, fold: bool = False) -> bytes | None:
+    """The regular expression (for fullmatch) of a pattern without `!` and closing `/`; None when nothing matches it.
+    `fold`: for a path in lower case. As in git, a letter behind a backslash or alone in a class is not folded."""
     if not by_name and pattern.startswith(b"/"):
         pattern = pattern[1:]
     special = _SPECIAL.search(pattern)
     literal = special.start() if special else len(pattern)
-    parts, i = [re.escape(pattern[:literal])], literal
+    start = pattern[:literal]
+    parts, i = [re.escape(start.lower() if fold else start)], literal
     while i < len(pattern):
         char = pattern[i : i + 1]
         if char == b"*":
@@ -121,13 +129,13 @@ def translate(pattern: bytes, *, by_name: bool) -> bytes | None:
         elif char == b"?":
             part, i = (b"." if by_name else b"[^/]"), i + 1
         elif char == b"[":
-            part, i = _translate_bracket(pattern, i + 1, by_name=by_name)
+            part, i = _translate_bracket(pattern, i + 1, by_name=by_name, fold=fold)
         elif char == b"\\":
             part, i = re.escape(pattern[i + 1 : i + 2]), i + 2
             if i > len(pattern):
                 return None
         else:
-            part, i = re.escape(char), i + 1
+            part, i = re.escape(char.lower() if fold else char), i + 1
         if part == _NEVER:
             return None
         parts.append(part)
@@ -148,7 +156,7 @@ def _translate_stars(pattern: bytes, start: int, *, at_start: bool, by_name: boo
     return b".*", end
 
 
-def _translate_bracket(pattern: bytes, start: int, *, by_name: bool) -> tuple[bytes, int]:
+def _translate_bracket(pattern: bytes, start: int, *, by_name: bool, fold: bool) -> tuple[bytes, int]:
     """The class that begins after `[`, and where the pattern goes on; _NEVER for a class that does not end."""
     i = start
     negated = pattern[i : i + 1] in (b"!", b"^")
@@ -161,13 +169,15 @@ def _translate_bracket(pattern: bytes, start: int, *, by_name: bool) -> tuple[by
             i += 2 if pattern[i + 1 : i + 2] == b"\\" else 1
             if i >= len(pattern):
                 return _NEVER, i
-            members.update(range(previous, pattern[i] + 1))
+            reached = bytes(range(previous, pattern[i] + 1))
+            members.update(reached + reached.lower() if fold else reached)
             previous = -1
         elif pattern[i : i + 2] == b"[:" and (close := pattern.find(b"]", i + 2)) > i + 2 and pattern[close - 1] == 58:
             known = _CLASSES.get(pattern[i + 2 : close - 1])
             if known is None:
                 return _NEVER, i
-            members.update(c for c in range(256) if re.match(known, bytes([c])))
+            reached = bytes(c for c in range(256) if re.match(known, bytes([c])))
+            members.update(reached + reached.lower() if fold else reached)
             i, previous = close, -1
         else:
             i += char == b"\\"
@@ -184,5 +194,5 @@ def _translate_bracket(pattern: bytes, start: int, *, by_name: bool) -> tuple[by
     return (b"[" + b"".join(b"\\x%02x" % c for c in sorted(chosen)) + b"]" if chosen else _NEVER), i + 1
 
 
-def _alternation(regexes: Iterable[bytes], flags: int) -> re.Pattern[bytes]:
-    return re.compile(b"|".join(b"(?:%s)" % r for r in regexes) or _NEVER, flags)
+def _alternation(regexes: Iterable[bytes]) -> re.Pattern[bytes]:
+    return re.compile(b"|".join(b"(?:%s)" % r for r in regexes) or _NEVER, re.DOTALL)

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,16 @@ class Shipment:
     sources: Mapping[str, str]
 
 
-def scan(project: Path, *, prefix: str = "code/", extra_ignore: str = ".deployignore", hash_cache: Path | None) -> Scan:
-    """The project's tree. `hash_cache` is a folder of this machine for trees beyond ALWAYS_HASH_BYTES (None: no cache).
+def scan(
+    project: Path,
+    *,
+    prefix: str = "code/",
+    extra_ignore: str = ".deployignore",
+    hash_cache: Path | None,
+    included: Collection[str] = (),
+) -> Scan:
+    """The project's tree, without the paths that travel as trees of their own (`included`). `hash_cache` is a folder of
+    this machine for trees beyond ALWAYS_HASH_BYTES (None: no cache).
 
     UsageError for a project that is no folder, and for a file or folder that cannot be read. Files that vanish
     meanwhile are left out; a file that changes while it is read has the hash of what was read, and the store checks
@@ -63,7 +71,8 @@ def scan(project: Path, *, prefix: str = "code/", extra_ignore: str = ".deployig
         raise UsageError(f"the project folder {project} does not exist or is no folder")
     notes = Notes()
     walk = Walk(os.fsencode(project), extra_ignore, notes)
-    return _finish(list(walk.files()), notes, prefix=prefix, root=project, hash_cache=hash_cache)
+    apart = [os.fsencode(path) for path in included]
+    return _finish(list(walk.files()), notes, prefix=prefix, root=project, hash_cache=hash_cache, apart=apart)
 
 
 def scan_include(path: Path, *, hash_cache: Path | None) -> Scan:
@@ -93,7 +102,10 @@ def _finish(
     root: Path,
     hash_cache: Path | None,
     always_hash_bytes: int = ALWAYS_HASH_BYTES,
+    apart: Sequence[bytes] = (),
 ) -> Scan:
+    here = {file.path for file in found}
+    found = [file for file in found if not _is_below(file.path, apart)]
     total = sum(f.stat.st_size for f in found)
     cache = HashCache(hash_cache, root) if hash_cache and total > always_hash_bytes else None
     entries, sources, sizes = [], {}, []
@@ -109,7 +121,8 @@ def _finish(
         cache.save()
     largest = tuple(sorted(sizes, key=lambda item: -item[1])[:5])
     total_bytes = sum(size for _, size in sizes)
-    return Scan(tuple(sorted(entries)), sources, total_bytes, notes.ignored(), largest, tuple(notes.warnings))
+    warnings = (*notes.warnings, *_incomplete(found, notes, here={*here, *apart}, apart=apart, root=os.fsencode(root)))
+    return Scan(tuple(sorted(entries)), sources, total_bytes, notes.ignored(), largest, warnings)
 
 
 def _entry_of(file: Found, path: str, cache: HashCache | None, notes: Notes) -> Entry | None:
@@ -122,8 +135,11 @@ def _entry_of(file: Found, path: str, cache: HashCache | None, notes: Notes) -> 
                 )
             return entry_of_link(path, target)
         known = cache.get(file.absolute, file.stat) if cache else None
-        digest, size = known or hash_file(file.absolute)
-        if cache:
+        digest, size, start = (*known, b"") if known else _read_file(file.absolute)
+        pointer = next((kind for kind, begins in POINTERS.items() if start.startswith(begins)), None)
+        if pointer and size <= MOST_POINTER_BYTES:
+            notes.pointers.setdefault(pointer, []).append(file.path)
+        elif cache:  # a pointer is looked at each time
             cache.put(file.absolute, file.stat, digest, size)
     except FileNotFoundError:
         return None
@@ -137,6 +153,54 @@ def _leads_out(path: str, target: str) -> bool:
     return os.path.isabs(target) or joined == ".." or joined.startswith("../")
 
 
+# --- what is here in part only ----------------------------------------------------------------------------------------
+
+POINTERS = {"git lfs pull": b"version https://git-lfs.github.com/spec/v1\n", "git annex get": b"/annex/objects/"}
+"""How a small file begins that stands for another one, by the command that brings that."""
+MOST_POINTER_BYTES = 1024
+
+
+def _incomplete(
+    found: Sequence[Found], notes: Notes, *, here: set[bytes], apart: Sequence[bytes], root: bytes
+) -> Iterator[str]:
+    """A line for each kind of thing that travels, or does not, as it is here, which is hardly what a job needs. `here`:
+    all paths that travel, in this tree or apart."""
+    for command, pointers in notes.pointers.items():
+        yield f"{_named(pointers)} only points to the content, which is not here: {command}"
+    if notes.empty_submodules:
+        yield f"{_named(notes.empty_submodules)} is an empty submodule: git submodule update --init"
+    if absent := [path for path in notes.sparse if path not in here and not os.path.lexists(os.path.join(root, path))]:
+        yield f"{_named(absent)} is not here: a sparse checkout (git sparse-checkout disable brings all)"
+    if links := [file for file in found if stat.S_ISLNK(file.stat.st_mode)]:
+        there = here | {folder for path in here for folder in _folders_above(path)}
+        if astray := [link.path for link in links if not _arrives(link, there, apart, root)]:
+            yield f"{_named(astray)} is a link to what does not travel"
+
+
+def _named(paths: Sequence[bytes]) -> str:
+    shown = ", ".join(os.fsdecode(path) for path in sorted(paths)[:3])
+    return f"{shown} and {len(paths) - 3} more: each" if len(paths) > 3 else f"{shown}: each" if paths[1:] else shown
+
+
+def _folders_above(path: bytes) -> Iterator[bytes]:
+    while path := os.path.dirname(path):
+        yield path
+
+
+def _arrives(link: Found, there: set[bytes], apart: Sequence[bytes], root: bytes) -> bool:
+    """Whether what a link leads to travels too. One that leads out has been told already."""
+    target = os.readlink(link.absolute)
+    if _leads_out(os.fsdecode(link.path), os.fsdecode(target)):
+        return True
+    beside = os.path.normpath(os.path.join(os.path.dirname(link.path), target))
+    real = os.path.relpath(os.path.realpath(link.absolute), root)
+    return any(path == b"." or path in there or _is_below(path, apart) for path in (beside, real))
+
+
+def _is_below(path: bytes, folders: Collection[bytes]) -> bool:
+    return path in folders or any(folder in folders for folder in _folders_above(path))
+
+
 # --- hashes -----------------------------------------------------------------------------------------------------------
 
 _VERSION = 1
@@ -146,15 +210,21 @@ _STILL_NS = 2 * 10**9
 
 def hash_file(path: bytes) -> tuple[str, int]:
     """(content hash as in `store/tree`, bytes that were hashed), in one reading. OSError when it cannot be read."""
-    digest, size = hashlib.blake2b(digest_size=20), 0
+    return _read_file(path)[:2]
+
+
+def _read_file(path: bytes) -> tuple[str, int, bytes]:
+    """The same, and how the file begins."""
+    digest, size, start = hashlib.blake2b(digest_size=20), 0, b""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         while chunk := os.read(descriptor, 1 << 20):
             digest.update(chunk)
             size += len(chunk)
+            start = start or chunk[:MOST_POINTER_BYTES]
     finally:
         os.close(descriptor)
-    return digest.hexdigest(), size
+    return digest.hexdigest(), size, start
 
 
 class HashCache:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from deployer.errors import UsageError
 from deployer.project.git import Repo, read_repo
-from deployer.project.ignore import RuleFile, decide, parse_rules
+from deployer.project.ignore import RuleFile, decide
 
 SECRETS = (".ssh/", ".aws/", ".gnupg/", ".netrc", ".env", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519")
 JUNK = (
@@ -66,6 +66,9 @@ class Notes:
     reasons: Counter[Reason] = field(default_factory=Counter)
     paths: dict[str, Reason] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    pointers: dict[str, list[bytes]] = field(default_factory=dict)  # by the command that brings what they stand for
+    empty_submodules: list[bytes] = field(default_factory=list)
+    sparse: list[bytes] = field(default_factory=list)  # tracked files of a repository of which a part is checked out
 
     def ignore(self, entry: os.DirEntry[bytes], path: bytes, reason: Reason) -> None:
         count, size = 0, 0
@@ -89,10 +92,18 @@ class _Rules:
 
     deploy: tuple[RuleFile, ...]
     git: tuple[RuleFile, ...]
-    kept: frozenset[bytes]  # tracked files and the folders above them
+    tracked: frozenset[bytes]  # in lower case with ignore_case, as are the next two
+    above: frozenset[bytes]  # folders of tracked files
     submodules: frozenset[bytes]
     in_ignored: Reason | None = None  # why the folder is ignored: only tracked files of it travel
     ignore_case: bool = False
+
+    def keep(self, path: bytes, *, is_dir: bool) -> bool:
+        """Whether a file is tracked, or anything below a folder."""
+        return (path.lower() if self.ignore_case else path) in (self.above if is_dir else self.tracked)
+
+    def is_submodule(self, path: bytes) -> bool:
+        return (path.lower() if self.ignore_case else path) in self.submodules
 
 
 class Walk:
@@ -104,8 +115,8 @@ class Walk:
         self.notes = notes
 
     def files(self) -> Iterator[Found]:
-        junk = RuleFile(parse_rules("\n".join(JUNK).encode(), "built in"))
-        empty = _Rules((), (junk,), frozenset(), frozenset())
+        junk = RuleFile("\n".join(JUNK).encode(), "built in")
+        empty = _Rules((), (junk,), frozenset(), frozenset(), frozenset())
         folder = Path(os.fsdecode(self.root))
         repo = read_repo(folder)
         yield from self._folder(b"", self._enter_repo(b"", repo, empty) if repo else empty)
@@ -121,22 +132,28 @@ class Walk:
         for depth, place in enumerate(places):
             folder = os.path.join(repo.top, *above[:depth])
             files.append(_read_rules(os.path.join(folder, b".gitignore"), prefix=place, skip=skip, repo=repo))
-        tracked = frozenset(_below(path, p) for p in repo.tracked | repo.submodules)
+        fold = bytes.lower if repo.ignore_case else bytes
+        tracked = frozenset(fold(_below(path, p)) for p in repo.tracked | repo.submodules)
+        if repo.sparse:
+            self.notes.sparse += [_below(path, p) for p in repo.tracked]
         return _Rules(
             deploy=outer.deploy,
             git=(outer.git[0], *(f for f in files if f is not None)),
-            kept=tracked | _parents(tracked),
-            submodules=frozenset(_below(path, p) for p in repo.submodules),
+            tracked=tracked,
+            above=_parents(tracked),
+            submodules=frozenset(fold(_below(path, p)) for p in repo.submodules),
             ignore_case=repo.ignore_case,
         )
 
     def _folder(self, path: bytes, rules: _Rules) -> Iterator[Found]:
         entries = _list_folder(os.path.join(self.root, path))
         names = {e.name for e in entries}
+        if not entries and rules.is_submodule(path):
+            self.notes.empty_submodules.append(path)
         if path and b".git" in names:
             repo = read_repo(Path(os.fsdecode(os.path.join(self.root, path))))
             rules = self._enter_repo(path, repo, rules) if repo else rules
-        elif b"pyvenv.cfg" in names and path and path not in rules.kept:
+        elif b"pyvenv.cfg" in names and path and not rules.keep(path, is_dir=True):
             rules = replace(rules, in_ignored=Reason("pyvenv.cfg", "built in: a virtual environment"))
         rules = self._with_files_of(path, entries, rules)
         for entry in entries:
@@ -147,8 +164,8 @@ class Walk:
         for entry in entries:
             if entry.name in (b".gitignore", self.extra_ignore) and entry.is_file(follow_symlinks=False):
                 source = os.fsdecode(_below(path, entry.name))
-                parsed = parse_rules(_read(entry.path), source)
-                file = RuleFile(parsed, skip=len(path) + bool(path), ignore_case=rules.ignore_case)
+                text, skip = _read(entry.path), len(path) + bool(path)
+                file = RuleFile(text, source, skip=skip, ignore_case=rules.ignore_case)
                 if entry.name == self.extra_ignore:
                     rules = replace(rules, deploy=(*rules.deploy, file))
                 else:
@@ -158,11 +175,11 @@ class Walk:
     def _entry(self, entry: os.DirEntry[bytes], path: bytes, rules: _Rules) -> Iterator[Found]:
         is_dir = entry.is_dir(follow_symlinks=False)
         ignored_by = self._judge(path, is_dir, rules)
-        if ignored_by and not (is_dir and path in rules.kept and ignored_by[1]):
+        if ignored_by and not (is_dir and rules.keep(path, is_dir=True) and ignored_by[1]):
             self.notes.ignore(entry, path, ignored_by[0])
         elif is_dir:
             inside = replace(rules, in_ignored=ignored_by[0]) if ignored_by else rules
-            inside = replace(inside, in_ignored=None) if path in rules.submodules else inside
+            inside = replace(inside, in_ignored=None) if rules.is_submodule(path) else inside
             yield from self._folder(path, inside)
         else:
             yield from _found(entry, path, self.notes)
@@ -171,7 +188,7 @@ class Walk:
         """Why a path is left out, and whether tracked files below it travel all the same; None when it travels."""
         if rules.deploy and (rule := decide(rules.deploy, path, is_dir)):
             return None if rule.negated else (Reason(rule.pattern, rule.source), False)
-        if path in rules.submodules or (not is_dir and path in rules.kept):
+        if rules.is_submodule(path) or (not is_dir and rules.keep(path, is_dir=False)):
             return None
         if rules.in_ignored is not None:
             return rules.in_ignored, True
@@ -194,8 +211,7 @@ def _parents(paths: Iterable[bytes]) -> frozenset[bytes]:
 def _read_rules(path: bytes, *, prefix: bytes, skip: int, repo: Repo) -> RuleFile | None:
     if not os.path.isfile(path):
         return None
-    rules = parse_rules(_read(path), os.fsdecode(path))
-    return RuleFile(rules, prefix=prefix, skip=skip, ignore_case=repo.ignore_case) if rules else None
+    return RuleFile(_read(path), os.fsdecode(path), prefix=prefix, skip=skip, ignore_case=repo.ignore_case)
 
 
 def _read(path: bytes) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployer.agent.doctor.check_root import check_root
-from deployer.agent.guard import OURS, Refused, secure, secure_root
+from deployer.agent.guard import OURS, Refused, find_root, secure, secure_root, settle_home
 from deployer.agent.host.layout import Root
 from tests.support.accounts import MALLORY, ROOT_ONLY, VICTIM, as_account, public_folder
 
@@ -206,3 +206,33 @@ def test_doctor_names_the_folder_that_others_may_write_to() -> None:
         "fail",
         f"{folder} cannot be used: other users can write into it (mode 777)",
     )
+
+
+def home_of(named: str | None, must_be_ours: bool) -> tuple[str | None, str]:
+    os.environ.pop("HOME", None)
+    if named is not None:
+        os.environ["HOME"] = named
+    settle_home(must_be_ours=must_be_ours)
+    return os.environ.get("HOME"), find_root("~/x")
+
+
+@pytest.mark.parametrize("must_be_ours", [True, False])
+def test_unusual_home_is_replaced_by_the_accounts_own(tmp_path: Path, must_be_ours: bool) -> None:
+    own = pwd.getpwuid(0).pw_dir
+    odd = make(tmp_path / "a\nb", 0)
+    foreign = make(tmp_path / "foreign", MALLORY)
+    table = {None: own, "": own, "relative": own, "/": own, "//": own, str(odd): str(odd), f"{odd}/": f"{odd}/"}
+    table |= dict.fromkeys(("/no/folder", f"{own}\n", "/etc/passwd", str(foreign)), own if must_be_ours else "")
+    for named, home in table.items():
+        expected = home or str(named)
+        assert as_account(0, home_of, named, must_be_ours) == (expected, f"{expected.rstrip('/')}/x"), named
+
+
+def test_account_without_an_entry_and_a_home_is_told_so() -> None:
+    for named in (None, "", "relative"):
+        with pytest.raises(OSError, match="this account has no home folder"):
+            as_account(VICTIM, home_of, named, True)
+    assert as_account(VICTIM, home_of, "/nonexistent", True) == ("/nonexistent", "/nonexistent/x")
+    with pytest.raises(OSError, match="there is no such user"):
+        find_root("~nosuchuser/x")
+    assert find_root("~root/x") == "/root/x"

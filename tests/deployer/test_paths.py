@@ -38,3 +38,16 @@ def test_state_folder_that_another_user_made_is_refused(monkeypatch: pytest.Monk
         with pytest.raises(UsageError, match=f"uid {MALLORY}"):
             as_account(VICTIM, state_dir)
         assert as_account(0, state_dir) == state  # as with sudo
+
+
+def state_without_home() -> Path:
+    for name in ("TORCHFERRY_STATE_DIR", "HOME", "XDG_STATE_HOME"):
+        os.environ.pop(name, None)
+    return state_dir()
+
+
+@ROOT_ONLY
+def test_account_without_a_home_has_to_name_its_state_folder() -> None:
+    with pytest.raises(UsageError, match="no home folder") as caught:
+        as_account(VICTIM, state_without_home)
+    assert "TORCHFERRY_STATE_DIR" in caught.value.hint

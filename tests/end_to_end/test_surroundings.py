@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import random
 import signal
 import subprocess
@@ -105,3 +106,9 @@ def test_host_with_nothing_but_a_shell_and_python_has_the_whole_way(ferry: Ferry
     (job_id,) = ferry.job_ids()
     for words in (("status", job_id), ("logs", job_id), ("stop", job_id), ("pull", job_id), ("ps",)):
         assert ferry.run(*words).returncode == 0
+
+
+def test_empty_home_is_the_accounts_for_client_host_and_job(ferry: Ferry) -> None:
+    ferry.env["HOME"] = ""
+    done = ferry.run("run", *ferry.where(), "--no-pull", "--", "sh", "-c", 'echo "$HOME"')
+    assert (done.returncode, done.stdout.decode().strip()) == (0, pwd.getpwuid(os.getuid()).pw_dir), done.stderr

@@ -32,6 +32,7 @@ COMMANDS = {
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
 
 MOST_CARD_GIB = 4096
+UTF8_MODE_ENV = "PYTHONUTF8"
 
 HELP = """Train as CONFIG says (a .py or YAML file), on this machine.
 
@@ -60,6 +61,8 @@ by signal N.
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train, or do what another command says, and leave with an exit code; a user's mistake is told in a paragraph."""
+    if argv is None:
+        read_names_as_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
     program = Path(sys.argv[0]).name
     tame_others()
@@ -170,6 +173,15 @@ def show_inspection(config: Config, *, samples: int, card_gib: float | None, as_
         write_json(inspection_to_dict(inspection))
     else:
         print_inspection(inspection, sys.stdout)
+
+
+def read_names_as_utf8() -> None:
+    """Begin this program anew, in Python's UTF-8 mode, where the locale says another encoding: a config is UTF-8 and
+    names files, whose names are bytes. The programs that it starts inherit the mode."""
+    if sys.getfilesystemencoding() == "utf-8" or os.environ.get(UTF8_MODE_ENV) == "1":
+        return
+    argv = [os.fsencode(word) for word in sys.orig_argv[1:]]
+    os.execve(sys.executable, [os.fsencode(sys.executable), *argv], {**os.environ, UTF8_MODE_ENV: "1"})
 
 
 def check_torch() -> None:

@@ -120,7 +120,7 @@ def write_traceback(run_dir: Path, rank: int, error: BaseException) -> Path | No
     """Keep the whole stack trace in the run folder, and give its path; None when the disk does not take it."""
     path = run_dir / f"traceback_rank_{rank}.txt"
     try:
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text("".join(traceback.format_exception(error)), errors="surrogateescape")
     except OSError:
         return None
     return path

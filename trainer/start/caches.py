@@ -102,7 +102,7 @@ def cache_root(environ: Mapping[str, str]) -> Path:
     if named.is_absolute() and sys.platform != "darwin":
         return named / "torchferry"
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises where there is none
-    if not home.is_absolute():
+    if not home.is_absolute() or home == Path("/"):  # so it is with an empty HOME
         raise CacheError(f"there is no home folder; {CACHE_ENV} names one for caches")
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "torchferry"
 

@@ -22,7 +22,8 @@ def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice:
     importable_from = os.path.abspath(__file__)
     for _ in __name__.split("."):
         importable_from = os.path.dirname(importable_from)
-    return [sys.executable, "-I", "-S", *options, "-c", _BOOT, str(nice), _BYTECODE, importable_from, module, *args]
+    python = [sys.executable, "-I", "-S", "-X", "utf8", *options]
+    return [*python, "-c", _BOOT, str(nice), _BYTECODE, importable_from, module, *args]
 
 
 class Process(NamedTuple):

@@ -61,7 +61,7 @@ class Starting:
         """held_fd: the descriptor that holds the job's GPUs."""
         self._job = job
         os.makedirs(job.control, mode=0o700, exist_ok=True)
-        options = [*(["-B"] if sys.dont_write_bytecode else []), "-X", "utf8"]
+        options = ["-B"] if sys.dont_write_bytecode else []
         with open(os.open(job.supervisor_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self._process = subprocess.Popen(
                 own_process_argv(__name__, job.path, options=options),

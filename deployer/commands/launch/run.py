@@ -23,7 +23,7 @@ from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.options import Options, read_config
-from deployer.plan.prepare import Prepared, large_files, prepare, unusual_project
+from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
 
@@ -86,14 +86,13 @@ def _check_platform(host: Host) -> None:
         )
 
 
-def _ask(question: str | None, *, yes: bool) -> None:
+def _ask(question: Question | None, *, yes: bool) -> None:
     """Has a person confirm what is surprising. UsageError without a terminal; a no ends the program."""
     if question is None or yes:
         return
-    hint = "leave them out with .deployignore, ship data with --include, or pass --yes"
     if not sys.stdin.isatty():
-        raise UsageError(question, hint=hint)
-    terminal.notice(shown(question), shown(f"({hint})"))
+        raise UsageError(question.text, hint=question.hint)
+    terminal.notice(shown(question.text), shown(f"({question.hint})"))
     terminal.confirm(shown("Ship it?"), declined=shown("nothing was shipped"))
 
 

@@ -108,7 +108,7 @@ def _with_timeout(options: SshOptions, timeout_s: float) -> SshOptions:
 def key_path(ssh_key: str | None) -> Path | None:
     if ssh_key is None:
         return None
-    path = Path(ssh_key).expanduser()
+    path = _expanded(ssh_key)
     if not path.is_file():
         raise UsageError(f"the key file {str(path)!r} does not exist", hint="--ssh-key names a private key file")
     return path
@@ -264,7 +264,7 @@ def _expand_path(text: str, tokens: Mapping[str, str]) -> Path:
     text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), _expand_tokens(text, tokens))
     if text == "~" or text.startswith("~/"):
         return _home() / text[2:]
-    return Path(text).expanduser()
+    return _expanded(text)
 
 
 def _home() -> Path:
@@ -274,7 +274,11 @@ def _home() -> Path:
 
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except (ImportError, KeyError):
-        return Path.home()
+        return _expanded("~")
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
 
 
 def _local_user() -> str:

@@ -20,13 +20,15 @@ from deployer.project.manifest import HashCache, Scan, scan, scan_include
 # fmt: off
 NAMES = [
     "foo", "bar", "a", "b", "foobar", "x.py", "é", "data", "dataset", "ab", "x.log", "[x]", "#h", "!n", "a-b", "Foo",
-    "a b", "a\\b", "x ",
+    "a b", "a\\b", "x ", "FOO", "Data", "B", "X.PY", "Éa", "\udce9", "a\udcff",
 ]
 ATOMS = [
     "foo", "bar", "a", "b", "*", "?", "**", "*.py", "f*", "[ab]", "[!ab]", "[a-c]", "[^a]*", "[[:alpha:]]", "[]a]",
     "\\a", "\\*", "fo?", "??", "foo**", "**foo", "a**b", "***", "[a", "é", "[\\]a]", "data*", "dataset", "x.*",
     "[z-a]", "[[:bogus:]]", "[a-]", "[--b]", "foo\\", "Foo", "[[:digit:][:alpha:]]*", "[[a]", "f[!/]o", "f[o/]o",
-    "a-b", "[[:a]", "* *", "\\ ", "x\\ ",
+    "a-b", "[[:a]", "* *", "\\ ", "x\\ ", "FOO", "F*", "\\F*", "f\\O?", "[F]*", "[!F]*", "[A-M]*", "[!b-z]*", "[Z-c]*",
+    "[[:upper:]]*", "[![:upper:]]*", "[![:lower:]]", "D[!a]*", "*.[!L]og", "**X", "É*",
+    "\udce9", "[\udce0-\udcff]", "a[!b\udcff]",
 ]
 # fmt: on
 
@@ -55,7 +57,7 @@ def git(folder: Path, *arguments: str) -> str:
 def write_all(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(os.fsencode(text))
 
 
 def names(result: Scan) -> set[str]:
@@ -77,26 +79,59 @@ def random_pattern(rng: random.Random) -> str:
     return rng.choice(["", "", "", "!"]) + pattern + rng.choice([""] * 16 + [" ", "\\ ", "\r"])
 
 
+def random_rules(rng: random.Random) -> str:
+    end = rng.choice(["\n", "\n", "\n", "\r\n"])
+    return rng.choice(["", "", "", "\ufeff"]) + end.join(random_pattern(rng) for _ in range(rng.randint(1, 5)))
+
+
 def random_tree(rng: random.Random) -> Iterator[tuple[str, str]]:
     for _ in range(25):
         yield "/".join(rng.choices(NAMES, k=rng.randint(1, 4))), ""
     for folder in ["", *("/".join(rng.choices(NAMES, k=rng.randint(1, 2))) + "/" for _ in range(6))]:
-        yield folder + ".gitignore", "\n".join(random_pattern(rng) for _ in range(rng.randint(1, 5)))
+        yield folder + ".gitignore", random_rules(rng)
+    yield ".git/info/exclude", random_rules(rng)
+    yield ".git/excludes", random_rules(rng)
 
 
-@pytest.mark.parametrize("seed", range(10))
+def as_on_a_disk_that_folds(name: str, known: dict[str, str]) -> str:
+    """The name with each folder spelt as it was when it was made."""
+    spelt = ""
+    for part in name.split("/"):
+        spelt = known.setdefault(f"{spelt}/{part}".lower(), f"{spelt}/{part}")
+    return spelt[1:]
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_random_patterns_and_trees_leave_out_what_git_leaves_out(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    for case in range(20):
-        folder = tmp_path / str(case)
+    for case in range(15):
+        folder, known = tmp_path / str(case), dict[str, str]()
         git(tmp_path, "init", "-q", str(folder))
+        with (folder / ".git/config").open("a") as config:
+            folds = rng.choice([" = off", " = 0", "", " = True", " = yes", " = 2"])
+            config.write(f"[core]\nignorecase{folds}\nexcludesfile = .git/excludes\n")
         for name, text in random_tree(rng):
             try:
-                write_all(folder, {name: text})
+                write_all(folder, {name if folds in (" = off", " = 0") else as_on_a_disk_that_folds(name, known): text})
             except OSError:  # a file stands where a folder should
                 continue
-        rules = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob(".gitignore")}
-        assert scanned(folder) == listed_by_git(folder), rules
+        files = [str(f) for f in folder.rglob("*") if f.is_file() and ".git/" not in str(f)]
+        if tracked := rng.choices(files, k=rng.choice([0, 0, 3])):
+            git(folder, "--literal-pathspecs", "add", "-f", "--", *tracked)
+        if scanned(folder) != listed_by_git(folder):
+            rules = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob(".git*") if f.is_file()}
+            rules |= {name: (folder / ".git" / name).read_bytes() for name in ("info/exclude", "excludes", "config")}
+            assert scanned(folder) == listed_by_git(folder), rules
+
+
+def test_where_case_is_ignored_a_tracked_file_is_known_under_another_spelling(repo: Path) -> None:
+    git(repo, "config", "core.ignoreCase", "yes")
+    write_all(repo, {".gitignore": "out/\ndata_[!k]*\n", "Out/Kept.log": "", "out/new.log": ""})
+    write_all(repo, {"data_k": "", "DATA_K1": "", "data_A": ""})
+    git(repo, "add", "-f", "Out/Kept.log")
+    (repo / "Out").rename(repo / "oUT")
+    (repo / "oUT/Kept.log").rename(repo / "oUT/kept.log")
+    assert scanned(repo) == {".gitignore", "oUT/kept.log", "data_k", "DATA_K1"}
 
 
 def test_a_pattern_with_a_slash_does_not_reach_a_folder_of_that_name_elsewhere(repo: Path) -> None:
