@@ -26,6 +26,7 @@ from deployer.plan.launch_plan import (
     new_job_id,
     script_of,
     supervised_keys,
+    torchrun_hint,
 )
 from deployer.plan.options import Asked, Options
 from deployer.project import manifest
@@ -267,11 +268,8 @@ def _check_program(command: Command, *, code: Scan, includes: Sequence[str]) -> 
 def _check_first_word(command: Command) -> None:
     first = command.argv[0]
     if command.torchrun and first in ("torchrun", "accelerate"):
-        own = next((n for n, word in enumerate(command.argv) if word.endswith(".py")), None)
-        program = shlex.join(command.argv[own:]) if own else "train.py ARGS"
         raise UsageError(
-            f"--torchrun starts torchrun itself, so {first} cannot be the program",
-            hint=f"--torchrun --gpus 0,1 -- {program}, one process for each GPU",
+            f"--torchrun starts torchrun itself, so {first} cannot be the program", hint=torchrun_hint(command.argv)
         )
     if not command.torchrun and first.endswith(".py") and "/" not in first:
         words = shlex.join(command.argv)
