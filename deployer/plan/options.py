@@ -25,6 +25,7 @@ class Options:
     command: tuple[str, ...] = ()
     torchrun: bool = False
     include: tuple[str, ...] = ()
+    requirements: str | None = None
     wheels: str | None = None
     allow_busy: bool = False
     yes: bool = False
