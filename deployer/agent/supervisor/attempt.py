@@ -12,7 +12,7 @@ from ..host.layout import ALONE, GroupName
 from ..job import progress
 from ..job.ending import Ending, decide_ending, read_outcome
 from ..job.plan import is_trainer
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, slot_of, utc
 from .mains import find_mains, start_groups
 from .prepare import prepare
 from .running import Running, leftovers
@@ -108,10 +108,25 @@ class Attempt:
         self._watch = Watch(self._turn, self._given.plan, self._number, running, self._hooks)
         ending = decide_ending(self._watch.to_the_end())
         if ending is not None:
-            return ending
+            return self._with_module(ending)
         if not running.mains:
             return Ending(LOST, TOOL_FAILED, "the launch did not complete: its supervisor was killed")
         return Ending(LOST, TOOL_FAILED, "the job's processes are gone and left no exit record")
+
+    def _with_module(self, ending: Ending) -> Ending:
+        """A failure whose last words are that a module is missing, with what the project's files say of it."""
+        if ending.state != FAILED or ending.hint or self._watch is None:
+            return ending
+        try:
+            from ..python.absent import explain_module
+
+            python, spec = slot_of(self._turn.status.now, "python"), self._given.plan.python
+            absent = explain_module(self._error(ending), self._turn.job.code, spec, python)
+        except Exception:  # the verdict stands, whatever lies in the project
+            return ending
+        if absent is None:
+            return ending
+        return ending._replace(reason="%s: %s" % (ending.reason, absent.line), hint=absent.hint)
 
     def _error(self, ending: Ending) -> str:
         """The words by which a failure is known again."""
