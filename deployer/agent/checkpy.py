@@ -1,8 +1,8 @@
 """Run by an interpreter that may become the job's: which requirements does it not meet? Prints one JSON object.
 
-`checkpy.py REQUIREMENTS` (a JSON list of PEP 508 texts) -> {"executable", "version", "unmet": [text with what is
-there], "folders": [where packages are looked for], "found": {name: version}}. Distributions
-are looked up by their metadata; nothing is imported.
+stdin: {"requires": [PEP 508 text], "constraints": [the same], "python": versions} -> {"executable", "version", "unmet":
+[text with what is there], "folders": [where packages are looked for], "found": {name: version}}. Distributions
+are looked up by their metadata; nothing is imported. What cannot be checked counts as unmet.
 
 Stdlib only, Python 3.8; an older Python fails here and is no candidate.
 """
@@ -11,11 +11,27 @@ import sys
 
 sys.path[:] = sys.path[1:]  # this file's own folder
 
+import ast  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 from importlib import import_module, metadata  # noqa: E402
-from typing import Any, Callable, Dict, List, Optional, Tuple  # noqa: E402
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple  # noqa: E402
+
+_PLAIN_VERSION = re.compile(r"v?([0-9]+(?:\.[0-9]+)*)(?:(?:a|b|rc)[0-9]+(?=\+))?(?:\+[a-z0-9.]+)?\Z")
+"""Without packaging: what has a phase (1.0rc1, 1.0.post1) cannot be compared, but for a vendor's build."""
+
+
+class Wanted(NamedTuple):
+    """A requirement as it is checked."""
+
+    name: str
+    extras: Tuple[str, ...]
+    url: str
+    fits: Callable[[str], bool]
+    """Whether a version does. ValueError when that cannot be told."""
+    applies: Callable[[str], bool]
+    """Whether it is meant for this interpreter, with this extra ("" for none). ValueError as above."""
 
 
 def find_parser() -> Any:
@@ -28,14 +44,19 @@ def find_parser() -> Any:
     return None
 
 
-def parse_requirement(text: str, parser: Any) -> Tuple[str, Callable[[str], bool]]:
-    """(name, test of a version); an empty name when the requirement is not meant for this interpreter."""
+def parse_requirement(text: str, parser: Any) -> Wanted:
+    """ValueError when it is none."""
     if parser is None:
         return parse_simply(text)
-    requirement = parser(text)
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-        return "", bool
-    return requirement.name, lambda version: _contains(requirement.specifier, version)
+    found = parser(text)
+    marker = found.marker
+    return Wanted(
+        found.name,
+        tuple(found.extras),
+        found.url or "",
+        lambda version: _contains(found.specifier, version),
+        lambda extra: marker is None or bool(marker.evaluate({"extra": extra})),
+    )
 
 
 def _contains(specifier: Any, version: str) -> bool:
@@ -46,20 +67,77 @@ def _contains(specifier: Any, version: str) -> bool:
     )
 
 
-def parse_simply(text: str) -> Tuple[str, Callable[[str], bool]]:
-    """Without packaging: markers count as true, versions are compared by their leading numbers."""
-    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)@]*)", text)
+def parse_simply(text: str) -> Wanted:
+    """Without packaging: versions of plain numbers alone, and markers that read like Python."""
+    match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^]]*)\])?\s*(?:@\s*(\S+)|\(?([^;)@]*)\)?)\s*(?:;(.*))?\Z", text)
     if match is None:
         raise ValueError("not a requirement: %r" % text)
-    clauses = [clause.strip() for clause in match.group(2).split(",") if clause.strip()]
-    return match.group(1), lambda version: all(_holds(clause, version) for clause in clauses)
+    name, extras, url, specifier, marker = match.groups(default="")
+    clauses = [clause.strip() for clause in specifier.split(",") if clause.strip()]
+    return Wanted(
+        name,
+        tuple(extra.strip() for extra in extras.split(",") if extra.strip()),
+        url,
+        lambda version: all(_holds(clause, version) for clause in clauses),
+        lambda extra: not marker.strip() or _evaluate(ast.parse(marker.strip(), mode="eval").body, extra),
+    )
+
+
+def _evaluate(node: Any, extra: str) -> bool:
+    """The value of a marker, whose grammar is Python's but for `~=` and `===`. ValueError for what is none."""
+    if isinstance(node, ast.BoolOp):
+        values = [_evaluate(value, extra) for value in node.values]
+        return all(values) if isinstance(node.op, ast.And) else any(values)
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1:
+        raise ValueError("not a marker")
+    left, right = (_operand(side, extra) for side in (node.left, node.comparators[0]))
+    names = [side.id for side in (node.left, node.comparators[0]) if isinstance(side, ast.Name)]
+    if isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return (left in right) == isinstance(node.ops[0], ast.In)
+    operator = {ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}[
+        type(node.ops[0])
+    ]
+    if all(name in ("python_version", "python_full_version", "implementation_version") for name in names):
+        if isinstance(node.left, ast.Name):
+            return _holds(operator + right, left)
+        return _holds(operator.translate({60: ">", 62: "<"}) + left, right)
+    if operator not in ("==", "!="):
+        raise ValueError("no order is known for %s" % names)
+    return (left == right) == (operator == "==")
+
+
+def _operand(node: Any, extra: str) -> str:
+    import os
+    import platform
+
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    known = {
+        "python_version": "%d.%d" % sys.version_info[:2],
+        "python_full_version": platform.python_version(),
+        "implementation_version": platform.python_version(),
+        "os_name": os.name,
+        "sys_platform": sys.platform,
+        "platform_machine": platform.machine(),
+        "platform_system": platform.system(),
+        "platform_release": platform.release(),
+        "platform_version": platform.version(),
+        "platform_python_implementation": platform.python_implementation(),
+        "implementation_name": sys.implementation.name,
+        "extra": extra,
+    }
+    if not isinstance(node, ast.Name) or node.id not in known:
+        raise ValueError("not a marker")
+    return known[node.id]
 
 
 def _holds(clause: str, version: str) -> bool:
-    match = re.match(r"(===|==|!=|~=|>=|<=|>|<)\s*v?([0-9][0-9.]*)(\*?)", clause)
-    if match is None:
-        return False
+    match = re.match(r"(===|==|!=|~=|>=|<=|>|<)\s*v?([0-9]+(?:\.[0-9]+)*)(?:(\.\*)|(\+[a-z0-9.]+))?\Z", clause)
+    if match is None or not _PLAIN_VERSION.match(version):
+        raise ValueError("cannot compare %s with %s" % (version, clause))
     operator, wanted = match.group(1), _numbers(match.group(2))
+    if match.group(4):  # a local version is compared as it is written
+        return (version == match.group(2) + match.group(4)) == (operator != "!=")
     have = _numbers(version)
     if match.group(3) or operator == "~=":
         prefix = wanted[:-1] if operator == "~=" else wanted
@@ -77,18 +155,66 @@ def _numbers(version: str) -> List[int]:
     return [int(part) for part in leading.group().split(".")] if leading else [0]
 
 
-def unmet(text: str, parser: Any, found: Dict[str, str]) -> Optional[str]:
-    """What to tell about a requirement that is not met; None for one that is. `found` gets the version there."""
+def unmet(text: str, parser: Any, found: Dict[str, str], *, constraint: bool = False) -> List[str]:
+    """What to tell about a requirement that is not met, or whose extras lack something; [] for one that is. `found`
+    gets the version there. A constraint is met by what is not installed."""
     try:
-        name, test = parse_requirement(text, parser)
-        if not name:
-            return None
-        version = found[name] = metadata.version(name)
-        return None if test(version) else "%s (has %s)" % (text, version)
+        return _unmet(text, parser, found, "", constraint, set())
+    except RecursionError:
+        return ["%s (cannot be checked)" % text]
+
+
+def _unmet(
+    text: str, parser: Any, found: Dict[str, str], extra: str, constraint: bool, seen: Set[Tuple[str, str]]
+) -> List[str]:
+    if (text, extra) in seen:
+        return []
+    seen.add((text, extra))
+    try:
+        wanted = parse_requirement(text, parser)
+        if not wanted.applies(extra):
+            return []
+        there = metadata.distribution(wanted.name)
+        version = found[wanted.name] = there.version
+        if wanted.url and not _is_from(there.read_text("direct_url.json"), wanted.url):
+            return ["%s (has %s, not from there)" % (text, version)]
+        if not wanted.fits(version):
+            return ["%s (has %s)" % (text, version)]
+        lacking = []
+        for name in () if constraint else wanted.extras:
+            for asked in there.requires or ():
+                if "extra" in asked and not parse_requirement(asked, parser).applies(""):
+                    lacking += _unmet(asked, parser, found, name, False, seen)
+        return lacking
     except metadata.PackageNotFoundError:
-        return "%s (not installed)" % text
-    except ValueError:
-        return "%s (cannot be checked)" % text
+        return [] if constraint else ["%s (not installed)" % text]
+    except Exception:  # of a library's parser, or of metadata that are damaged
+        return ["%s (cannot be checked)" % text]
+
+
+def _is_from(record: Optional[str], url: str) -> bool:
+    """Whether a distribution was installed from this address, as its direct_url.json says: users, passwords and what
+    follows `?` or `#` apart, which are no part of either."""
+    known = json.loads(record or "{}")
+    vcs = known.get("vcs_info", {})
+    wanted, revision = url, ""
+    if vcs:
+        wanted = wanted.partition("+")[2]
+        head, _, tail = wanted.rpartition("/")
+        tail, _, revision = tail.partition("@")
+        wanted = head + "/" + tail
+        commit = str(vcs.get("commit_id", ""))
+        if revision not in ("", vcs.get("requested_revision"), commit):
+            return False
+    return _bare(str(known.get("url", ""))) == _bare(wanted)
+
+
+def _bare(url: str) -> str:
+    return re.sub(r"[?#].*", "", re.sub(r"(?<=://)[^/@]*@", "", url))
+
+
+def python_fits(specifier: str, parser: Any) -> bool:
+    return not specifier or parse_requirement("python" + specifier, parser).fits("%d.%d.%d" % sys.version_info[:3])
 
 
 def as_bytes_are(path: str) -> str:
@@ -97,13 +223,25 @@ def as_bytes_are(path: str) -> str:
 
 
 def main() -> None:
+    asked = json.loads(sys.stdin.read())
     parser = find_parser()
     found: Dict[str, str] = {}
-    answers = [unmet(text, parser, found) for text in json.loads(sys.argv[1])]
+    lacking = []  # type: List[str]
+    try:
+        if not python_fits(asked["python"], parser):
+            lacking.append("python%s" % asked["python"])
+    except ValueError:
+        lacking.append("python%s (cannot be checked)" % asked["python"])
+    base_fits = not lacking
+    for text in asked["requires"]:
+        lacking += unmet(text, parser, found)
+    for text in asked["constraints"]:
+        lacking += unmet(text, parser, found, constraint=True)
     result = {
         "executable": as_bytes_are(sys.executable),
         "version": "%d.%d.%d" % sys.version_info[:3],
-        "unmet": [answer for answer in answers if answer is not None],
+        "python_fits": base_fits,
+        "unmet": list(dict.fromkeys(lacking)),
         "folders": [as_bytes_are(path) for path in sys.path if path],
         "found": found,
     }

@@ -210,7 +210,8 @@ def _with_python_slot(argv: tuple[str, ...]) -> tuple[Text, ...]:
 def script_of(command: Command) -> str | None:
     """The Python file that a command runs; None for `-m`, `-c`, and what is not Python's."""
     if command.torchrun:
-        return _program_of(command.argv)[0]
+        first = _program_of(command.argv)[0]
+        return first if isinstance(first, str) and not first.startswith("-") else None
     words = iter(command.argv[1:] if _PYTHON.match(command.argv[0]) else ())
     for word in words:
         if word in ("-X", "-W"):
@@ -222,19 +223,33 @@ def script_of(command: Command) -> str | None:
     return None
 
 
-def _program_of(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The Python program and its arguments: `python -u x.py a` and `x.py a` are the same under torchrun."""
+def _program_of(argv: tuple[str, ...]) -> tuple[Text, ...]:
+    """What rank.py is told to start of what follows `--`, which is what follows torchrun's own options: a Python file,
+    `-m` and a module, `--no-python` and any program. `python -u x.py a` and `x.py a` are the same."""
     rest = list(argv)
     if _PYTHON.match(rest[0]):
         rest.pop(0)
         while rest and rest[0] in ("-u", "-B"):
             rest.pop(0)
-    if not rest or rest[0].startswith("-"):
+    word = rest[0] if rest else "-"
+    if word in ("-m", "--module") and rest[1:] and not rest[1].startswith("-"):
+        return ("-m", *rest[1:])
+    if word == "--no-python" and rest[1:] and not rest[1].startswith("-"):
+        return ("--exec", *_with_python_slot(tuple(rest[1:])))
+    if word.startswith("-"):
         raise UsageError(
-            f"torchrun starts a Python file, not `{shlex.join(argv)}`",
-            hint="deploy.py run --torchrun --gpus 0,1 -- train.py ARGS",
+            f"torchrun starts a Python file, -m MODULE or --no-python PROGRAM, not `{shlex.join(argv)}`",
+            hint=torchrun_hint(argv),
         )
     return tuple(rest)
+
+
+def torchrun_hint(argv: Sequence[str]) -> str:
+    """The words of a launch that has torchrun's own options, or torchrun itself, before the program: without them."""
+    starts = (n for n, word in enumerate(argv) if word.endswith(".py") or word in ("-m", "--module", "--no-python"))
+    own = next((n for n in starts if argv[n].endswith(".py") or argv[n + 1 :]), None)
+    program = shlex.join(argv[own:]) if own is not None else "train.py ARGS"
+    return f"--torchrun --gpus 0,1 -- {program}, one process for each GPU"
 
 
 def _environment(job_id: str, device: str) -> dict[str, Text]:

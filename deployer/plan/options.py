@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,7 @@ class Options:
     command: tuple[str, ...] = ()
     torchrun: bool = False
     include: tuple[str, ...] = ()
+    requirements: str | None = None
     wheels: str | None = None
     allow_busy: bool = False
     yes: bool = False
@@ -84,8 +86,11 @@ def _config_of_command(options: Options) -> Config:
         raise UsageError("nothing to run", hint="deploy.py CONFIG, or deploy.py run -- python my_train.py ARGS")
     if options.torchrun and "target.gpu_ranks" not in options.keys:
         raise UsageError("--torchrun needs --gpus: one process starts for each", hint="--gpus 0,1")
-    program = next((a for a in options.command if a.endswith((".py", ".sh"))), options.command[0])
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(program).stem).strip("-.") or "job"
+    words = itertools.pairwise(("", *options.command))
+    found = ((before, word) for before, word in words if before == "-m" or word.endswith((".py", ".sh")))
+    before, program = next(found, ("", options.command[0]))
+    stem = program.rpartition(".")[2] if before == "-m" else Path(program).stem
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
     return Config(run=RunConfig(name=name), target=TargetConfig())
 
 

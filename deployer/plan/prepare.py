@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +27,7 @@ from deployer.plan.launch_plan import (
     new_job_id,
     script_of,
     supervised_keys,
+    torchrun_hint,
 )
 from deployer.plan.options import Asked, Options
 from deployer.project import manifest
@@ -72,6 +73,11 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     warnings += [f"--include {path}: {warning}" for path, scan in includes.items() for warning in scan.warnings]
     warnings += [f"--wheels {options.wheels}: {warning}" for warning in (wheels.warnings if wheels else ())]
     code = replace(code, warnings=(*code.warnings, *warnings))
+    files = {entry.path.removeprefix("code/"): entry.hash for entry in entries}
+    for path, scan in includes.items():
+        alone = (project / path).is_file()
+        files |= {path if alone else f"{path}/{entry.path}": entry.hash for entry in scan.entries}
+    python = python_spec(config, command, project=project, files=files, named=options.requirements)
     trees = {root_hash(entries): tuple(sorted(entries))}
     for scan in (*includes.values(), *([wheels] if wheels else [])):
         trees[root_hash(scan.entries)] = scan.entries
@@ -84,12 +90,7 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         tree=root_hash(entries),
         own_trainer=own_trainer,
         command=command,
-        python=PythonSpec(
-            explicit=config.target.python,
-            requires=requirements(config, command, project=project),
-            lock="requirements.txt" if (project / "requirements.txt").is_file() else None,
-            wheels=root_hash(wheels.entries) if wheels else None,
-        ),
+        python=python._replace(explicit=config.target.python, wheels=root_hash(wheels.entries) if wheels else None),
         includes=[
             Include(path, root_hash(scan.entries), (project / path).is_file()) for path, scan in includes.items()
         ],
@@ -146,27 +147,38 @@ def large_files(code: Scan) -> Question | None:
     return Question(text + ", ".join(line for _, line, _ in big), hint)
 
 
-def requirements(config: Config, command: Command | None, *, project: Path) -> tuple[str, ...]:
-    """What the job's interpreter must have: the trainer's packages, or those of the project's requirements.txt."""
+def python_spec(
+    config: Config, command: Command | None, *, project: Path, files: Mapping[str, str], named: str | None = None
+) -> PythonSpec:
+    """What the job's interpreter must have: the trainer's packages, or what the project's files ask for.
+
+    files: those that travel, with their hashes; named: the file that --requirements names. A trainer's environment is
+    built with what the project's requirements.txt asks for too, but an interpreter need not have it to do, unless the
+    file is named.
+    """
+    spec = PythonSpec()
+    if named or any(
+        (project / name).is_file() for name in ("requirements.txt", "pyproject.toml")[: 2 if command else 1]
+    ):
+        from deployer.environment.choose import read_needs  # a launch without requirements does not wait for it
+        from deployer.environment.needs import Tree
+
+        spec = read_needs(Tree(project.resolve(), files), named).spec()
     if command is None:
-        data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
-        hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
-        parquet = any(d.endswith(".parquet") for d in data)
-        torchao = config.optim.optimizer == "adamw8bit" or config.train.float8 != "off"
-        extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": torchao}
-        extra |= dict.fromkeys(config.run.trackers, True)
-        return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
-    listed = _requirement_lines(project / "requirements.txt")
-    named = any(re.match(r"(?i)torch\s*([^\w\s.-]|$)", line) for line in listed)
-    return (*(["torch>=2.0"] if command.torchrun and not named else []), *listed)
+        spec = spec if named else PythonSpec(lock=spec.lock, key=spec.key, variables=spec.variables)
+        return spec._replace(requires=(*spec.requires, *_of_trainer(config)))
+    listed = any(re.match(r"(?i)torch\s*([^\w\s.-]|$)", text) for text in (*spec.requires, *spec.locked))
+    return spec._replace(requires=(*(["torch>=2.0"] if command.torchrun and not listed else []), *spec.requires))
 
 
-def _requirement_lines(path: Path) -> list[str]:
-    """The plain requirements of a file; options and links cannot be checked by name and are left to the installer."""
-    if not path.is_file():
-        return []
-    lines = (line.split(" #")[0].strip() for line in path.read_text(errors="replace").splitlines())
-    return [line for line in lines if re.match(r"[A-Za-z0-9]", line) and "://" not in line and " --" not in line]
+def _of_trainer(config: Config) -> tuple[str, ...]:
+    data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
+    hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
+    parquet = any(d.endswith(".parquet") for d in data)
+    torchao = config.optim.optimizer == "adamw8bit" or config.train.float8 != "off"
+    extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": torchao}
+    extra |= dict.fromkeys(config.run.trackers, True)
+    return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
 
 
 def payload_of(config: Config) -> dict[str, Any]:
@@ -304,9 +316,6 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
 def _check_first_word(command: Command) -> None:
     first = command.argv[0]
     if command.torchrun and first in ("torchrun", "accelerate"):
-        own = next((n for n, word in enumerate(command.argv) if word.endswith(".py")), None)
-        program = shlex.join(command.argv[own:]) if own else "train.py ARGS"
         raise UsageError(
-            f"--torchrun starts torchrun itself, so {first} cannot be the program",
-            hint=f"--torchrun --gpus 0,1 -- {program}, one process for each GPU",
+            f"--torchrun starts torchrun itself, so {first} cannot be the program", hint=torchrun_hint(command.argv)
         )

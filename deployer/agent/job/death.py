@@ -3,10 +3,12 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName
 from ..logs.read import log_names, log_path, tail_of
+from ..python.absent import explain_module
+from ..python.spec import PythonSpec
 from .causes import Cause, Death, find_causes, first_hint, named_files
 from .ending import Ending, Memory, read_outcome
 from .missing import explain_here, find_missing
@@ -18,13 +20,17 @@ MOST_LOGS = 9
 
 
 class Look:
-    """At the host of one attempt, begun with it. `devices`: the GPUs that it holds; `env`: to ask for them with."""
+    """At the host of one attempt, begun with it. `devices`: the GPUs that it holds; `env`: to ask for them with;
+    `python`: what the job asked of its interpreter, and that."""
 
-    def __init__(self, job: Job, number: int, devices: Sequence[str], env: Dict[str, str]) -> None:
+    def __init__(
+        self, job: Job, number: int, devices: Sequence[str], env: Dict[str, str], python: Tuple[PythonSpec, str]
+    ) -> None:
         self._job = job
         self._number = number
         self._devices = devices
         self._env = env
+        self._python = python
 
     def explain(
         self, ending: Ending, watch: VitalWatch, *, memory: Optional[Memory], pids: Sequence[int], started: bool
@@ -47,6 +53,8 @@ class Look:
         )
         missing = find_missing(words, self._job.code)
         causes: List[Cause] = [*find_causes(death), *explain_here(missing, self._job.code)]
+        absent = explain_module(words, self._job.code, *self._python)
+        causes += [Cause(absent.line, absent.hint)] if absent else []
         return ending._replace(
             causes=tuple(cause.line for cause in causes),
             hint=ending.hint or first_hint(causes),

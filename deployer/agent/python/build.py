@@ -1,4 +1,4 @@
-"""Environments built on the host: a venv from a requirements file and requirements, once per content.
+"""Environments built on the host: a venv from a file of the project and requirements, once per content.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -6,7 +6,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 import fcntl
 import json
 import os
-import re
 import subprocess
 from collections import deque
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ..host.errors import AgentError
 from ..host.files import blake2b
 from ..host.layout import Root
 from ..host.locks import take_lock
+from .editable import compiled_modules, share_editables
 from .spec import PythonSpec
 
 OLDEST = (3, 10)
@@ -24,6 +24,8 @@ OLDEST = (3, 10)
 MISSING_HINT = (
     "name an interpreter that has them with --python P, or ship wheels for a host without internet with --wheels DIR"
 )
+UV_HINT = "install uv there, or make the lock a file that pip reads: uv export --frozen --no-dev -o requirements.txt"
+_SHOWN = 8
 _UNWANTED = ("PIP_REQUIRE_VIRTUALENV", "PIP_TARGET", "PIP_PREFIX", "PIP_USER", "PYTHONHOME")
 
 
@@ -33,50 +35,30 @@ class Interpreter(NamedTuple):
     path: str  # absolute, as sys.executable
     version: str
     unmet: List[str]
+    python_fits: bool = True
 
     def __str__(self) -> str:
-        return "%s (Python %s) lacks %s" % (self.path, self.version, ", ".join(self.unmet))
-
-
-def read_lock(path: str) -> bytes:
-    """What a requirements file asks for, with the files that it names; b"" when it asks for nothing.
-
-    AgentError when a file is missing, or when it installs a folder: an environment outlives the job whose code that is.
-    """
-    try:
-        with open(path, "rb") as f:
-            content = f.read()
-    except OSError as error:
-        raise AgentError("host", "cannot read %s of the project: %s" % (os.path.basename(path), error.strerror))
-    lines = [re.split(rb"(?:^|\s)#", line)[0].strip() for line in content.splitlines()]
-    wanted = [line for line in lines if line]
-    for line in wanted:
-        if re.match(rb"(-e\s*|--editable[\s=]+)?(\.|/|file:)", line):
-            raise AgentError(
-                "host",
-                "%s installs a folder (%s)" % (os.path.basename(path), line.decode("utf-8", "replace")),
-                "leave that line out: the job runs in its own copy of the code; or name an interpreter with --python P",
-            )
-    # a file at an address is the installer's to read
-    named = [re.match(rb"(?:-r|-c|--requirement|--constraint)[\s=]*(?!\S+://)(\S+)", line) for line in wanted]
-    others = [os.path.join(os.path.dirname(path), os.fsdecode(match.group(1))) for match in named if match]
-    return b"\n".join(wanted + [read_lock(other) for other in others])
+        shown = self.unmet[:_SHOWN]
+        more = ["and %d more" % (len(self.unmet) - _SHOWN)] if len(self.unmet) > _SHOWN else []
+        return "%s (Python %s) lacks %s" % (self.path, self.version, ", ".join(shown + more))
 
 
 class Building:
-    """Finds or builds the environment for a lock (as read) and requirements."""
+    """Finds or builds the environment for a lock and requirements."""
 
-    def __init__(
-        self, spec: PythonSpec, lock: bytes, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO
-    ) -> None:
-        self.spec, self.lock, self.code_dir, self.root, self.log = spec, lock, code_dir, root, log
+    def __init__(self, spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> None:
+        self.spec, self.root, self.log = spec, root, log
+        self.lock = os.path.join(code_dir, spec.lock) if spec.lock else ""
+        self.code_dir = code_dir
         self.env = {name: value for name, value in env.items() if name not in _UNWANTED}
         self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
+        self._hidden = [value for name in spec.variables for value in _forms(env.get(name, ""))]
 
     def environment(self, found: Sequence[Interpreter]) -> str:
         """The interpreter of the environment. `found`: the host's interpreters, at least one. AgentError when it cannot
         be built, with what failed and what the host's own interpreters lack."""
-        base = next((i for i in found if _version(i.version) >= OLDEST), found[0])
+        fitting = [i for i in found if i.python_fits]
+        base = next((i for i in fitting if _version(i.version) >= OLDEST), (fitting or list(found))[0])
         folder = os.path.join(self.root.envs, self._key(base))
         python = os.path.join(folder, "bin", "python")
         try:
@@ -90,17 +72,20 @@ class Building:
             lacking = "; ".join(map(str, [i for i in found if i.unmet][:3]))
             why = "%s ended with %d: %s" % (error.cmd, error.returncode, error.output)
             message = "the job's Python environment could not be built: " + why
-            raise AgentError("host", message + (" (of the host, %s)" % lacking if lacking else ""), MISSING_HINT)
+            hint = UV_HINT if error.cmd == _GETTING_UV else MISSING_HINT
+            raise AgentError("host", message + (" (of the host, %s)" % lacking if lacking else ""), hint)
         return python
 
     def _key(self, base: Interpreter) -> str:
-        asked = [
-            self.lock.decode("latin-1"),
-            self.spec.requires,
-            self.spec.wheels,
-            base.version,
-            os.uname().machine,
-        ]
+        spec = self.spec
+        read = spec.key
+        if self.lock and not read:  # of an older client
+            try:
+                with open(self.lock, "rb") as f:
+                    read = blake2b(f.read()).hexdigest()
+            except OSError as error:
+                raise AgentError("host", "cannot read %s of the project: %s" % (spec.lock, error.strerror))
+        asked = [read, spec.requires, spec.python, spec.wheels, base.version, os.uname().machine]
         return blake2b(json.dumps(asked).encode("ascii"), digest_size=10).hexdigest()
 
     @contextmanager
@@ -121,32 +106,74 @@ class Building:
 
         shutil.rmtree(folder, ignore_errors=True)
         self._say("building the environment %s with %s (Python %s)" % (folder, base.path, base.version))
-        uv = shutil.which("uv", path=self.env.get("PATH", os.defpath))
+        uv = shutil.which("uv", path=self.env.get("PATH", os.defpath)) or ""
+        if not base.python_fits and not uv:
+            raise AgentError(
+                "host",
+                "the job needs Python %s, and of this host %s is Python %s"
+                % (self.spec.python, base.path, base.version),
+                "install one there, or uv, which fetches it; or name one with --python P",
+            )
         if uv:
-            self._run("uv venv", [uv, "venv", "--python", base.path, folder], lock_fd)
-            install = [uv, "pip", "install", "--python", python]
+            wanted = base.path if base.python_fits else self.spec.python
+            self._run("uv venv", [uv, "venv", "--python", wanted, folder], lock_fd)
         else:
             self._run("python -m venv", [base.path, "-m", "venv", folder], lock_fd)
-            install = [python, "-m", "pip", "install"]
-        wanted = self._wanted()
-        if wanted:
-            self._run("uv pip install" if uv else "pip install", install + wanted, lock_fd)
+        before = compiled_modules(self.code_dir) if self.lock else frozenset()
+        self._install(uv, folder, python, lock_fd)
+        if self.lock:
+            share_editables(folder, self.code_dir, before)
         with open(os.path.join(folder, "COMPLETE"), "w", encoding="utf-8") as f:
             f.write(base.path + "\n")
 
-    def _wanted(self) -> List[str]:
-        wheels = ["--no-index", "--find-links", self.spec.wheels] if self.spec.wheels else []
-        lock = ["-r", os.path.join(self.code_dir, self.spec.lock)] if self.lock and self.spec.lock else []
-        asked = lock + list(self.spec.requires)
-        return wheels + asked if asked else []
+    def _install(self, uv: str, folder: str, python: str, lock_fd: int) -> None:
+        where = self.code_dir if self.lock else "/"
+        try:
+            for name, command in self._installs(uv, folder, python):
+                self._run(name, command, lock_fd, cwd=where)
+        except subprocess.CalledProcessError as error:
+            # uv reads a requirements file in its own way; what it calls no such file may be one to pip
+            if error.cmd != "uv pip install" or error.returncode != _UV_CANNOT_READ or not self.lock.endswith(".txt"):
+                raise
+            self._say("uv cannot read %s, pip tries" % self.spec.lock)
+            self._run("python -m ensurepip", [python, "-I", "-m", "ensurepip"], lock_fd)
+            for name, command in self._installs("", folder, python):
+                self._run(name, command, lock_fd, cwd=where)
 
-    def _run(self, name: str, command: List[str], lock_fd: int) -> None:
+    def _installs(self, uv: str, folder: str, python: str) -> Iterator[Tuple[str, List[str]]]:
+        """What is run one after the other, each with a name for messages."""
+        # the project's folder is where they run, for paths in its files: -I keeps its modules out of pip
+        pip = "uv pip install" if uv else "pip install"
+        wheels = ["--no-index", "--find-links", self.spec.wheels] if self.spec.wheels else []
+        install = (
+            [uv, "pip", "install", "--python", python] if uv else [python, "-I", "-m", "pip", "install"]
+        ) + wheels
+        lock, besides = [], list(self.spec.requires)
+        if os.path.basename(self.lock) == "uv.lock":
+            if not uv:
+                yield _GETTING_UV, [*install, "uv"]
+                uv = os.path.join(folder, "bin", "uv")
+            self.env["UV_PROJECT_ENVIRONMENT"] = folder
+            for name, command in _sync(uv, folder, os.path.dirname(self.lock), wheels):
+                yield name, command
+        elif os.path.basename(self.lock) == "pyproject.toml":
+            lock = ["-e", os.path.dirname(self.lock)]
+        elif self.lock:
+            lock = ["-r", self.lock]
+            with open(self.lock, "rb") as f:
+                if b"--hash" in f.read():  # then each one needs a hash
+                    yield pip, install + lock
+                    lock = []
+        if lock or besides:
+            yield pip, install + lock + besides
+
+    def _run(self, name: str, command: List[str], lock_fd: int, *, cwd: str = "/") -> None:
         """Runs a command with its output in the log. CalledProcessError with its last lines when it fails."""
         last: Deque[str] = deque(maxlen=3)
         process = subprocess.Popen(
             command,
             env=self.env,
-            cwd="/",
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -154,6 +181,8 @@ class Building:
         )
         assert process.stdout is not None
         for line in process.stdout:
+            for value in self._hidden:
+                line = line.replace(value, b"****")
             self.log.write(line)
             text = line.decode("utf-8", "replace").strip()
             if text:
@@ -162,8 +191,35 @@ class Building:
             raise subprocess.CalledProcessError(process.returncode, name, " / ".join(last))
 
     def _say(self, line: str) -> None:
-        self.log.write(("[torchferry] %s\n" % line).encode("utf-8", "surrogateescape"))
-        self.log.flush()
+        note(self.log, line)
+
+
+_UV_CANNOT_READ = 2
+_GETTING_UV = "pip install uv"
+
+
+def _sync(uv: str, folder: str, project: str, wheels: List[str]) -> Iterator[Tuple[str, List[str]]]:
+    """What a uv.lock says, as uv sync does it; its versions from wheels of one's own, which the lock does not know."""
+    python, here = os.path.join(folder, "bin", "python"), ["--directory", project]
+    if not wheels:
+        # inexact: it would take itself away
+        yield "uv sync", [uv, *here, "sync", "--frozen", "--inexact", "--python", python]
+        return
+    listed = os.path.join(folder, "locked.txt")
+    yield "uv export", [uv, *here, "export", "--frozen", "--no-hashes", "--quiet", "--output-file", listed]
+    yield "uv pip install", [uv, *here, "pip", "install", "--python", python, *wheels, "-r", listed]
+
+
+def note(log: BinaryIO, line: str) -> None:
+    log.write(("[torchferry] %s\n" % line).encode("utf-8", "surrogateescape"))
+    log.flush()
+
+
+def _forms(value: str) -> List[bytes]:
+    """How a variable's value may stand in an installer's output; what is too short to be secret stays readable."""
+    from urllib.parse import quote
+
+    return [form.encode("utf-8", "surrogateescape") for form in {value, quote(value, safe="")} if len(value) >= 4]
 
 
 def _is_complete(folder: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tupl
 from ..host.errors import AgentError
 from ..host.files import blake2b, read_json, write_whole
 from ..host.layout import AGENT_DIR, Root
-from .build import MISSING_HINT, Building, Interpreter, read_lock
+from .build import MISSING_HINT, Building, Interpreter, note
 from .spec import PythonSpec
 
 CHECK_TIMEOUT_S = 60
@@ -30,32 +30,35 @@ _KEPT_ANSWERS = 64
 def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
     """The absolute path of the job's interpreter.
 
-    spec: as in the plan, but its `wheels` is a folder of this host. An explicit interpreter must meet `requires`; else
-    the first of the host's that does; else an environment is built from the lock (a requirements file of code_dir) and
-    `requires`, whose output goes to `log`. AgentError says what is missing.
+    spec: as in the plan, but its `wheels` is a folder of this host. An explicit interpreter must meet what can be
+    checked; else the first of the host's that meets all does; else an environment is built from the lock (a file of
+    code_dir) and `requires`, whose output goes to `log`. AgentError says what is missing.
     """
     if spec.explicit:
+        if spec.unchecked:
+            note(log, "--python is taken at its word for " + ", ".join(spec.unchecked))
         return find_python(spec, env=env, root=root)
+    unchecked = spec.unchecked
+    if spec.lock and not spec.key and not spec.requires:  # of an older client, that sent what it could not read as this
+        unchecked = (spec.lock,)
     with _Answers(root) as answers:
-        found = list(_inspect_all(spec.requires, env, answers))
+        found = [_lacking(i, unchecked) for i in _inspect_all(spec, env, answers, stop=not unchecked)]
     fitting = [i.path for i in found if not i.unmet]
-    if fitting and spec.requires:
-        return fitting[0]
-    lock = read_lock(os.path.join(code_dir, spec.lock)) if spec.lock else b""
-    if fitting and not lock:
+    if fitting:
         return fitting[0]
     if not found:
         raise AgentError("host", "no Python 3.8 or newer runs on this host", "install one, or name it with --python P")
-    return Building(spec, lock, code_dir, root, env, log).environment(found)
+    return Building(spec, code_dir, root, env, log).environment(found)
 
 
 def find_python(spec: PythonSpec, *, env: Dict[str, str], root: Root) -> str:
     """As resolve_python, but only among what is there; AgentError with what each interpreter lacks."""
     with _Answers(root) as answers:
         if spec.explicit:
-            return _explicit(spec.explicit, spec.requires, env, answers)
+            return _explicit(spec.explicit, spec, env, answers)
         found = []
-        for interpreter in _inspect_all(spec.requires, env, answers):
+        for interpreter in _inspect_all(spec, env, answers, stop=not spec.unchecked):
+            interpreter = _lacking(interpreter, spec.unchecked)
             if not interpreter.unmet:
                 return interpreter.path
             found.append(interpreter)
@@ -63,7 +66,12 @@ def find_python(spec: PythonSpec, *, env: Dict[str, str], root: Root) -> str:
     raise AgentError("host", "no interpreter of this host has what the job needs: " + lacking, MISSING_HINT)
 
 
-def _explicit(path: str, requires: Sequence[str], env: Dict[str, str], answers: "_Answers") -> str:
+def _lacking(interpreter: Interpreter, unchecked: Sequence[str]) -> Interpreter:
+    unmet = [*interpreter.unmet, *("%s (cannot be checked)" % what for what in unchecked)]
+    return interpreter._replace(unmet=unmet)
+
+
+def _explicit(path: str, spec: PythonSpec, env: Dict[str, str], answers: "_Answers") -> str:
     wanted = os.path.expanduser(path)
     if os.path.isdir(wanted):
         wanted = os.path.join(wanted, "bin", "python")
@@ -72,7 +80,7 @@ def _explicit(path: str, requires: Sequence[str], env: Dict[str, str], answers: 
     located = shutil.which(wanted, path=env.get("PATH", os.defpath))
     if located is None:
         raise AgentError("host", "--python %s: no such interpreter on this host" % path, "name one that exists there")
-    interpreter = answers.inspect(os.path.abspath(located), requires, env)
+    interpreter = answers.inspect(os.path.abspath(located), spec, env)
     if interpreter is None:
         raise AgentError("host", "--python %s does not run as Python 3.8 or newer" % path, "name another interpreter")
     if interpreter.unmet:
@@ -85,7 +93,7 @@ def list_pythons(names: Sequence[str], *, env: Dict[str, str], root: Root) -> Li
     from concurrent.futures import ThreadPoolExecutor
 
     with _Answers(root) as answers, ThreadPoolExecutor(8) as pool:
-        asked = pool.map(lambda path: answers.ask(path, list(names), env), candidates(env))
+        asked = pool.map(lambda path: answers.ask(path, PythonSpec(requires=tuple(names)), env), candidates(env))
         found = [answer for answer in asked if answer]
     return [(answer["executable"], answer["version"], answer["found"]) for answer in found]
 
@@ -105,12 +113,15 @@ def candidates(env: Dict[str, str]) -> List[str]:
     return paths
 
 
-def _inspect_all(requires: Sequence[str], env: Dict[str, str], answers: "_Answers") -> Iterator[Interpreter]:
+def _inspect_all(
+    spec: PythonSpec, env: Dict[str, str], answers: "_Answers", *, stop: bool = True
+) -> Iterator[Interpreter]:
+    """stop: at the first that lacks nothing."""
     for path in candidates(env):
-        interpreter = answers.inspect(path, requires, env)
+        interpreter = answers.inspect(path, spec, env)
         if interpreter is not None:
             yield interpreter
-            if not interpreter.unmet:
+            if stop and not interpreter.unmet:
                 return
 
 
@@ -137,19 +148,23 @@ class _Answers:
         except OSError:
             pass  # without it the next launch asks again
 
-    def inspect(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Interpreter]:
+    def inspect(self, path: str, spec: PythonSpec, env: Dict[str, str]) -> Optional[Interpreter]:
         """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
-        answer = self.ask(path, requires, env)
-        return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
+        answer = self.ask(path, spec, env)
+        if answer is None:
+            return None
+        return Interpreter(answer["executable"], answer["version"], answer["unmet"], answer["python_fits"])
 
-    def ask(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    def ask(self, path: str, spec: PythonSpec, env: Dict[str, str]) -> Optional[Dict[str, Any]]:
         """What `checkpy.py` prints there; None as above."""
-        asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
+        wanted = {"requires": spec.requires + spec.locked, "constraints": spec.constraints, "python": spec.python}
+        question = json.dumps(wanted)
+        asked = [path, question, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
         key = blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
         known = self._known.get(key)
         if known and known["times"] == _times(known["answer"], path):
             return dict(known["answer"])
-        answer = _ask(path, requires, env)
+        answer = _ask(path, question, env)
         if answer is not None:
             self._known.pop(key, None)
             self._known[key] = {"times": _times(answer, path), "answer": answer}
@@ -169,12 +184,11 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-def _ask(path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
-    options: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+def _ask(path: str, question: str, env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    options: Dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "timeout": CHECK_TIMEOUT_S}
     try:
-        command = [path, _CHECK, json.dumps(requires)]
-        done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_TIMEOUT_S, **options)
+        done = subprocess.run([path, _CHECK], input=question.encode("ascii"), env=env, cwd="/", **options)
         answer = json.loads(done.stdout.splitlines()[-1].decode("utf-8"))
-        return {name: answer[name] for name in ("executable", "version", "unmet", "folders", "found")}
+        return {name: answer[name] for name in ("executable", "version", "python_fits", "unmet", "folders", "found")}
     except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired):
         return None

@@ -13,7 +13,7 @@ from ..host.layout import ALONE, GroupName, Root
 from ..job import progress
 from ..job.ending import Ending, Evidence, decide_ending, read_outcome
 from ..job.plan import is_trainer, main_role
-from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, utc
+from ..job.status import FAILED, LOST, RUNNING, STOPPED, TOOL_FAILED, AttemptReport, slot_of, utc
 from .mains import find_mains, start_groups
 from .prepare import prepare
 from .running import Running, leftovers
@@ -146,7 +146,9 @@ class Attempt:
             from ..job.death import Look
             from ..job.vitals import VitalWatch
 
-            look = Look(self._turn.job, self._number, self._turn.status.now.devices, self._env())
+            now = self._turn.status.now
+            python = (self._given.plan.python, slot_of(now, "python"))
+            look = Look(self._turn.job, self._number, now.devices, self._env(), python)
             watch = self._watch.host_at_start() if self._watch is not None else VitalWatch(self._places())
             pids = [rank.pid for rank in evidence.ranks] if evidence is not None else []
             pids += [process.pid for process in leftovers(self._turn.job)]

@@ -57,6 +57,9 @@ def job_env(
     base = {k: v for k, v in given.base_env.items() if not (_is_torchruns(k) or k in _OF_A_JOB)}
     own = {name: fill(text, slots) for name, text in role.env.items()}
     env = {"PYTHONUNBUFFERED": "1", **base, **own, **given.env, **given.secrets}
+    if given.plan.python.paths:
+        paths = [os.path.join(job.code, path) if path != "." else job.code for path in given.plan.python.paths]
+        env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
     if restarted:
         env[RESTARTED_ENV] = "1"
     if role.name == TRAINER:  # whose start is told from here

@@ -39,6 +39,7 @@ from deployer.errors import UsageError
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
 @with_keys(JOB)
 @click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
+@click.option("--requirements", metavar="FILE", help="What the job's Python must have; none: whatever it has.")
 @click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet.")
 @click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
 @with_results

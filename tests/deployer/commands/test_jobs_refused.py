@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from deployer import terminal
+from deployer.agent.python.spec import PythonSpec
 from deployer.plan.launch_plan import Command
-from deployer.plan.prepare import requirements
+from deployer.plan.prepare import python_spec
 from tests.support.ferry import REPO
 from tests.support.pythons import make_wheel
 from trainer.schema import Config, OptimConfig, RunConfig
@@ -91,16 +92,19 @@ def test_status_of_a_failed_job_rounds_its_metrics_and_says_what_to_do(ferry):
 
 @pytest.mark.parametrize("line", ["torch", "torch==2.11.0+cpu  # ours", "torch[x]>=2"])
 def test_torch_is_asked_for_once_whoever_names_it(tmp_path, line):
-    command = Command(("train.py",), torchrun=True)
-    (tmp_path / "requirements.txt").write_text("torch-geometric\ntorch.fx\n")
-    assert requirements(Config(), command, project=tmp_path)[0] == "torch>=2.0"
-    (tmp_path / "requirements.txt").write_text(line + "\n")
-    assert requirements(Config(), command, project=tmp_path) == (line.split("  #")[0],)
+    def spec_of(text: str) -> PythonSpec:
+        (tmp_path / "requirements.txt").write_text(text)
+        files = {"requirements.txt": "hash"}
+        return python_spec(Config(), Command(("train.py",), torchrun=True), project=tmp_path, files=files)
+
+    assert spec_of("torch-geometric\ntorch.fx\n").requires == ("torch>=2.0",)
+    assert spec_of(line + "\n")[1:5:3] == ((), (line.split("  #")[0],))
 
 
 def test_trainers_environment_has_what_the_config_asks_for(tmp_path):
     config = Config(optim=OptimConfig(optimizer="adamw8bit"), run=RunConfig(trackers=["tensorboard"]))
-    assert requirements(config, None, project=tmp_path)[-2:] == ("torchao>=0.14", "tensorboard")
+    spec = python_spec(config, None, project=tmp_path, files={})
+    assert spec.requires[-2:] == ("torchao>=0.14", "tensorboard")
 
 
 def test_data_outside_the_project_is_said_to_stay_behind(ferry):

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from datetime import datetime, timezone
 
 import pytest
@@ -91,9 +92,40 @@ def test_program_under_torchrun_with_or_without_the_word_python():
         ]
 
 
-def test_torchrun_of_something_that_is_no_python_file_refused():
-    with pytest.raises(UsageError, match="torchrun starts a Python file"):
-        plan_of(TargetConfig(gpu_ranks=[0]), Command(("python", "-m", "pkg"), torchrun=True))
+@pytest.mark.parametrize(
+    "words", [["t.py", "--a"], ["-m", "pkg.train", "-m", "x"], ["--module", "pkg"], ["--no-python", "bash", "-c", "x"]]
+)
+def test_ranks_start_what_torchrun_itself_would_start(words):
+    from torch.distributed.run import config_from_args, parse_args
+
+    _, program, args = config_from_args(parse_args(["--standalone", *words]))
+    plan = plan_of(TargetConfig(gpu_ranks=[0]), Command(tuple(words), torchrun=True))
+    wrapped = argv_of(plan)[argv_of(plan).index(f"{SLOTS['agent']}/rank.py") + 1 :]
+    ranks = wrapped[1:] if wrapped[0] == "--exec" else [sys.executable, "-u", *wrapped]
+    assert ranks == [program, *args]
+
+
+def test_program_of_no_python_has_the_job_s_interpreter():
+    plan = plan_of(TargetConfig(gpu_ranks=[0]), Command(("--no-python", "python", "x.py"), torchrun=True))
+    assert argv_of(plan)[-3:] == ["--exec", "/py", "x.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "follow"),
+    [
+        (("python", "-c", "1"), "-- train.py ARGS"),
+        (("--nproc-per-node", "2", "t.py", "-x"), "-- t.py -x, one"),
+        (("--nproc-per-node=2", "-m", "pkg.train", "-x"), "-- -m pkg.train -x, one"),
+        (("-m",), "-- train.py ARGS"),
+        (("python",), "-- train.py ARGS"),
+    ],
+)
+def test_torchrun_of_something_else_refused_with_words_that_do(words, follow):
+    with pytest.raises(UsageError, match="torchrun starts a Python file, -m MODULE or --no-python") as caught:
+        plan_of(TargetConfig(gpu_ranks=[0]), Command(words, torchrun=True))
+    assert follow in caught.value.hint
+    again = shlex.split(caught.value.hint.split(" -- ")[1].split(", one process")[0])
+    plan_of(TargetConfig(gpu_ranks=[0]), Command(tuple(again), torchrun=True))
 
 
 def test_program_that_names_no_gpu_sees_them_all():

@@ -1,0 +1,126 @@
+"""A job that ended because a module was missing: which file of its project asks for it, and why that was of no use.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import glob
+import os
+import re
+from typing import Iterator, NamedTuple, Optional
+
+from .foreign import FILES, advice
+from .spec import PythonSpec
+
+_NO_MODULE = re.compile(r"No module named '?([A-Za-z_]\w*)((?:\.\w+)*)'?")
+_DISTRIBUTIONS = {
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "Crypto": "pycryptodome",
+    "cv2": "opencv-python",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "faiss": "faiss-cpu",
+    "git": "gitpython",
+    "hydra": "hydra-core",
+    "PIL": "pillow",
+    "pkg_resources": "setuptools",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "umap": "umap-learn",
+    "yaml": "pyyaml",
+}
+"""What some modules' distributions are called; most have the module's own name."""
+_SIZE = 4 << 20
+_DEPTH, _FOLDERS = 3, 2000
+
+
+class Absent(NamedTuple):
+    line: str
+    hint: str
+
+
+def explain_module(words: str, code_dir: str, spec: PythonSpec, python: str) -> Optional[Absent]:
+    """Of the last "No module named" in a job's words; None for none. `python`: the interpreter that lacks it."""
+    found = _NO_MODULE.findall(words)
+    if not found:
+        return None
+    module = str(found[-1][0])
+    for folder in _own(module, code_dir):
+        if found[-1][1] and os.path.isdir(os.path.join(code_dir, folder, module)):
+            return None  # it was found, and something in it is missing
+        where = "%s/%s" % (folder, module) if folder != "." else module
+        line = "%s is the project's own, at %s, where Python does not look" % (module, where)
+        return Absent(line, "--env PYTHONPATH=%s makes it look there" % folder)
+    name = _DISTRIBUTIONS.get(module, module.replace("_", "-"))
+    for path in _lists(code_dir, spec):
+        if _names(os.path.join(code_dir, path), name):
+            return _unused(path, name, spec, python)
+    line = "%s has no %s, and no file of the project asks for it" % (python, name)
+    return Absent(line, "add %s to requirements.txt, or --python P names an interpreter that has it" % name)
+
+
+def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
+    foreign = advice(path)
+    if foreign:
+        return Absent("%s names %s, but is %s, which is not built here" % (path, name, foreign[0]), foreign[1])
+    is_asked = any(re.match(re.escape(name) + r"(?![\w-])", _plain(text)) for text in spec.requires + spec.locked)
+    if is_asked:
+        line = "%s asks for %s, and %s has a distribution of that name without the module" % (path, name, python)
+        return Absent(line, "add the one that holds it to %s, or --python P names an interpreter that has it" % path)
+    if path.endswith("pyproject.toml") and (spec.lock == path or not spec.lock):
+        line = "%s names %s, but not among project.dependencies, which alone are asked for" % (path, name)
+        return Absent(line, "a requirements file with -e .[EXTRA], and --requirements FILE, asks for an extra's too")
+    line = "%s names %s, but what it lists was not asked of %s" % (path, name, python)
+    return Absent(line, "--requirements %s asks for it" % path)
+
+
+def _own(module: str, code_dir: str) -> Iterator[str]:
+    """Folders of the project in which the module lies, the outermost first."""
+    level, seen = ["."], 0
+    for _ in range(_DEPTH + 1):
+        inner = []
+        for folder in level:
+            seen += 1
+            here = os.path.join(code_dir, folder, module)
+            if os.path.isfile(here + ".py") or glob.glob(os.path.join(glob.escape(here), "*.py")):
+                yield folder
+            if seen < _FOLDERS:
+                inner += [
+                    os.path.normpath(os.path.join(folder, name)) for name in _folders(os.path.join(code_dir, folder))
+                ]
+        level = inner
+
+
+def _folders(path: str) -> Iterator[str]:
+    try:
+        with os.scandir(path) as entries:
+            names = [e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    except OSError:
+        return iter(())
+    return iter(sorted(names))
+
+
+def _lists(code_dir: str, spec: PythonSpec) -> Iterator[str]:
+    """The files that may list it, the one that was used first."""
+    if spec.lock:
+        yield spec.lock
+    found = glob.glob(os.path.join(glob.escape(code_dir), "requirements*.txt"))
+    found += glob.glob(os.path.join(glob.escape(code_dir), "requirements", "*.txt"))
+    named = [os.path.join(code_dir, name) for name in ("uv.lock", "pyproject.toml", *FILES)]
+    for path in sorted(found) + named:
+        relative = os.path.relpath(path, code_dir)
+        if relative != spec.lock and os.path.isfile(path):
+            yield relative
+
+
+def _names(path: str, name: str) -> bool:
+    try:
+        with open(path, "rb") as f:
+            text = f.read(_SIZE).decode("utf-8", "replace")
+    except OSError:
+        return False
+    return re.search(r"(?<![\w/.-])%s(?![\w-]|\.\w)" % re.escape(name), _plain(text)) is not None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"(?m)(?:^|\s)#.*$", "", text).lower().replace("_", "-")
