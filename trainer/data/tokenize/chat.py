@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.data.rows.findings import LEFT_OUT, Remark
 from trainer.data.rows.messages import Message, Row, shorten
-from trainer.data.tokenize.left_out import LeftOut, find_left_out, readable
+from trainer.data.tokenize.left_out import LeftOut, find_left_out, is_all_there, readable
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -204,8 +204,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
 
 
 def _encode_with_tags(chat: Chat) -> Parts:
-    how = {"return_assistant_tokens_mask": True, "tokenizer_kwargs": {"return_offsets_mapping": True}}
-    out = chat.apply(chat.row.messages, tokenize=True, return_dict=True, **how)
+    out = chat.apply(chat.row.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     is_target = np.asarray(out["assistant_masks"], dtype=bool)
     run_ends = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
     turns, targets = chat.answers(), chat.targets()
@@ -218,9 +217,13 @@ def _encode_with_tags(chat: Chat) -> Parts:
             raise chat.not_found(chat.render(), detail)
         run = np.searchsorted(run_ends, np.arange(len(is_target)))
         is_target &= np.isin(run, [place for place, turn in enumerate(turns) if turn in targets])
-    ends = [int(out["offset_mapping"][index][1]) for index in run_ends] if is_plain else []
+    text = chat.render()
+    if is_all_there(chat.row, text):
+        return out["input_ids"], is_target, []
+    offsets = _tokenize(chat.tokenizer, text)["offset_mapping"]
+    ends = [int(offsets[index][1]) for index in run_ends] if is_plain else []
     spans = dict(zip(turns, pairwise([0, *ends]), strict=False))
-    return out["input_ids"], is_target, list(find_left_out(chat.row, chat.render(), spans))
+    return out["input_ids"], is_target, list(find_left_out(chat.row, text, spans))
 
 
 # --- templates that do not -------------------------------------------------------------------------------------------

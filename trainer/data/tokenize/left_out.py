@@ -53,6 +53,18 @@ def readable(messages: list[Message], template: str) -> tuple[list[Message], lis
     return shown, [(KEY, f"the key {key!r} of a message") for key in unread]
 
 
+def is_all_there(row: Row, text: str) -> bool:
+    """Whether every message stands in `text` word for word, one behind the other: the quick look at a plain row."""
+    at = 0
+    for message in row.messages:
+        content = message["content"].strip()
+        found = text.find(content, at)
+        if found < 0 or len(message) > 2:
+            return False
+        at = found + len(content)
+    return not row.tools
+
+
 def find_left_out(row: Row, text: str, spans: Mapping[int, Span]) -> Iterator[LeftOut]:
     """What of `row` is not in its rendered `text`. `spans`: where turns of the assistant stand in it, as far as that is
     known.
