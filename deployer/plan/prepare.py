@@ -172,11 +172,13 @@ def python_spec(
 
 
 def _of_trainer(config: Config) -> tuple[str, ...]:
+    from trainer.config.data import ROW_SUFFIXES
+
     data = [source.path for source in as_sources([*config.data.train, *config.data.eval])]
-    hub = [d for d in data if not d.startswith("builtin:") and not re.search(r"\.(jsonl?|parquet)(\.gz)?\Z", d)]
-    parquet = any(d.endswith(".parquet") for d in data)
+    hub = [d for d in data if not d.startswith("builtin:") and not d.endswith((*ROW_SUFFIXES, ".parquet"))]
+    arrow = any(d.endswith((".parquet", ".zst")) for d in data)
     torchao = config.optim.optimizer == "adamw8bit" or config.train.float8 != "off"
-    extra = {"datasets>=3.0": hub, "pyarrow": parquet, "torchao>=0.14": torchao}
+    extra = {"datasets>=3.0": hub, "pyarrow": arrow, "torchao>=0.14": torchao}
     extra |= dict.fromkeys(config.run.trackers, True)
     return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
 

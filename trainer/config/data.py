@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from os.path import expanduser
+from pathlib import Path
 
 from trainer.config.keys import Broken
 from trainer.schema import Config, SourceConfig, as_sources
 
 TOKEN_SUFFIX = ".tokens"
 TEXT_SUFFIXES = (".txt", ".md")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+ROW_SUFFIXES = tuple(
+    kind + packed for kind in (".jsonl", ".ndjson", ".json", ".csv", ".tsv") for packed in ("", *COMPRESSIONS)
+)
 MAX_REPEAT = 10_000
 """An epoch's order is laid out as a whole: a row that comes more often belongs into more epochs."""
+
+
+def is_pattern(path: str) -> bool:
+    """Whether it may stand for several files."""
+    return any(char in path for char in "*?[")
+
+
+def matching(pattern: str, root: Path | None = None) -> list[str]:
+    """The paths that a pattern such as `data/*.jsonl` stands for, in order; itself where it is none or none matches."""
+    if not is_pattern(pattern) or (root or Path()).joinpath(pattern).exists():
+        return [pattern]
+    from glob import glob
+
+    found = glob(expanduser(pattern), root_dir=root, recursive=True)  # noqa: PTH111, PTH207 - Path's takes no absolute one
+    return sorted(found) or [pattern]
 
 
 def data_rules(config: Config) -> Iterator[Broken]:

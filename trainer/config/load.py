@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
+from trainer.config.data import is_pattern, matching
 from trainer.config.dropped import Becomes, Refused, take_out, text_of
 from trainer.config.fields import build_config, fit
 from trainer.config.files import YAML_SUFFIXES, dump_yaml, read_override, read_python, read_yaml
@@ -143,13 +144,15 @@ def local_data_paths(config: Config, *, root: str | Path = ".") -> list[str]:
     data, model = config.data, config.model
     entries = [*(s.path for s in as_sources([*data.train, *data.eval])), model.name, config.lora.adapter]
     entries += [data.tokenizer, data.chat_template]
-    return list(dict.fromkeys(entry for entry in entries if entry is not None and _is_local(entry, Path(root))))
+    local = [entry for entry in entries if entry is not None and _is_local(entry, Path(root))]
+    return list(dict.fromkeys(path for entry in local for path in matching(entry, Path(root))))
 
 
 def _is_local(entry: str, root: Path) -> bool:
     if entry == "auto" or entry.startswith("builtin:") or "://" in entry:
         return False
-    return entry.startswith(LOCAL_STARTS) or entry.endswith(LOCAL_SUFFIXES) or (root / entry).exists()
+    looks_so = entry.startswith(LOCAL_STARTS) or entry.endswith(LOCAL_SUFFIXES) or is_pattern(entry)
+    return looks_so or (root / entry).exists()
 
 
 # --- a config on the way ----------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from trainer.config import parallel as config_parallel
 from trainer.config.batch import batch_rules, micro_batch_tokens_rules, micro_batch_without_effect
 from trainer.config.data import (
+    ROW_SUFFIXES,
     TEXT_SUFFIXES,
     TOKEN_SUFFIX,
     corpus_rules,
@@ -36,7 +38,7 @@ from trainer.errors import ConfigError
 from trainer.schema import Config, ModelConfig, RunConfig, as_sources
 from trainer.schema.key import EVEN
 
-LOCAL_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".jinja", TOKEN_SUFFIX, *TEXT_SUFFIXES)
+LOCAL_SUFFIXES = (*ROW_SUFFIXES, ".parquet", ".jinja", TOKEN_SUFFIX, *TEXT_SUFFIXES)
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -174,7 +176,7 @@ def _without_effect(config: Config, backend: str, *, deployed: bool) -> Iterator
         yield ["train.debug_distributed"], " with one process"
     for split, sources in (("data.train_split", data.train), ("data.eval_split", data.eval)):
         if all(
-            path.startswith("builtin:") or path.endswith(LOCAL_SUFFIXES)
+            path.startswith("builtin:") or (path.endswith(LOCAL_SUFFIXES) and ".json" not in Path(path).suffixes)
             for path in (s.path for s in as_sources(sources))
         ):
             yield [split], f", {split.removesuffix('_split')} names no Hugging Face data set"

@@ -21,6 +21,7 @@ from trainer.data.dataset.order import Mixture, epoch_documents
 from trainer.data.dataset.report import SplitReport
 from trainer.data.dataset.store import NO_TARGET, PieceStore, Selection
 from trainer.data.loader import Data, TrainLoader, lay_out
+from trainer.data.rows.findings import Findings, parse_findings
 from trainer.data.rows.sources import identify
 from trainer.data.tokenize.plain_text import Tell, read_texts, write_token_file
 from trainer.data.tokenize.token_file import SUFFIX, TokenFile
@@ -58,9 +59,12 @@ def build_corpus(
     pad_id = tokenizer.pad_token_id or 0  # never read: padding is told by position
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     notes = overlap_note(documents, held_out)
-    return lay_out(
+    data = lay_out(
         train, documents.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
     )
+    told = Findings(one for file in files for one in parse_findings(file.header.meta.get("findings", []), file.path))
+    data.report.findings.extend(told.list())
+    return data
 
 
 def list_corpus(config: Config) -> list[Source]:

@@ -33,6 +33,7 @@ from trainer.data.dataset.documents import (
 from trainer.data.dataset.order import epoch_documents, plan_epoch
 from trainer.data.dataset.report import DataReport, SplitReport
 from trainer.data.dataset.store import Store
+from trainer.data.rows.findings import Findings
 from trainer.data.streams.loader import StreamLoader
 from trainer.data.tokenize.chat import check_template
 from trainer.data.tokenize.token_file import TokenFile, check_ids
@@ -98,9 +99,11 @@ def build_data(
     train = TrainLoader(documents, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(documents, tokenizer) else [NO_END_TOKEN]
     notes += overlap_note(documents, held_out)
-    return lay_out(
+    data = lay_out(
         train, documents.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
     )
+    data.report.findings.extend(table.findings)
+    return data
 
 
 def lay_out(
@@ -148,9 +151,11 @@ def _build_stream(config: Config, dist: Ranks, tokenizer: PreTrainedTokenizerFas
     sources = [source for source in list_sources(config) if not source.held_out]
     train = StreamLoader(sources, tokenizer, config=config, ranks=dist, pad_id=pad_id)
     notes = [] if trains_end_token(Documents.of(train.sample), tokenizer) else [NO_END_TOKEN]
-    return lay_out(
+    data = lay_out(
         train, train.report, held_out, config=config, ranks=dist, pad_id=pad_id, started=started, notes=notes
     )
+    data.report.findings.extend(Findings([*train.findings, *held_out.findings]).list())
+    return data
 
 
 class TrainLoader:

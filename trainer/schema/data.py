@@ -34,21 +34,24 @@ class DataConfig:
     """What is read, how it becomes tokens, and which of them are targets."""
 
     train: list[str | SourceConfig] = key(["builtin:stdlib-docs"], aliases=("dataset",))
-    """JSONL, JSON or Parquet files, names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping
-    {path, weight, repeat, limit} in place of a text says how much of it. With recipe=pretrain: .tokens files as
-    `train.py tokenize` makes them, .txt or .md files or folders of them, or rows with a column `text`."""
+    """JSONL, JSON, CSV or TSV files (also .gz, .bz2, .xz, .zst), Parquet files, patterns of them (`data/*.jsonl`),
+    names or folders of Hugging Face data sets, or `builtin:stdlib-docs`; a mapping {path, weight, repeat, limit} in
+    place of a text says how much of it. With recipe=pretrain: .tokens files as `train.py tokenize` makes them, .txt or
+    .md files or folders of them, or rows with a column `text`."""
     eval: list[str | SourceConfig] = field(default_factory=list)
     """Held-out data, same kinds. Empty: `eval_fraction` of train (builtin: its held-out modules)."""
     eval_fraction: float = key(0.05, limit=SHARE)
     """Share of the training rows held out when `eval` is empty; 0: no evaluation."""
     train_split: str = "train"
-    """Split of the Hugging Face data sets in `train`."""
+    """Split of the Hugging Face data sets in `train`, and of JSON files that hold several."""
     eval_split: str = "test"
     """Split of those in `eval`."""
     schema: Literal[
         "auto", "messages", "conversations", "prompt_completion", "instruction_output", "question_answer"
     ] = "auto"
-    """The columns of a row; `auto`: by their names. messages and conversations hold turns, the others two texts."""
+    """The columns of a row; `auto`: by their names. messages and conversations hold turns, the others two texts.
+    `system` and `tools` are read beside any of them; a turn with `weight: 0` (`train: false`, `loss: false`) is no
+    target."""
     tokenizer: str = "auto"
     """`auto`: the model's own when it has a name, else `builtin:bytes`; or a name or folder."""
     chat_template: str | None = None
@@ -58,6 +61,9 @@ class DataConfig:
     loss_on: Literal["assistant", "all"] = key("assistant", aliases=("assistant_only_loss",))
     """Which tokens are targets: the assistant's turns with their end token (the template's newline after it is
     none), or everything."""
+    turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns are targets: all, or those after the last question. Templates of reasoning models
+    leave the thoughts of earlier turns out."""
     seq_len: int = key(512, limit=AT_LEAST_2, aliases=("max_length", "max_seq_len", "max_seq_length"))
     """Tokens per row of a batch."""
     packing: bool = True

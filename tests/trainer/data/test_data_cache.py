@@ -167,3 +167,26 @@ def test_progress_is_told_in_rows_and_tokens(config, capsys):
     assert [line.split(" tokens")[0] for line in lines] == [
         f"tokenizing: {n} rows, {sum(len(doc.ids) for doc in documents[:n])}" for n in (1, 2, 3)
     ]
+
+
+def test_rows_of_an_earlier_run_have_its_order_so_that_it_can_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # rows are named by their path as it is given
+    first = [{"role": "user", "content": "Hi", "id": 1}, {"role": "assistant", "content": "Hello", "name": "ann"}]
+    rows = [
+        {
+            "messages": [
+                *first,
+                {"role": "user", "content": f"{n}?", "name": "bob"},
+                {"role": "assistant", "content": str(n)},
+            ],
+            "source": "web",
+        }
+        for n in range(8)
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train=["rows.jsonl"], eval_fraction=0.3, seq_len=200)
+    config = Config(data=data, train=TrainConfig(micro_batch_size=1, steps=2))
+    made = build_data(config, ALONE, load_tokenizer(config), run_dir=tmp_path / "run")
+    # as e33343c gave them, which read no marks and told of no key
+    assert made.train.fingerprint() == "be653b3dfb40920c"
+    assert made.report.eval is not None and made.report.eval.rows_kept == 2

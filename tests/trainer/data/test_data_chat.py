@@ -108,18 +108,6 @@ def test_mask_without_generation_tags_equals_transformers_mask_with_them():
     assert encoded.is_target.astype(int).tolist() == out["assistant_masks"]
 
 
-def test_qwen3_keeps_the_last_thought_and_drops_the_earlier_ones():
-    think = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "<think>\nadd\n</think>\n\n4"},
-        {"role": "user", "content": "3+3?"},
-        {"role": "assistant", "content": "<think>\nadd again\n</think>\n\n6"},
-    ]
-    tokenizer = chat_tokenizer(QWEN3)
-    expected = ["4<|im_end|>", "<think>\nadd again\n</think>\n\n6<|im_end|>"]
-    assert target_texts(tokenizer, encode(Row("r", think), tokenizer)) == expected
-
-
 def test_template_without_header_for_an_open_turn_trains_words_and_end_token():
     tokenizer = chat_tokenizer(LLAMA2)
     tokenizer.eos_token = "</s>"

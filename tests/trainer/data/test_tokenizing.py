@@ -16,6 +16,7 @@ from tests.support.ferry import REPO
 from tests.support.limits import HANG_S
 from trainer.commands.cli import COMMANDS
 from trainer.commands.tokenize import tokenize
+from trainer.data.rows.findings import parse_findings
 from trainer.data.tokenize.plain_text import CHUNK_CHARS, CHUNK_TEXTS, Text, cut_texts, read_texts, write_token_file
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.data.tokenize.tokenizer import build_bytes_tokenizer, vocabulary_hash
@@ -79,6 +80,18 @@ def test_rows_with_a_text_column_are_documents(tmp_path, suffix):
         path.write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
     assert [text.text for text in read_texts(str(path))] == ["one", "two"]
     assert [text.text for text in read_texts(str(path), limit=1)] == ["one"]
+
+
+def test_columns_beside_the_text_are_told_and_kept_with_the_tokens(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "url": "x"}\n{"text": "b"}\n')
+    report = write_token_file(tmp_path / "a.tokens", read_texts(f"{tmp_path}/a.jsonl"), build_bytes_tokenizer())
+    told = f"note: columns that are not read: 'url' (1 rows); the first in {tmp_path}/a.jsonl:1"
+    assert report.render()[-1] == told
+    header = TokenFile.open(tmp_path / "a.tokens").header
+    assert parse_findings(header.meta["findings"], tmp_path) == report.findings
+    for damaged in ([{"kind": "column"}], [3], 7, [{"kind": "a", "what": "b", "rows": "c", "first": "d"}]):
+        with pytest.raises(DataError, match="is damaged"):
+            parse_findings(damaged, tmp_path)
 
 
 def test_row_without_text_is_named(tmp_path):

@@ -66,6 +66,14 @@ def test_dropped_row_is_named_with_its_reason(tmp_path):
     assert f"1 dropped, no target token in the first 120 tokens: {tmp_path}/rows.jsonl:2" in shown
 
 
+def test_unread_columns_are_told_to_people_and_in_json_alike(tmp_path):
+    rows = [*ROWS, {"question": "e?", "answer": "f", "url": "x"}]
+    shown = call(tmp_path, rows=rows).stdout
+    assert f"note: columns that are not read: 'url' (1 rows); the first in {tmp_path}/rows.jsonl:4" in shown
+    found = json.loads(call(tmp_path, "--json", "--samples", "0", rows=rows).stdout)["data"]["findings"]
+    assert found == [{"kind": "column", "what": "'url'", "rows": 1, "first": f"{tmp_path}/rows.jsonl:4"}]
+
+
 def test_plan_memory_and_schedule_are_of_the_configured_ranks_without_gpu_and_run_folder(tmp_path):
     result = call(tmp_path)
     assert result.exit_code == 0, result.output

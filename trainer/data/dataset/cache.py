@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch.distributed as torch_dist
 from trainer.console import write_line
 from trainer.data.dataset.documents import list_sources, read_rows
 from trainer.data.dataset.store import ListStore, RowTable, Store, collect
+from trainer.data.rows.findings import parse_findings
 from trainer.data.rows.sources import identify
 from trainer.data.tokenize.encode import EncodedRow, encode_rows
 from trainer.data.tokenize.token_file import TokenFile
@@ -39,7 +41,7 @@ WAIT_S = 2.0
 
 OPTIONS = (
     *("schema", "system_prompt", "loss_on", "seq_len", "overlong", "max_train_rows", "max_eval_rows"),
-    "eval_fraction",
+    *("eval_fraction", "turns"),
 )
 """Keys of data that decide which documents come out of the same sources."""
 
@@ -92,7 +94,7 @@ def _make(config: Config, tokenizer: PreTrainedTokenizerFast, folder: Path, *, t
             raise DataError(
                 "a data file was changed while it was read", where="data.train", hint="start again when it is at rest"
             )
-        meta["dropped"] = table.dropped  # written into the header, at the end
+        meta |= {"dropped": table.dropped, "findings": [asdict(one) for one in table.findings]}  # written at the end
         _save_rows(table, folder / ROWS_FILE)
 
 
@@ -121,7 +123,9 @@ def _is_made(folder: Path, mark: str) -> bool:
 
 def _open(folder: Path) -> tuple[Store, RowTable]:
     tokens = TokenFile.open(folder / TOKENS_FILE)
-    return tokens, RowTable.load(folder / ROWS_FILE, tokens.header.meta["dropped"])
+    meta = tokens.header.meta
+    table = RowTable.load(folder / ROWS_FILE, meta["dropped"])
+    return tokens, replace(table, findings=parse_findings(meta["findings"], tokens.path))
 
 
 def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Iterator[EncodedRow]:

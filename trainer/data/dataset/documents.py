@@ -12,6 +12,7 @@ import numpy as np
 from trainer.data.dataset.order import Mixture, epoch_documents
 from trainer.data.dataset.report import SourceShare, SplitReport, some
 from trainer.data.dataset.store import ListStore, RowTable, Selection, Store, collect
+from trainer.data.rows.findings import Finding
 from trainer.data.rows.messages import Row
 from trainer.data.rows.sources import HELD_OUT, STDLIB_DOCS, TRAIN, read_conversations
 from trainer.data.tokenize.chat import Encoded, special_ids
@@ -49,6 +50,8 @@ class Documents:
     mixture: Mixture
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[rows] uint64, a hash of what each row of the split says, those that were dropped too."""
+    findings: list[Finding] = field(default_factory=list)
+    """Of all rows that were read together with these."""
 
     @classmethod
     def of(cls, docs: Sequence[Encoded], report: SplitReport | None = None) -> Documents:
@@ -207,7 +210,7 @@ def _documents(name: str, store: Store, table: RowTable, rows: np.ndarray, confi
         duplicates=len(rows) - len(np.unique(table.key[rows])),
         sources=source_shares(docs, mixture, order, asked=name == "train"),
     )
-    return Documents(docs, report, mixture, table.key[rows])
+    return Documents(docs, report, mixture, table.key[rows], table.findings)
 
 
 def settings_for(name: str, sources: Sequence[Source]) -> list[SourceConfig]:

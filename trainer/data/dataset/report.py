@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trainer.data.rows.findings import Finding, render_findings
 from trainer.words import first_few
 
 SHOWN_IDS = 5
@@ -80,11 +81,14 @@ class DataReport:
     seconds: float
     """From the first file to the last token."""
     notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """What of the rows is in no document, training and evaluation together."""
 
     def render(self) -> list[str]:
         """A few lines for people."""
         held_out = self.eval.render() if self.eval else ["eval: no held-out rows"]
-        return [*self.train.render(), *held_out, f"data: read and tokenized in {self.seconds:.1f} s", *self.notes]
+        told = [*self.notes, *render_findings(self.findings)]
+        return [*self.train.render(), *held_out, f"data: read and tokenized in {self.seconds:.1f} s", *told]
 
 
 def some(ids: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from trainer.data.rows.findings import Finding, Findings
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import EncodedRow
 from trainer.data.tokenize.token_file import TokenFile
@@ -127,9 +128,11 @@ class RowTable:
     """bool, whether its end was cut off."""
     dropped: dict[str, list[list[Any]]] = field(default_factory=dict)
     """[row, id] of the dropped rows by reason."""
+    findings: list[Finding] = field(default_factory=list)
+    """What of the rows is in no document."""
 
     def save(self, path: Path) -> None:
-        """Write all but `dropped`, which is small, to a .npz file."""
+        """Write all but `dropped` and `findings`, which are small, to a .npz file."""
         np.savez(
             path,
             source=self.source,
@@ -179,8 +182,10 @@ class _TableBuilder:
         self._columns = [array(code) for code in "HQqqb"]
         self._documents = 0
         self._dropped: dict[str, list[list[Any]]] = {}
+        self._findings = Findings()
 
     def add(self, row: EncodedRow, doc: Encoded | None, reason: str) -> None:
+        self._findings.add(row.document.remarks, row.document.id)
         values = (row.source, row.key, -1, 0, False)
         if doc is None:
             self._dropped.setdefault(reason, []).append([len(self._columns[0]), row.document.id])
@@ -193,7 +198,7 @@ class _TableBuilder:
 
     def build(self) -> RowTable:
         source, key, document, targets, truncated = (np.array(column) for column in self._columns)
-        return RowTable(source, key, document, targets, truncated.astype(bool), self._dropped)
+        return RowTable(source, key, document, targets, truncated.astype(bool), self._dropped, self._findings.list())
 
 
 # --- pieces of token files -------------------------------------------------------------------------------------------

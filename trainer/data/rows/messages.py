@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from trainer.data.rows.findings import COLUMN, MARK, Remark
 from trainer.errors import DataError
 
 Message = dict[str, Any]
-"""`role`, `content` (a text), and of the KEPT_KEYS those that the row gives."""
+"""`role`, `content` (a text), and what else the row gives: a template that names such a key is shown it."""
 Record = dict[str, Any]
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
 
+MARK_HINT = "0 or false: this message is no target; 1 or true: it is"
 KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinking")
 """Keys of a message beside role and content that chat templates read; what they show is theirs to decide."""
+
+MARKS = ("weight", "train", "training", "trainable", "loss")
+"""Keys of a message that say whether it is a target, as OpenAI, Mistral, axolotl and ms-swift write them: 0 or 1."""
 
 SCHEMA_KEYS = {
     "messages": ("messages",),
@@ -28,15 +34,21 @@ SCHEMA_KEYS = {
 }
 """Keys that each schema must have; `auto` takes the first schema of this order that fits."""
 
+EVERY_SCHEMA = ("system", "tools")
+OPTIONAL_KEYS = {"instruction_output": ("input",)}
+
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation; the first `context` messages are never targets. `tools` are the functions on offer."""
+    """One conversation. The first `context` messages and those of `untrained` are never targets. `tools` are the
+    functions on offer, `remarks` what of the record nobody reads."""
 
     id: str
     messages: list[Message]
     context: int = 0
     tools: list[Record] | None = None
+    untrained: tuple[int, ...] = ()
+    remarks: tuple[Remark, ...] = ()
 
 
 def detect_schema(record: Record, *, where: str) -> str:
@@ -62,9 +74,33 @@ def build_row(record: Record, schema: str, *, row_id: str) -> Row:
             hint=f"data.schema={schema} needs them in every row",
         )
     messages, context = _BUILDERS[schema](record, row_id)
+    system = _text(record.get("system") or "", "system", row_id)
+    if system.strip() and messages[0] != (turn := {"role": "system", "content": system}):
+        messages, context = [turn, *messages], context + 1 if context else 0
     if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise DataError("the row holds no text", where=row_id, hint="remove it")
-    return Row(row_id, messages, context, _tools(record.get("tools"), row_id))
+    remarks = _unread_columns(schema, tuple(record)) + tuple(_marks_without_effect(messages))
+    weights = [message.pop(MARKS[0], 1) for message in messages]
+    untrained = tuple(index for index, weight in enumerate(weights) if weight == 0)
+    return Row(row_id, messages, context, _tools(record.get("tools"), row_id), untrained, remarks)
+
+
+@lru_cache(maxsize=256)  # nearly all rows of a source have the same
+def _unread_columns(schema: str, columns: tuple[str, ...]) -> tuple[Remark, ...]:
+    read = {*SCHEMA_KEYS[schema], *OPTIONAL_KEYS.get(schema, ()), *EVERY_SCHEMA}
+    return tuple((COLUMN, _column(name)) for name in columns if name not in read)
+
+
+def _column(name: str) -> str:
+    """The column, with the schema that would read it."""
+    others = [other for other, keys in SCHEMA_KEYS.items() if name in (*keys, *OPTIONAL_KEYS.get(other, ()))]
+    return f"{name!r}, which data.schema={others[0]} reads" if others else repr(name)
+
+
+def _marks_without_effect(messages: list[Message]) -> Iterator[Remark]:
+    for message in messages:
+        if message.get(MARKS[0]) == 1 and message["role"] != "assistant":
+            yield MARK, f"a mark that a {message['role']} message is trained on: only the assistant's are"
 
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
@@ -75,11 +111,7 @@ def _from_messages(record: Record, row_id: str) -> tuple[list[Message], int]:
 
 
 def _from_conversations(record: Record, row_id: str) -> tuple[list[Message], int]:
-    messages = _messages(record["conversations"], "conversations", row_id)
-    system = record.get("system")
-    if isinstance(system, str) and system:
-        messages = [{"role": "system", "content": system}, *messages]
-    return messages, 0
+    return _messages(record["conversations"], "conversations", row_id), 0
 
 
 def _from_prompt_completion(record: Record, row_id: str) -> tuple[list[Message], int]:
@@ -116,11 +148,13 @@ def question_answer(question: str, answer: str) -> list[Message]:
 
 def _turns(value: Any, key: str, role: str, row_id: str) -> list[Message]:
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return [{"role": role, "content": _text(value, key, row_id)}]
     return _messages(value, key, row_id)
 
 
 def _messages(value: Any, key: str, row_id: str) -> list[Message]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # of a CSV file, which has no lists
+        value = _json_object(value, key, row_id)
     if not isinstance(value, list) or not value:
         raise DataError(f"{key!r} is {shorten(value)}, not a list of messages", where=row_id)
     return [_message(item, f"{key}[{index}]", row_id) for index, item in enumerate(value)]
@@ -129,15 +163,32 @@ def _messages(value: Any, key: str, row_id: str) -> list[Message]:
 def _message(item: Any, key: str, row_id: str) -> Message:
     if not isinstance(item, dict):
         raise DataError(f"{key} is {shorten(item)}, not a message", where=row_id)
-    role, content = (item["role"], item.get("content")) if "role" in item else (item.get("from"), item.get("value"))
+    read = ("role", "content") if "role" in item else ("from", "value")
+    role, content = item.get(read[0]), item.get(read[1])
     if not isinstance(role, str) or role not in SHAREGPT_ROLES:
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(f"{key} has the unknown role {role!r}", where=row_id, hint=f"known roles: {known}")
     kept = {name: value for name in KEPT_KEYS if (value := _without_nulls(item.get(name)))}
+    if others := item.keys() - {*read, *KEPT_KEYS}:
+        kept |= _other_keys({name: item[name] for name in item if name in others}, key, row_id)
     if "tool_calls" in kept:
         kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{key}.tool_calls", row_id)
         content = content or ""  # a call often comes without words
     return {"role": SHAREGPT_ROLES[role], "content": _text(content, key, row_id)} | kept
+
+
+def _other_keys(item: Record, key: str, row_id: str) -> Message:
+    """What nobody here reads of a message, and under `weight` whether it is marked as a target."""
+    others = {name: value for name, value in item.items() if value is not None}
+    marks = {name: others.pop(name) for name in MARKS if name in others}
+    for name, value in marks.items():
+        if value not in (0, 1):
+            raise DataError(f"{key}.{name} is {shorten(value)}, neither 0 nor 1", where=row_id, hint=MARK_HINT)
+    if len({int(value) for value in marks.values()}) > 1:
+        raise DataError(f"{key} is marked as a target and as none: {shorten(marks)}", where=row_id, hint=MARK_HINT)
+    if "role" in others or "content" in others:  # beside `from` and `value`
+        raise DataError(f"{key} has both value and content", where=row_id, hint="keep role and content")
+    return others | dict.fromkeys(MARKS[:1] if marks else (), int(all(marks.values())))
 
 
 def _text(value: Any, key: str, row_id: str) -> str:
@@ -148,6 +199,10 @@ def _text(value: Any, key: str, row_id: str) -> str:
         return value
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
         return "".join(_text(part.get("text"), key, row_id) for part in value)
+    if isinstance(value, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in value):
+        kinds = {str(part.get("type")) for part in value if isinstance(part, dict)} - {"text"}
+        named = shorten(", ".join(sorted(kinds)))
+        raise DataError(f"{key} has parts of the type {named}", where=row_id, hint="only text can be trained on")
     raise DataError(f"{key} holds no text but {shorten(value)}", where=row_id, hint="only text can be trained on")
 
 
@@ -174,10 +229,7 @@ def _tool_call(call: Any, key: str, row_id: str) -> Record:
 def _tools(value: Any, row_id: str) -> list[Record] | None:
     """The row's functions as JSON schemas; given as a list, or as a text that holds one."""
     if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise DataError(f"tools holds no JSON: {error}", where=row_id) from None
+        value = _json_object(value, "tools", row_id)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import re
 import sys
-import zlib
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from trainer.config.data import is_pattern, matching
 from trainer.config.load import LOCAL_STARTS
 from trainer.config.rules import LOCAL_SUFFIXES
-from trainer.data.rows.messages import Record, Row, build_row, detect_schema, question_answer, shorten
+from trainer.data.rows.files import read_file
+from trainer.data.rows.messages import Record, Row, build_row, detect_schema, question_answer
 from trainer.data.rows.stdlib_docs import is_held_out, read_stdlib_pairs
 from trainer.errors import DataError
-from trainer.files import FileChangedError, OpenFile, expanded, why_unreadable
+from trainer.files import expanded
 
 STDLIB_DOCS = "builtin:stdlib-docs"
+SAVED_MARKS = ("dataset_dict.json", "state.json")
+HUB_URL = re.compile(r"(?:hf://|https?://(?:www\.)?huggingface\.co/)datasets/(?P<name>[^/@]+/[^/@?#]+)")
 TRAIN, HELD_OUT = "train", "test"
 """The two splits of the built-in text."""
 
@@ -28,9 +30,10 @@ def read_conversations(
 ) -> Iterator[Row]:
     """The first `limit` conversations of `spec`, in its own order, read as they are asked for.
 
-    `spec`: a .jsonl, .jsonl.gz, .json (list) or .parquet file, a Hugging Face data set (`name` or `name:config`) or a
-    folder that `datasets` can load, or `builtin:stdlib-docs`. `split` names a split of data sets and of the built-in
-    text, where "test" is `held_out_share` of the modules. Raises DataError for anything that cannot be read.
+    `spec`: a file as `read_file` takes it or a pattern of files (`data/*.jsonl`), a Hugging Face data set (`name` or
+    `name:config`) or a folder that `datasets` can load, or `builtin:stdlib-docs`. `split` names a split of data sets
+    and of the built-in text, where "test" is `held_out_share` of the modules. Raises DataError for anything that cannot
+    be read.
     """
     if spec.startswith("builtin:"):
         yield from _read_builtin(spec, split, held_out_share)[:limit]
@@ -49,10 +52,12 @@ def identify(spec: str, split: str) -> list[Any]:
     """What changes when `spec` holds something else: path, size and time of its files, or the data set's own mark."""
     if spec.startswith("builtin:"):
         return [spec, split, sys.version]
-    if not is_local(spec):
+    if "://" not in spec and not is_local(spec):
         return [spec, split, _load_dataset(spec, split)._fingerprint]
     path = expanded(spec)
-    files = sorted(entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else [path]
+    files = _files(spec)
+    if files is None:
+        files = sorted(entry for entry in path.rglob("*") if entry.is_file())
     return [spec, split, *(_identify_file(entry) for entry in files)]
 
 
@@ -69,7 +74,7 @@ def _identify_file(path: Path) -> list[Any]:
 
 def is_local(spec: str) -> bool:
     """Whether `spec` can only mean a file or folder of this machine, never the name of a data set."""
-    return spec.startswith(LOCAL_STARTS) or spec.endswith(LOCAL_SUFFIXES) or Path(spec).exists()
+    return spec.startswith(LOCAL_STARTS) or spec.endswith(LOCAL_SUFFIXES) or is_pattern(spec) or Path(spec).exists()
 
 
 def _shown(spec: str) -> str:
@@ -77,91 +82,26 @@ def _shown(spec: str) -> str:
 
 
 def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
-    """(id, row) of each row of a .jsonl, .jsonl.gz, .json or .parquet file or of a data set, read when asked for."""
-    if not is_local(spec):
+    """(id, row) of each row of files, or of a data set, read when asked for."""
+    files = _files(spec)
+    if files is None:
         return _read_dataset(spec, split)
-    path = expanded(spec)
-    if not path.exists():
-        raise DataError(f"there is no file {path.absolute()}", hint="check data.train and data.eval")
-    if path.is_dir():
-        return _read_dataset(str(path), split)
-    if spec.endswith(".parquet"):
-        return _read_parquet(path, spec)
-    if spec.endswith((".json", ".json.gz")):
-        return _read_json_list(path, spec)
-    if spec.endswith((".jsonl", ".jsonl.gz")):
-        return _read_json_lines(path, spec)
-    raise DataError(f"{path.absolute()} is no kind of file that can be read", hint="use .jsonl, .json or .parquet")
+    named = ((path, spec) if len(files) == 1 and path == expanded(spec) else (path, str(path)) for path in files)
+    return chain.from_iterable(read_file(path, name, split) for path, name in named)
 
 
-def _read_json_lines(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
-    for number, line in enumerate(_read_lines(path), start=1):
-        if line.strip():
-            yield f"{spec}:{number}", _record(_parse_json(line, f"{spec}:{number}"), f"{spec}:{number}")
-
-
-def _read_lines(path: Path) -> Iterator[bytes]:
-    try:
-        file = OpenFile(path)
-        stream = file.stream()
-        for line in gzip.GzipFile(fileobj=stream) if path.suffix == ".gz" else stream:
-            if not line.endswith(b"\n"):  # the last one, or cut
-                file.check()
-            yield line
-        file.check()
-    except (EOFError, zlib.error) as error:
-        raise DataError(f"{path.absolute()} cannot be read: {error}") from None
-    except OSError as error:
-        raise DataError(f"{path.absolute()} {why_unreadable(error)}") from None
-
-
-def _read_json_list(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
-    value = _parse_json(b"".join(_read_lines(path)), spec)
-    if not isinstance(value, list):
-        raise DataError("the file holds no list of rows", where=_shown(spec), hint="one object a line is .jsonl")
-    for index, item in enumerate(value):
-        yield f"{spec}[{index}]", _record(item, f"{spec}[{index}]")
-
-
-def _parse_json(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: byte {data[error.start]:#04x} at offset {error.start}", where=where) from None
-    except json.JSONDecodeError as error:
-        place = f"{where}:{error.lineno}" if b"\n" in data.rstrip() else where
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=place) from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
-        raise DataError(f"not readable JSON: {error}", where=where) from None
-
-
-def _record(value: Any, where: str) -> Record:
-    if not isinstance(value, dict):
-        raise DataError(f"the row is {shorten(value)}, not an object", where=where)
-    return value
-
-
-def _read_parquet(path: Path, spec: str) -> Iterator[tuple[str, Record]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        opened = OpenFile(path)
-        index = 0
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                for part in file.iter_batches():
-                    for record in part.to_pylist():
-                        yield f"{spec}[{index}]", record
-                        index += 1
-        except (pyarrow.ArrowException, OSError):
-            opened.check()
-            raise
-        opened.check()
-    except FileChangedError as error:
-        raise DataError(f"{path.absolute()} {why_unreadable(error)}") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=_shown(spec)) from None
+def _files(spec: str) -> list[Path] | None:
+    """The files that `spec` names, in the order of their names; None: it is a folder or a data set for `datasets`."""
+    if "://" in spec:
+        known = HUB_URL.match(spec)
+        hint = f"write its name, {known['name']}" if known else "download it, and name the file"
+        raise DataError(f"{spec} is a URL, and data comes from files and named data sets", hint=hint)
+    if not is_local(spec):
+        return None
+    paths = [Path(path) for path in matching(str(expanded(spec)))]
+    if not paths[0].exists():
+        raise DataError(f"there is no file {paths[0].absolute()}", hint="check data.train and data.eval")
+    return None if paths[0].is_dir() and len(paths) == 1 else paths
 
 
 def _read_dataset(spec: str, split: str) -> Iterator[tuple[str, Record]]:
@@ -173,7 +113,13 @@ def _load_dataset(spec: str, split: str) -> Any:
     import datasets
 
     name, _, config = spec.partition(":")
+    folder = Path(spec)
     try:
+        if any((folder / mark).is_file() for mark in SAVED_MARKS):  # by save_to_disk
+            saved = datasets.load_from_disk(spec)
+            if isinstance(saved, datasets.DatasetDict) and split not in saved:
+                raise ValueError(f"it has the splits {', '.join(saved)}")
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
         return datasets.load_dataset(name, config or None, split=split, trust_remote_code=False)
     except Exception as error:  # the library raises its own, the hub client's, OSError and ValueError alike
         raise DataError(
@@ -183,7 +129,9 @@ def _load_dataset(spec: str, split: str) -> Any:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:  # the library's own only says that the data set could not be made
+        error = error.__cause__
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

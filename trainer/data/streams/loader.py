@@ -17,6 +17,7 @@ from trainer.data.batches.micro_batches import Ranks, build_batches, padding_sha
 from trainer.data.batches.steps import Ahead, global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
+from trainer.data.rows.findings import Finding, Findings, render_findings
 from trainer.data.streams.windows import Window, WindowMaker, WindowStart, first_window
 from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
@@ -52,6 +53,8 @@ class StreamLoader:
         self._notes: deque[str] = deque()  # filled by the thread that lays out the next step
         self._lock = Lock()  # the caller and the thread that lays out the next step both ask for rows
         self._first_step, self._first_row = 0, 0
+        self.findings: list[Finding] = []
+        """What of the rows read so far is in no document."""
         self._begin(start or first_window(sources))
         self.global_batch_size = global_batch_size(config, ranks.world_size)
         self.report = self._report()
@@ -121,7 +124,10 @@ class StreamLoader:
         data = self._config.data
         keys = ("schema", "system_prompt", "loss_on", "seq_len", "overlong", "eval_fraction", "packing", "shuffle")
         what = [self._maker.identities, self._tokenizer_hash, self._config.train.seed, data.stream_window, data.train]
-        text = json.dumps([what, {key: getattr(data, key) for key in keys}, bool(data.eval)], default=str)
+        values = {key: getattr(data, key) for key in keys}
+        if data.turns != "all":  # streams that began before there was the key have none
+            values["turns"] = data.turns
+        text = json.dumps([what, values, bool(data.eval)], default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     # --- windows ---
@@ -166,6 +172,10 @@ class StreamLoader:
         if window.start.row > 0:  # the first one is in the report
             place = f"train: window {window.start.number + 1} of epoch {window.start.position.epoch}"
             self._notes.extend(f"{place}: {line}" for line in window.describe_losses())
+            known = {(one.kind, one.what) for one in self.findings}
+            new = [one for one in window.findings if (one.kind, one.what) not in known]
+            self._notes.extend(f"{place}: {line}" for line in render_findings(new))
+        self.findings = Findings([*self.findings, *window.findings]).list()
 
     def _start_of(self, row: int) -> WindowStart:
         with self._lock:

@@ -18,6 +18,7 @@ from trainer.data.dataset.documents import KEYS, Source, held_out_share, is_held
 from trainer.data.dataset.order import generator, lay_out
 from trainer.data.dataset.report import some
 from trainer.data.dataset.store import fit
+from trainer.data.rows.findings import Finding, Findings
 from trainer.data.rows.messages import Row
 from trainer.data.rows.sources import identify
 from trainer.data.tokenize.chat import Encoded
@@ -153,6 +154,7 @@ class Window:
     rows_read: int
     truncated: int
     dropped: dict[str, list[str]]
+    findings: list[Finding]
 
     @property
     def end_row(self) -> int:
@@ -210,6 +212,7 @@ class WindowMaker:
     def _fill(self, start: WindowStart) -> Window:
         docs: list[Encoded] = []
         dropped: dict[str, list[str]] = {}
+        findings = Findings()
         read = truncated = 0
         last, over = start.position, False
         size = self._config.data.stream_window
@@ -223,6 +226,7 @@ class WindowMaker:
             read += len(items)
             pairs = ((item.source, item.row) for item in items if item.row is not None)
             for encoded in self._encoder.encode(pairs):
+                findings.add(encoded.document.remarks, encoded.document.id)
                 doc, reason = fit(encoded.document, self._config.data)
                 if doc is None:
                     dropped.setdefault(reason, []).append(encoded.document.id)
@@ -231,7 +235,7 @@ class WindowMaker:
                     truncated += len(doc.ids) < len(encoded.document.ids)
         rows = self._lay_out(docs, start)
         following = WindowStart(0 if over else start.number + 1, start.row + len(rows), last)
-        return Window(start, docs, rows, following, read, truncated, dropped)
+        return Window(start, docs, rows, following, read, truncated, dropped, findings.list())
 
     def _lay_out(self, docs: list[Encoded], start: WindowStart) -> Plan:
         # the first window of an epoch in the order of data that is all at hand

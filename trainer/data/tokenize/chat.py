@@ -14,12 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 
-from trainer.data.rows.messages import Message, Row
+from trainer.data.rows.findings import LEFT_OUT, Remark
+from trainer.data.rows.messages import Message, Row, shorten
+from trainer.data.tokenize.left_out import LeftOut, find_left_out, is_all_there, readable
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -33,15 +36,19 @@ TODAY = datetime(2024, 7, 26)
 SHOWN_CHARS = 2000
 
 Span = tuple[int, int]
+Parts = tuple[Sequence[int], np.ndarray, list[LeftOut]]
+"""Ids, which of them are targets, and what of the row is in none."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: `ids` [T] int32, and `is_target` [T] bool, true where the token itself is to be predicted."""
+    """A document: `ids` [T] int32, and `is_target` [T] bool, true where the token itself is to be predicted.
+    `remarks`: what of its row is not in it."""
 
     id: str
     ids: np.ndarray
     is_target: np.ndarray
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def num_targets(self) -> int:
@@ -63,21 +70,56 @@ def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def encode(
-    row: Row, tokenizer: PreTrainedTokenizerFast, *, loss_on: str = "assistant", system_prompt: str | None = None
+    row: Row,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    loss_on: str = "assistant",
+    system_prompt: str | None = None,
+    turns: str = "all",
 ) -> Encoded:
-    """The tokens of `row` with its targets: the assistant's turns with their end token, or everything.
+    """The tokens of `row` with its targets: the assistant's turns with their end token, or everything; `turns` "last":
+    only what the assistant says after the last question.
 
     The beginning-of-text token is the template's, so there is at most one. Raises DataError when the template refuses
     the row, or when the row has an assistant turn that cannot be found in what the template made of it.
     """
     check_template(tokenizer)
-    chat = Chat(_with_system(row, system_prompt), tokenizer)
-    if loss_on == "all":
-        ids = _tokenize(tokenizer, chat.render())["input_ids"]
-        return _encoded(row.id, ids, np.ones(len(ids), dtype=bool))
-    if GENERATION_TAG.search(chat.template):
-        return _encode_with_tags(chat)
-    return _encode_with_spans(chat)
+    row = _with_system(row, system_prompt)
+    if turns == "last":
+        row = _last_answer_alone(row)
+    messages, unread = readable(row.messages, tokenizer.get_chat_template(tools=row.tools))
+    chat = Chat(replace(row, messages=messages), tokenizer)
+    if GENERATION_TAG.search(chat.template) and loss_on != "all":
+        ids, is_target, left_out = _encode_with_tags(chat)
+    else:
+        ids, is_target, left_out = _encode_with_spans(chat, everything=loss_on == "all")
+    _refuse_lost_targets(chat, left_out, everything=loss_on == "all")
+    remarks = [*row.remarks, *unread, *dict.fromkeys((LEFT_OUT, one.what) for one in left_out)]
+    return Encoded(row.id, np.asarray(ids, dtype=np.int32), is_target, tuple(remarks))
+
+
+def _refuse_lost_targets(chat: Chat, left_out: Sequence[LeftOut], *, everything: bool) -> None:
+    """Raise DataError where words are not in the text that would be a target in it."""
+    spoken = [one for one in left_out if one.spoken]
+    targets = set(range(len(chat.row.messages))) - {*chat.row.untrained} if everything else {*chat.targets()}
+    lost = next((one for one in spoken if one.turn in targets), None)
+    if lost is None:
+        return
+    earlier = "data.turns=last trains on the last answer alone; `weight: 0` in a message takes it out of the loss; "
+    key = "take the key out of the rows, or " if lost.what.startswith("'") else ""
+    raise DataError(
+        f"the chat template leaves out {lost.what} that is trained on (turn {lost.turn}): {shorten(lost.words)}",
+        where=chat.row.id,
+        hint=f"{earlier if lost.turn < max(targets) else ''}{key}set data.chat_template to one that keeps these words",
+    )
+
+
+def _last_answer_alone(row: Row) -> Row:
+    """`row` with the targets alone that come after the last question that is answered."""
+    roles = [message["role"] for message in row.messages]
+    last = max((index for index, role in enumerate(roles) if role == "assistant"), default=0)
+    question = max((index for index in range(last) if roles[index] == "user"), default=-1)
+    return replace(row, untrained=tuple({*row.untrained, *range(question + 1)}))
 
 
 @dataclass(frozen=True)
@@ -115,7 +157,16 @@ class Chat:
     def targets(self) -> list[int]:
         """The indices of the assistant's turns that are trained on."""
         turns = range(self.row.context, len(self.row.messages))
-        return [index for index in turns if self.row.messages[index]["role"] == "assistant"]
+        return [index for index in turns if self.is_answer(index) and index not in self.row.untrained]
+
+    def answers(self) -> list[int]:
+        """The indices of all turns of the assistant."""
+        return [index for index in range(len(self.row.messages)) if self.is_answer(index)]
+
+    def is_answer(self, index: int) -> bool:
+        """Whether the assistant says it."""
+        role: str = self.row.messages[index]["role"]
+        return role == "assistant"
 
     def not_found(self, text: str, detail: str) -> DataError:
         """What to raise when a turn is not where it should be in the rendered `text`."""
@@ -141,11 +192,8 @@ def _with_system(row: Row, system_prompt: str | None) -> Row:
     if system_prompt is None or any(message["role"] == "system" for message in row.messages):
         return row
     messages = [{"role": "system", "content": system_prompt}, *row.messages]
-    return replace(row, messages=messages, context=row.context + 1 if row.context else 0)
-
-
-def _encoded(row_id: str, ids: Sequence[int], is_target: np.ndarray) -> Encoded:
-    return Encoded(row_id, np.asarray(ids, dtype=np.int32), is_target)
+    untrained = tuple(index + 1 for index in row.untrained)
+    return replace(row, messages=messages, context=row.context + 1 if row.context else 0, untrained=untrained)
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
@@ -155,57 +203,49 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> Any:
 # --- templates that mark the assistant's words -----------------------------------------------------------------------
 
 
-def _encode_with_tags(chat: Chat) -> Encoded:
-    row = chat.row
-    out = chat.apply(row.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+def _encode_with_tags(chat: Chat) -> Parts:
+    out = chat.apply(chat.row.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     is_target = np.asarray(out["assistant_masks"], dtype=bool)
-    turns = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    run_ends = np.flatnonzero(is_target & ~np.append(is_target[1:], False))
+    turns, targets = chat.answers(), chat.targets()
     if turns and not is_target.any():
         raise chat.not_found(chat.render(), "its {% generation %} tags mark nothing")
-    if any("tool_calls" in row.messages[turn] for turn in turns):
-        text = chat.render()
-        for turn in turns:
-            _check_calls(chat, turn, text=text, shown=text)
-    skipped = sum(index < row.context for index in turns)
-    if skipped:
-        is_target = _without_first_runs(is_target, skipped)
-    return _encoded(row.id, out["input_ids"], is_target)
-
-
-def _without_first_runs(mask: np.ndarray, count: int) -> np.ndarray:
-    """`mask` without its first `count` runs of True."""
-    starts = mask & ~np.concatenate([[False], mask[:-1]])
-    return mask & (np.cumsum(starts) > count)
-
-
-def _check_calls(chat: Chat, turn: int, *, text: str, shown: str) -> None:
-    """Raise DataError when a call of `turn` is not in `text`: the template knows no tools and left it out."""
-    for call in chat.row.messages[turn].get("tool_calls", ()):
-        if call["function"]["name"] not in text:
-            raise chat.not_found(
-                shown, f"turn {turn} calls {call['function']['name']!r}, which the template leaves out"
-            )
+    is_plain = len(run_ends) == len(turns)  # a piece of the text for each turn
+    if turns != targets:
+        if not is_plain:
+            detail = f"its {{% generation %}} tags mark {len(run_ends)} pieces in {len(turns)} turns, not all targets"
+            raise chat.not_found(chat.render(), detail)
+        run = np.searchsorted(run_ends, np.arange(len(is_target)))
+        is_target &= np.isin(run, [place for place, turn in enumerate(turns) if turn in targets])
+    text = chat.render()
+    if is_all_there(chat.row, text):
+        return out["input_ids"], is_target, []
+    offsets = _tokenize(chat.tokenizer, text)["offset_mapping"]
+    ends = [int(offsets[index][1]) for index in run_ends] if is_plain else []
+    spans = dict(zip(turns, pairwise([0, *ends]), strict=False))
+    return out["input_ids"], is_target, list(find_left_out(chat.row, text, spans))
 
 
 # --- templates that do not -------------------------------------------------------------------------------------------
 
 
-def _encode_with_spans(chat: Chat) -> Encoded:
+def _encode_with_spans(chat: Chat, *, everything: bool) -> Parts:
+    """`everything`: all is a target but the answers that the row takes out."""
     text = chat.render()
     out = _tokenize(chat.tokenizer, text)
     starts, ends = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
     special = np.isin(out["input_ids"], special_ids(chat.tokenizer))
-    is_target = np.zeros(len(starts), dtype=bool)
-    for turn in chat.targets():
-        begin, end = turn_span(chat, turn, text=text)
+    is_target = np.full(len(starts), everything)
+    spans: dict[int, Span] = {}
+    for turn in set(chat.answers()) & set(chat.row.untrained) if everything else chat.targets():
+        begin, end = spans[turn] = turn_span(chat, turn, text=text)
         end = _with_end_token(text, end, starts=starts[special], ends=ends[special])
-        _check_calls(chat, turn, text=text[begin:end], shown=text)
         # a token that began in the prompt was not generated, so it is no target
         found = (starts >= begin) & (ends <= end) & (ends > starts)
         if not found.any() and end > begin:
             raise chat.not_found(text, f"no token lies within characters {begin} to {end} (turn {turn})")
-        is_target |= found
-    return _encoded(chat.row.id, out["input_ids"], is_target)
+        is_target[found] = not everything
+    return out["input_ids"], is_target, list(find_left_out(chat.row, text, spans))
 
 
 def turn_span(chat: Chat, turn: int, *, text: str) -> Span:

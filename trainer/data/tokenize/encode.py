@@ -16,13 +16,14 @@ from itertools import chain, islice
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainer.data.rows.messages import Row
+from trainer.data.rows.messages import KEPT_KEYS, Row
 from trainer.data.tokenize.chat import Encoded, encode
 from trainer.schema import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+SAID_KEYS = {"role", "content", *KEPT_KEYS}
 CHUNK_ROWS = 256  # per task of a tokenizing process
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,7 +45,8 @@ class RowEncoder:
     """Encodes rows in order; by `data.workers` processes when there are any, which start with the first real work."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataConfig) -> None:
-        self._one = partial(_encode_row, tokenizer=tokenizer, loss_on=data.loss_on, system_prompt=data.system_prompt)
+        how = {"loss_on": data.loss_on, "system_prompt": data.system_prompt, "turns": data.turns}
+        self._one = partial(_encode_row, tokenizer=tokenizer, how=how)
         self._workers = data.workers
         self._processes: Workers[list[SourceRow], list[EncodedRow]] | None = None
 
@@ -77,17 +79,17 @@ def encode_rows(
 
 
 def content_key(row: Row) -> int:
-    """64 bits that change with what a row says, not with its name."""
-    text = json.dumps(row.messages, sort_keys=True)
+    """64 bits that change with what a row says, not with its name, nor with what is said about it."""
+    said = row.messages
+    if any(len(message) > 2 for message in said):
+        said = [{key: value for key, value in message.items() if key in SAID_KEYS} for message in said]
+    text = json.dumps(said, sort_keys=True)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _encode_row(
-    pair: SourceRow, tokenizer: PreTrainedTokenizerFast, *, loss_on: str, system_prompt: str | None
-) -> EncodedRow:
+def _encode_row(pair: SourceRow, tokenizer: PreTrainedTokenizerFast, *, how: dict[str, Any]) -> EncodedRow:
     source, row = pair
-    document = encode(row, tokenizer, loss_on=loss_on, system_prompt=system_prompt)
-    return EncodedRow(source, content_key(row), document)
+    return EncodedRow(source, content_key(row), encode(row, tokenizer, **how))
 
 
 def _encode_chunk(chunk: list[SourceRow], *, one: partial[EncodedRow]) -> list[EncodedRow]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from io import TextIOWrapper
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.data import TEXT_SUFFIXES
+from trainer.data.rows.findings import COLUMN, Finding, Findings, Remark, render_findings
 from trainer.data.rows.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.rows.stdlib_docs import read_stdlib_pairs
 from trainer.data.tokenize.chat import Encoded
@@ -40,10 +41,11 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Text:
-    """One document, named by its place in the source."""
+    """One document, named by its place in the source; `remarks`: what of its row nobody reads."""
 
     id: str
     text: str
+    remarks: tuple[Remark, ...] = ()
 
 
 def read_texts(spec: str, *, split: str = TRAIN, limit: int | None = None) -> Iterator[Text]:
@@ -97,7 +99,12 @@ def _read_rows(spec: str, split: str) -> Iterator[Text]:
         if not isinstance(text, str):
             has = f"its keys are {', '.join(map(repr, record))}" if TEXT_KEY not in record else f"it is {text!r:.80}"
             raise DataError(f"the row has no text in {TEXT_KEY!r}: {has}", where=row_id, hint=f"name it {TEXT_KEY!r}")
-        yield Text(row_id, text)
+        yield Text(row_id, text, _unread_columns(tuple(record)))
+
+
+@lru_cache(maxsize=256)
+def _unread_columns(columns: tuple[str, ...]) -> tuple[Remark, ...]:
+    return tuple((COLUMN, repr(name)) for name in columns if name != TEXT_KEY)
 
 
 def _read_builtin(spec: str) -> Iterator[Text]:
@@ -119,6 +126,8 @@ class TokenizingReport:
     text_bytes: int = 0
     empty: list[str] = field(default_factory=list)
     """Names of documents without a token, which are left out."""
+    findings: list[Finding] = field(default_factory=list)
+    """What of their rows is in no document."""
     dtype: str = ""
     seconds: float = 0.0
 
@@ -138,7 +147,7 @@ class TokenizingReport:
         ]
         if self.empty:
             lines.append(f"{len(self.empty):,} empty documents left out, the first is {self.empty[0]}")
-        return lines
+        return lines + render_findings(self.findings)
 
 
 def write_token_file(
@@ -159,9 +168,11 @@ def write_token_file(
         name = tokenizer.name_or_path or type(tokenizer).__name__
         raise DataError(f"the tokenizer {name!r} has no end-of-text token", hint="set its eos_token")
     report = TokenizingReport(str(path))
+    findings = Findings()
+    meta = {} if meta is None else meta
     vocab, by = vocab_size(tokenizer), vocabulary_hash(tokenizer)
     with TokenWriter(path, vocab_size=vocab, tokenizer=by, has_targets=False, meta=meta) as writer:
-        for name, ids, size in encode_texts(texts, tokenizer, workers=workers):
+        for name, ids, size in encode_texts(_counted(texts, findings), tokenizer, workers=workers):
             if size == 0 or len(ids) <= 1:
                 report.empty.append(name)
                 continue
@@ -170,9 +181,17 @@ def write_token_file(
             report.tokens += len(ids)
             report.text_bytes += size
             tell(report.documents, report.tokens)
-        report.dtype = writer.dtype
+        report.dtype, report.findings = writer.dtype, findings.list()
+        if report.findings:
+            meta["findings"] = [asdict(one) for one in report.findings]  # written into the header, at the end
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _counted(texts: Iterable[Text], findings: Findings) -> Iterator[Text]:
+    for text in texts:
+        findings.add(text.remarks, text.id)
+        yield text
 
 
 def read_all_texts(sources: Sequence[str], *, split: str) -> Iterator[Text]:

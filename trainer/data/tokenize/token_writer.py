@@ -45,7 +45,7 @@ class TokenWriter:
     ) -> None:
         self.path = Path(path)
         self._vocab_size, self._tokenizer, self._has_targets = vocab_size, tokenizer, has_targets
-        self._meta = meta or {}
+        self._meta = {} if meta is None else meta  # the caller may add to it until the file is whole
         self._dtype = np.dtype("<u2" if vocab_size <= UINT16_VOCAB else "<u4")
         self._num_docs = self._num_tokens = self._num_targets = self._name_bytes = 0
         self._max_id = -1
