@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -163,6 +165,20 @@ class _Ended(KeyboardInterrupt):
     """SIGTERM has come, or the terminal is gone."""
 
 
+def leave_terminal() -> None:
+    """Says no more to a terminal: a word to one that is gone would be an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # of one that is gone, isatty says no
+            os.dup2(null, stream)
+    os.close(null)
+
+
+def is_unread(error: OSError) -> bool:
+    """Whether a stream of ours has lost its reader: a pipe, or a terminal that was closed."""
+    return error.errno in (errno.EPIPE, errno.EIO)
+
+
 @contextmanager
 def ending_in_order() -> Iterator[None]:
     """Within, SIGTERM and a terminal that is closed are what Ctrl-C is: whatever was begun is called off or left in
@@ -170,9 +186,7 @@ def ending_in_order() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         if number == signal.SIGHUP:
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in filter(os.isatty, (1, 2)):  # a word to a terminal that is gone would be an error
-                os.dup2(null, stream)
+            leave_terminal()
         raise _Ended
 
     if threading.current_thread() is not threading.main_thread():

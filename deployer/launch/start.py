@@ -103,7 +103,7 @@ def _until_acknowledged(
             talk = _Talk(link.first, shipment, news, watcher)
             watcher.started(talk.acknowledgement())
             return link, link.first
-        except (KeyboardInterrupt, BrokenPipeError):
+        except (KeyboardInterrupt, OSError):
             if link is not None and talk is not None:
                 _cancel(link, talk, watcher)
             raise
@@ -126,22 +126,24 @@ class _Talk:
     def __init__(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
         self.ack: dict[str, Any] | None = None
         self.error: BaseException | None = None
+        self._ended = threading.Event()  # Ctrl-C may come while the thread is started, which then cannot be joined
         self._thread = threading.Thread(target=self._run, args=(call, shipment, news, watcher), daemon=True)
-        self._thread.start()
 
     def _run(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
         try:
             self.ack = _converse(call, shipment, news, watcher)
         except BaseException as error:
             self.error = error
+        finally:
+            self._ended.set()
 
     def end(self, within_s: float) -> bool:
         """Whether it has ended by then."""
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+        return self._ended.wait(within_s)
 
     def acknowledgement(self) -> dict[str, Any]:
-        self._thread.join()
+        self._thread.start()
+        self._ended.wait()
         if self.ack is None:
             assert self.error is not None
             raise self.error

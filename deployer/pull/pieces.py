@@ -108,6 +108,8 @@ class Download:
             have = self._landing.digest(self.file.path, begin, self._start - begin)
             yield Piece(self, begin, self._start - begin, have, guard=True)
         for offset in range(self._start, max(self.file.size, self._start + 1), PIECE_BYTES):
+            if self.failure:
+                return
             length = min(PIECE_BYTES, self.file.size - offset)
             yield Piece(self, offset, length, self._kept(offset, length))
 

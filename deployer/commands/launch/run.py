@@ -15,7 +15,7 @@ from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
-from deployer.commands.screen import Screen, ending_in_order, log_view, next_commands
+from deployer.commands.screen import Screen, ending_in_order, is_unread, leave_terminal, log_view, next_commands
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.exit_codes import NOT_HOME, RUNS_ON
@@ -182,12 +182,15 @@ def follow_through(
                 raise
             screen.left_behind(f"gave up following: {error.message}")
             return RUNS_ON
-        except BrokenPipeError:
+        except OSError as error:
+            if not is_unread(error):
+                raise
+            leave_terminal()
             if screen.acknowledged and not screen.stopping:
                 screen.left_behind("nobody reads the output any more")
             else:
                 screen.called_off()
-            raise
+            raise BrokenPipeError from error
         finally:
             screen.close()
         if final is None:
