@@ -112,8 +112,9 @@ def pull(
     as_json: bool,
     **place: Any,
 ) -> None:
-    """Bring a job's metrics, logs and exported model home, or what PATH names.
+    """Bring a job's results home, or what PATH names.
 
+    Results are metrics, logs, the exported model, and what --out named.
     A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
     checkpoint appears whole or not at all.
 

@@ -313,7 +313,7 @@ def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
 
 
 @pytest.mark.parametrize("link", ["logs", "logs/attempt_1"])
-def test_planted_link_in_the_target_is_not_followed_and_the_rest_comes(job, tmp_path, link):
+def test_planted_link_in_the_target_is_not_followed(job, tmp_path, link):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     planted = tmp_path / "home" / link
