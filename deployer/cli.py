@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from deployer import exit_codes
 from deployer.commands.host import cli as host_cli
 from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
@@ -18,13 +19,7 @@ from deployer.errors import FerryError, LostConnection
 from deployer.printable import shown, shown_lines
 from deployer.terminal import invoked_as, notice, say, show_click_error, show_error
 
-
-@click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True)
-@click.version_option(package_name="torchferry", prog_name="torchferry")
-@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
-@click.pass_context
-def cli(ctx: click.Context, debug: bool) -> None:
-    """Run a training config on any machine you can ssh to, watch it, and bring the results home.
+HELP = f"""Run a training config on any machine you can ssh to, watch it, and bring the results home.
 
     \b
       deploy.py configs/02_debug_sft_fsdp.py --ssh root@host:port    ship, launch, stream, bring results home
@@ -35,10 +30,17 @@ def cli(ctx: click.Context, debug: bool) -> None:
     `deploy.py CONFIG` means `deploy.py run CONFIG`. A job goes on when this client, its network or its terminal
     ends; `ps`, `logs`, `stop` and `pull` find it again by its id.
 
-    Exit codes of a followed run: the job's own; 143 it was stopped; 124 it stalled (--stall-timeout); 125 could
-    not deploy, or it is lost; 75 it runs on without this client; 2 usage or config; 130 interrupted, 1 a question
-    answered with no, and nothing was started.
+    \b
+    Exit codes:
+{exit_codes.as_text()}
     """
+
+
+@click.group(cls=Commands, context_settings=CONTEXT, invoke_without_command=True, help=HELP)
+@click.version_option(package_name="torchferry", prog_name="torchferry")
+@click.option("--debug", is_flag=True, help="Show stack traces of errors.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
     if ctx.invoked_subcommand is None:
         say(*shown_lines(ctx.get_help()))
 
@@ -71,7 +73,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         notice(shown("interrupted"))
-        sys.exit(130)
+        sys.exit(exit_codes.INTERRUPTED)
     except Exception as error:
         if debug:
             notice(*shown_lines(traceback.format_exc()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deployer.exit_codes import NOT_DEPLOYED, NOT_HOME, RUNS_ON, USAGE
+
 
 class FerryError(Exception):
     """Base of every error that is the user's to read: `message`, then `where` lines, then a hint. No stack trace.
@@ -12,7 +14,7 @@ class FerryError(Exception):
     several lines goes there.
     """
 
-    exit_code = 125
+    exit_code = NOT_DEPLOYED
 
     def __init__(self, message: str, *, where: str | Sequence[str] = (), hint: str = "") -> None:
         super().__init__(message)
@@ -24,7 +26,7 @@ class FerryError(Exception):
 class UsageError(FerryError):
     """The command line or the config is wrong; nothing was started."""
 
-    exit_code = 2
+    exit_code = USAGE
 
 
 class ConnectError(FerryError):
@@ -38,10 +40,16 @@ class HostError(FerryError):
 class LostConnection(FerryError):
     """The connection broke; the job, if there is one, goes on."""
 
-    exit_code = 75
+    exit_code = RUNS_ON
 
 
 class UnknownJob(FerryError):
     """No job, or more than one, answers to this id."""
 
-    exit_code = 2
+    exit_code = USAGE
+
+
+class NotHome(FerryError):
+    """Something that was asked for did not come, or not whole."""
+
+    exit_code = NOT_HOME

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from deployer.commands.values import parse_assignment, parse_duration, parse_gpus, parse_size
+from deployer.commands.values import parse_assignment, parse_duration, parse_gpus, parse_path, parse_size
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 DEFAULT_ROOT = "~/.torchferry"
@@ -86,6 +86,15 @@ JOB = (
         "Pass on a variable; its value is kept nowhere.",
         multiple=True,
         metavar="NAME",
+        at_resume={},
+    ),
+    _row(
+        "--out",
+        "target.outputs",
+        "Bring this home too, a file or folder that the job writes into its copy of this folder. Repeatable.",
+        type=parse_path,
+        multiple=True,
+        metavar="PATH",
         at_resume={},
     ),
     ROOT,

@@ -17,6 +17,7 @@ import click
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
+from deployer.exit_codes import UNREAD
 from deployer.terminal import as_invoked
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Commands(Command, click.Group):
             null = os.open(os.devnull, os.O_WRONLY)
             for number in (sys.stdout.fileno(), sys.stderr.fileno()):
                 os.dup2(null, number)  # what is still buffered leaves no complaint at the end
-            sys.exit(141)
+            sys.exit(UNREAD)
 
 
 class HostCommand(Command):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from deployer import terminal
@@ -17,13 +21,11 @@ from deployer.agent.logs.identity import Change
 from deployer.commands.in_words import attempt_line, telling_log
 from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
+from deployer.exit_codes import INTERRUPTED, RUNS_ON
 from deployer.jobs.registry import JobRecord, note_state, write_record
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 from deployer.printable import shown
-
-DETACHED = 75
-"""Exit code of a command that stopped following while the job runs on."""
 
 
 class Screen(Watcher):
@@ -37,8 +39,12 @@ class Screen(Watcher):
         """The job's folder on the host, once the host has acknowledged the job."""
         self.keeps: Callable[[], None] | None = None
         """What is kept on this client of a launch that has come to a job; no job waits for it."""
+        self.stopping = False
+        """The host stops it, for it was called off just after its start."""
+        self._asked = 0
         self._bars = ExitStack()
         self._update: Callable[[int, int], None] | None = None
+        self._closed = False
         self._waiting = False
         self._heard_at = time.monotonic()
         self._known_state: State = RUNNING
@@ -47,7 +53,20 @@ class Screen(Watcher):
         self._queue: QueueView | None = None
         self._told: set[Change] = set()
 
+    def asking(self) -> None:
+        self._asked += 1
+
+    def refused(self) -> None:
+        self._asked -= 1
+
+    @property
+    def may_have_begun(self) -> bool:
+        """Whether a host was asked to start it, and has not said that it did not."""
+        return self._asked > 0 and not self.stopping
+
     def sending(self, sent: int, total: int) -> None:
+        if self._closed:
+            return
         if self._update is None:
             self._update = self._bars.enter_context(terminal.progress(shown("sent")))
         self._update(sent, total)
@@ -55,7 +74,10 @@ class Screen(Watcher):
     def started(self, ack: dict[str, Any]) -> None:
         self.close()
         self.folder = str(ack["path"])
+        self.stopping = ack.get("stopping") is True
         self.remember()
+        if self.stopping:
+            return
         if self.keeps is not None:
             threading.Thread(target=self.keeps).start()
         terminal.notice(
@@ -69,8 +91,26 @@ class Screen(Watcher):
         return self.folder is not None
 
     def close(self) -> None:
-        """Ends the upload's bar."""
+        """Ends the upload's bar, for good."""
+        self._closed = True
         self._bars.close()
+
+    def called_off(self) -> int:
+        """Says how it stands with a job whose start was interrupted; the exit code."""
+        self.close()
+        job_id, me = self.record.job_id, terminal.invoked_as()
+        terminal.notice(shown(""))
+        if self.stopping:
+            terminal.notice(shown(f"cancelled: {job_id} had just begun, its host stops it: {me} status {job_id}"))
+            return INTERRUPTED
+        if not self.may_have_begun:
+            terminal.notice(shown("cancelled: nothing was started"))
+            return INTERRUPTED
+        self.remember()  # `status` must know which host to ask
+        host = self.record.ssh or HERE
+        terminal.notice(shown(f"cancelled, but {host} has not said whether {job_id} was started"))
+        terminal.notice(shown(f"  {me} status {job_id} looks, {me} stop {job_id} stops it"))
+        return RUNS_ON
 
     def remember(self) -> None:
         """Notes the job, so that its id finds it. A disk that takes no note must not end the launch."""
@@ -146,6 +186,47 @@ _CHANGED = {
     "cut": "was cut on the host: what stood there beyond this is not shown, what comes now is",
     "gone": "is gone: it was removed or taken elsewhere on the host, nothing of it can be shown",
 }
+
+
+class _Ended(KeyboardInterrupt):
+    """SIGTERM has come, or the terminal is gone."""
+
+
+def leave_terminal() -> None:
+    """Says no more to a terminal: a word to one that is gone would be an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode):  # of one that is gone, isatty says no
+            os.dup2(null, stream)
+    os.close(null)
+
+
+def is_unread(error: OSError) -> bool:
+    """Whether a stream of ours has lost its reader: a pipe, or a terminal that was closed."""
+    return error.errno in (errno.EPIPE, errno.EIO)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Within, SIGTERM and a terminal that is closed are what Ctrl-C is: whatever was begun is called off or left in
+    order. Not where somebody has them ignored, as nohup does."""
+
+    def end(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        raise _Ended
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    try:
+        for number in ours:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:

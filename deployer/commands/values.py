@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from datetime import datetime, time, timedelta
 from typing import Any
@@ -64,6 +65,11 @@ def _gpu(text: str) -> int | str:
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     return text
+
+
+def parse_path(text: str) -> str:
+    """A path in its plain form: `./out/` is `out`."""
+    return posixpath.normpath(text) if text else text
 
 
 def parse_assignment(text: str) -> tuple[str, str]:

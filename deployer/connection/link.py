@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ class Link:
         payload: dict[str, Any] | None = None,
         ahead: Sequence[tuple[dict[str, Any], bytes]] = (),
         agent_too: bool = False,
+        asking: Callable[[], None] = lambda: None,
         **bounds: float,
     ) -> Link:
         """Connects, starts the agent and, when given, its first `request` (its call is then `first`).
@@ -82,6 +83,7 @@ class Link:
         What must not show in the host's process list (environment values, secrets) is `payload`: it follows on stdin.
         `ahead`: frames (head, body) of the request's stream that follow at once, within its window.
         `agent_too`: the agent is sent along unasked, so that nothing behind it is lost on a host that has none.
+        `asking` is called just before the host can hear of the request.
         `bounds`: ping_every_s and dead_after_s, other than PING_EVERY_S and DEAD_AFTER_S.
         """
         transport.connect()
@@ -94,6 +96,7 @@ class Link:
             message["request"] = {"op": request["op"], "id": 0, "payload": True}
             payload = {**request, **(payload or {})}
             word = build_word(message)
+        asking()
         link = cls(transport.open(build_command(word)), host=transport.description, **bounds)
         if request is not None:
             link._calls[0] = Call(link, 0)

@@ -27,8 +27,14 @@ class Watcher:
     def sending(self, sent: int, total: int) -> None:
         """An upload's progress in bytes."""
 
+    def asking(self) -> None:
+        """From now on the host may start the job."""
+
+    def refused(self) -> None:
+        """The host has said that what it was asked last has started nothing."""
+
     def started(self, ack: dict[str, Any]) -> None:
-        """The host has acknowledged the job."""
+        """The host has acknowledged the job; `stopping`: and stops it, as it was asked to."""
 
     def state(self, status: Status) -> None:
         """The job's state has changed."""

@@ -54,7 +54,13 @@ def launch_and_follow(
 
     def attempt() -> Link:
         ahead = list(news.frames(shipment.sources)) if news is not None and small else ()
-        link = connect(request=request, payload=payload or None, ahead=ahead, agent_too=bool(news and not small))
+        link = connect(
+            request=request,
+            payload=payload or None,
+            ahead=ahead,
+            agent_too=bool(news and not small),
+            asking=watcher.asking,
+        )
         if news is not None and small and news.blobs:
             watcher.sending(news.size_bytes, news.size_bytes)
         return link
@@ -91,14 +97,15 @@ def _until_acknowledged(
     attempt: Callable[[], Link], shipment: Shipment, watcher: Watcher, *, news: News | None = None
 ) -> tuple[Link, Call]:
     for number, wait_s in enumerate((*BACKOFF_S[:3], None)):
-        link = None
+        link = talk = None
         try:
             link = attempt()
-            watcher.started(_converse(link.first, shipment, news, watcher))
+            talk = _Talk(link.first, shipment, news, watcher)
+            watcher.started(talk.acknowledgement())
             return link, link.first
-        except KeyboardInterrupt:
-            if link is not None:
-                _cancel(link, watcher)
+        except (KeyboardInterrupt, OSError):
+            if link is not None and talk is not None:
+                _cancel(link, talk, watcher)
             raise
         except (LostConnection, ConnectError) as error:
             if link is not None:
@@ -110,6 +117,37 @@ def _until_acknowledged(
             watcher.reconnecting(error, wait_s)
             time.sleep(wait_s)
     raise AssertionError("unreachable")
+
+
+class _Talk:
+    """The conversation up to the acknowledgement, in a thread of its own: Ctrl-C, which comes to the main one, must not
+    cut a frame, behind whose half no host would understand that the launch is cancelled."""
+
+    def __init__(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
+        self.ack: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+        self._ended = threading.Event()  # Ctrl-C may come while the thread is started, which then cannot be joined
+        self._thread = threading.Thread(target=self._run, args=(call, shipment, news, watcher), daemon=True)
+
+    def _run(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
+        try:
+            self.ack = _converse(call, shipment, news, watcher)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def end(self, within_s: float) -> bool:
+        """Whether it has ended by then."""
+        return self._ended.wait(within_s)
+
+    def acknowledgement(self) -> dict[str, Any]:
+        self._thread.start()
+        self._ended.wait()
+        if self.ack is None:
+            assert self.error is not None
+            raise self.error
+        return self.ack
 
 
 def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> dict[str, Any]:
@@ -139,21 +177,18 @@ def _send_patch(call: Call, patch: str) -> None:
         pass  # the job runs; a broken connection shows where the log is followed
 
 
-def _cancel(link: Link, watcher: Watcher) -> None:
+def _cancel(link: Link, talk: _Talk, watcher: Watcher) -> None:
     """Tells the host to forget the launch and waits for its answer: the acknowledgement may have been on its way."""
-    timer = threading.Timer(CANCEL_S, link.close)
-    timer.start()
     try:
         link.first.cancel()
-        for name, value, _ in link.first.events():
-            if name == "ack":
-                watcher.started(dict(value))
-                return
+        answered = talk.end(CANCEL_S)
     except FerryError:
-        pass  # it is cancelled, or the host is gone; if the launch got through, `ps` shows it
-    finally:
-        timer.cancel()
-        link.close()
+        answered = False  # the host is gone; if the launch got through, `ps` shows it
+    if talk.ack is not None:
+        watcher.started(talk.ack)
+    elif answered and isinstance(talk.error, FerryError) and not link.lost:
+        watcher.refused()
+    link.close()
 
 
 def resume_and_follow(
@@ -170,7 +205,7 @@ def resume_and_follow(
     request = {"op": "resume", "job": plan.job_id, "attempt": attempt, "plan": to_json(plan)}
     request["follow"] = view is not None
     link, call = _until_acknowledged(
-        lambda: connect(request=request, payload=payload or None), Shipment({}, {}), watcher
+        lambda: connect(request=request, payload=payload or None, asking=watcher.asking), Shipment({}, {}), watcher
     )
     if view is None:
         _take_leave(link, call)

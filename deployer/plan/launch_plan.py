@@ -107,6 +107,7 @@ def build_plan(
             max_runtime_s=target.max_runtime_s,
             stall_timeout_s=target.stall_timeout_s,
             log_max_bytes=int(target.log_max_gb * 1e9) or None,
+            outputs=tuple(target.outputs),
         ),
         env_names=tuple(sorted(target.env)),
         secret_names=tuple(sorted(target.secrets)),

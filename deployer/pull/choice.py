@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deployer.agent.host.layout import CHECKPOINT_MARKER
 from deployer.agent.logs.times import TIMES_FILE
+from deployer.agent.requests.fetch import CODE
 from deployer.errors import UsageError
 from deployer.pull.pieces import RemoteFile
 
@@ -30,6 +31,8 @@ WHOLE_PARTS = ("export", "profile")
 """Of these comes everything or nothing, as the limit allows."""
 CHECKPOINT_PARTS = ("checkpoints",)
 BEYOND_LIMIT = "beyond the limit"
+GONE = "it was removed on the host"
+ABSENT = "the job has no such file"
 
 _STAYS = f"/{TIMES_FILE}"
 """An index for `logs --since`: of use on the host only, and thinned now and then, so that no top-up would do."""
@@ -48,11 +51,16 @@ class Wish:
     """The named checkpoint may come later."""
     streams: int | None = None
     """Connections at most; None: as many as pay."""
+    paths: tuple[str, ...] = ()
+    """These alone, in the job's folder or its code."""
+    stays: bool = False
+    """Hear what else the job has written."""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Names in the job's folder that the host is asked for."""
-        return RESULT_PARTS + (CHECKPOINT_PARTS if self.checkpoints else ())
+        results = () if self.paths else RESULT_PARTS
+        return results + (CHECKPOINT_PARTS if self.checkpoints else ())
 
 
 @dataclass(frozen=True)
@@ -63,40 +71,92 @@ class LeftOut:
     files: int
     size_bytes: int
     reason: str
+    wanted: bool = True
+    """It was asked for; otherwise it is of use on the host, or more than was asked for."""
 
 
 def choose(
-    files: Sequence[RemoteFile], wish: Wish, *, folds_case: bool = False
+    files: Sequence[RemoteFile], wish: Wish, *, outputs: Sequence[str] = (), folds_case: bool = False
 ) -> tuple[list[RemoteFile], list[LeftOut]]:
     """The files to bring, and what stays on the host and why. UsageError for a checkpoint that is not there.
 
-    Small files always come; then the export, the traces, and checkpoints from the newest on, each whole, while the
-    limit holds.
+    Small files always come; then what was asked for by its path (`outputs` are the plan's), the export, the traces, and
+    checkpoints from the newest on, each whole, while the limit holds.
     """
     units: dict[str, list[RemoteFile]] = {"": []}
     kept, left_out = _without_twins(files) if folds_case else (list(files), [])
-    kept = [file for file in kept if not (file.path.startswith("logs/") and file.path.endswith(_STAYS))]
+    kept = [file for file in kept if wish.paths or not _is_index(file)]
+    named: list[tuple[str, RemoteFile]] = []
     for file in sorted(kept, key=_is_marker):  # last: while it is there, nothing of the checkpoint was removed
-        units.setdefault(file.unit, []).append(file)
-    chosen = units.pop("")
-    size = sum(file.size for file in chosen)
-    for name in [*(part for part in WHOLE_PARTS if part in units), *_checkpoints(units, wish)]:
-        unit_bytes = sum(file.size for file in units[name])
-        if wish.max_bytes is not None and size + unit_bytes > wish.max_bytes:
-            left_out.append(LeftOut(name, len(units[name]), unit_bytes, BEYOND_LIMIT))
+        name = name_of(file.path, wish.paths, outputs)
+        if name is not None and not file.unit.startswith("checkpoints/"):
+            named.append((name, file))
         else:
+            units.setdefault(file.unit, []).append(file)
+    chosen = units.pop("")
+    room = _Room(wish.max_bytes, sum(file.size for file in chosen))
+    chosen += _named_within(named, room, left_out)
+    whole = [part for part in WHOLE_PARTS if part in units]
+    asked = [unit for unit in units if unit not in whole and name_of(unit, wish.paths) is not None]
+    for name in dict.fromkeys([*whole, *_checkpoints(units, wish, asked=asked)]):
+        unit_bytes = sum(file.size for file in units[name])
+        if room.takes(unit_bytes):
             chosen += units[name]
-            size += unit_bytes
+        else:
+            is_wanted = name not in WHOLE_PARTS or name in wish.paths
+            left_out.append(LeftOut(name, len(units[name]), unit_bytes, BEYOND_LIMIT, wanted=is_wanted))
+    for name in asked:
+        if not any(map(_is_marker, units[name])):
+            left_out.append(LeftOut(name, 0, 0, "a checkpoint comes whole, by its folder, once it is complete"))
     if wish.checkpoints in ("all", "latest") and set(units) <= set(WHOLE_PARTS):
         left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet"))
     return chosen, left_out
 
 
-def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], wish: Wish) -> list[str]:
+def name_of(path: str, paths: Sequence[str], outputs: Sequence[str] = ()) -> str | None:
+    """What was asked for that brings this path: one of `paths`, of the job's folder or its code, or of its outputs."""
+    tops = [*((top, name) for name in paths for top in (name, CODE + name)), *((CODE + name, name) for name in outputs)]
+    return next((name for top, name in tops if path == top or path.startswith(top + "/")), None)
+
+
+@dataclass
+class _Room:
+    """What a limit leaves."""
+
+    most: int | None
+    used: int
+
+    def takes(self, size: int) -> bool:
+        """Whether so much comes too; then it counts."""
+        fits = self.most is None or self.used + size <= self.most
+        self.used += size if fits else 0
+        return fits
+
+
+def _named_within(
+    named: Sequence[tuple[str, RemoteFile]], room: _Room, left_out: list[LeftOut]
+) -> Iterator[RemoteFile]:
+    """The files within the limit, small ones first."""
+    beyond: dict[str, list[int]] = {}
+    for name, file in sorted(named, key=lambda one: one[1].size):
+        if room.takes(file.size):
+            yield file
+        else:
+            beyond.setdefault(name, []).append(file.size)
+    left_out += [LeftOut(name, len(sizes), sum(sizes), BEYOND_LIMIT) for name, sizes in beyond.items()]
+
+
+def _is_index(file: RemoteFile) -> bool:
+    return file.path.startswith("logs/") and file.path.endswith(_STAYS)
+
+
+def _checkpoints(units: Mapping[str, Sequence[RemoteFile]], wish: Wish, *, asked: Sequence[str]) -> list[str]:
     """The wanted ones of the complete checkpoints, the newest first."""
     complete = [name for name, files in units.items() if name not in WHOLE_PARTS and any(map(_is_marker, files))]
     there = sorted(complete, key=_age, reverse=True)
-    if wish.checkpoints in (None, "all"):
+    if wish.checkpoints is None:
+        return [name for name in there if name in asked]
+    if wish.checkpoints == "all":
         return there
     if wish.checkpoints == "latest":
         return there[:1]

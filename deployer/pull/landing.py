@@ -22,6 +22,16 @@ GATHERING = ".pulling"
 SAME_TIME_NS = 1_000_000
 """Two times this near are one: not every file system keeps nanoseconds."""
 COPY_BYTES = 1 << 20
+HEADROOM_BYTES = 16 << 20
+"""Of the disk, left for journals and the file system's own blocks."""
+
+
+class CannotWrite(FerryError):
+    """A file or folder cannot be written on this machine."""
+
+    def __init__(self, message: str, *, reason: str, hint: str) -> None:
+        super().__init__(f"{message}: {reason}", hint=hint)
+        self.reason = reason
 
 
 class Landing:
@@ -92,6 +102,10 @@ class Landing:
         """What the disk of the target still takes."""
         info = os.fstatvfs(self._top)
         return info.f_bavail * info.f_frsize
+
+    def has_room(self) -> bool:
+        """Whether the disk takes anything more."""
+        return self.free_bytes() >= HEADROOM_BYTES
 
     def folds_case(self) -> bool:
         """Whether `A` and `a` are one file on this disk."""
@@ -187,13 +201,24 @@ class Landing:
         except OSError as error:
             raise self.cannot_write(path, error) from None
 
-    def cannot_write(self, path: str, error: OSError) -> FerryError:
+    def cannot_write(self, path: str, error: OSError) -> CannotWrite:
         """The error for a file that cannot be written here."""
+        what = f"cannot write {self.target / path}"
+        return CannotWrite(what, reason=self.why_not(error, path), hint="--to names another folder")
+
+    def why_not(self, error: OSError | CannotWrite, path: str = "it") -> str:
+        """Why something cannot be written here, in words."""
+        if isinstance(error, CannotWrite):
+            return error.reason
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            reason = f"{error.filename or path} is a link or a file where a folder is needed; links are not followed"
-        else:
-            reason = error.strerror or str(error)
-        return FerryError(f"cannot write {self.target / path}: {reason}", hint="--to names another folder")
+            return f"{error.filename or path} is a link or a file where a folder is needed; links are not followed"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            info = os.fstatvfs(self._top) if self._top >= 0 else None
+            used_up = info is not None and info.f_files and not info.f_favail
+            return "this disk has no inodes left" if used_up else "this disk has no room left"
+        if error.errno in (errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL):
+            return f"this file system does not take the name ({error.strerror})"
+        return f"here: {error.strerror or error}"
 
 
 _REPLACED = "replaced"

@@ -3,70 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from deployer.agent.requests.fetch import LINKS
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.requests.fetch import LINKS, FileRow, Names
+from deployer.agent.requests.stays import Stays
 from deployer.connection.call import Call
 from deployer.errors import HostError
-from deployer.pull.choice import LeftOut
+from deployer.pull.choice import ABSENT, LeftOut, Wish, name_of
 from deployer.pull.pieces import RemoteFile
 
 MAX_FILES = 100_000
 MAX_NAMES_BYTES = 16 << 20
 """Of all paths together; a list without an end must not fill this machine's memory."""
+MOST_DAMAGED = 8
+"""So many rows that are no file are told one by one."""
 
 
-def read_listing(call: Call, parts: Sequence[str]) -> tuple[list[RemoteFile], list[LeftOut]]:
-    """What a `files` request brought, and the links among it, which stay. HostError for a row that is no file below the
-    asked parts, and for too many."""
-    links: list[LeftOut] = []
-    files: dict[str, RemoteFile] = {}
-    names_bytes = 0
+@dataclass
+class Listing:
+    """What a `files` request brought."""
+
+    files: list[RemoteFile] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Links, asked paths that are not there, and rows that are no file."""
+    outputs: tuple[str, ...] = ()
+    """Paths of the project that the job's plan names."""
+    stays: Stays | None = None
+
+
+def read_listing(call: Call, wish: Wish) -> Listing:
+    """A row that is no file below what was asked for is left out, and the rest is there. HostError for an answer that
+    is no listing at all, and for too many rows."""
+    reader = _Reader(wish)
     for name, value, _ in call.events():
-        if name == "links":
-            links = _links(value)
-        if name != "files":
-            continue
-        for row in value:
-            file = parse_file(row, parts)
-            names_bytes += len(file.path)
-            if len(files) >= MAX_FILES or names_bytes > MAX_NAMES_BYTES:
-                raise HostError(f"the host lists more than {len(files):,} files", hint="pull them with rsync or tar")
-            if file.path in files:
-                raise HostError(f"the host lists {file.path!r} twice")
-            files[file.path] = file
-    return list(files.values()), links
+        try:
+            if name == "files":
+                reader.take_rows(from_json(value, list[Any]))
+            elif name == "outputs":
+                reader.outputs = tuple(path for path in from_json(value, list[str]) if is_path(path))
+            elif name == "links":
+                reader.take_links(from_json(value, Names))
+            elif name == "absent":
+                reader.take_absent(from_json(value, list[str]))
+            elif name == "stays":
+                reader.stays = from_json(value, Stays)
+        except Damage as damage:
+            raise HostError(f"the host lists {name} that are not understood: {damage}") from None
+    return reader.listing()
 
 
-def _links(value: Any) -> list[LeftOut]:
-    try:
-        names, more = [str(name)[:1000] for name in value["names"]][:LINKS], int(value["more"])
-    except (KeyError, TypeError, ValueError):
-        raise HostError(f"the host lists {_short(value)} as links") from None
-    why = "a link; links are not followed"
-    named = [LeftOut(name, 1, 0, why) for name in names]
-    return named + ([LeftOut(f"{more} more", more, 0, why)] if more else [])
+class _Reader:
+    def __init__(self, wish: Wish) -> None:
+        self.outputs: tuple[str, ...] = ()
+        self.stays: Stays | None = None
+        self._wish = wish
+        self._files: dict[str, RemoteFile] = {}
+        self._left_out: list[LeftOut] = []
+        self._damaged = 0
+        self._rows = self._names_bytes = 0
+
+    def take_rows(self, rows: Sequence[object]) -> None:
+        for row in rows:
+            self._rows += 1
+            try:
+                file = parse_file(row, self._wish, self.outputs)
+                if file.path in self._files:
+                    raise Damage("is listed twice", place=_short(file.path))
+            except Damage as damage:
+                self._take_damage(damage)
+                continue
+            self._files[file.path] = file
+            self._names_bytes += len(file.path)
+            if self._names_bytes > MAX_NAMES_BYTES:
+                break
+        if self._rows > MAX_FILES or self._names_bytes > MAX_NAMES_BYTES:
+            raise HostError(f"the host lists more than {len(self._files):,} files", hint="pull them with rsync or tar")
+
+    def _take_damage(self, damage: Damage) -> None:
+        self._damaged += 1
+        if self._damaged <= MOST_DAMAGED:
+            self._left_out.append(LeftOut(f"row {self._rows} of the host's list", 1, 0, f"damaged: {damage}"))
+
+    def take_links(self, links: Names) -> None:
+        why = "a link; links are not followed"
+        self._left_out += [LeftOut(name[:1000], 1, 0, why) for name in links.names[:LINKS]]
+        if links.more:
+            self._left_out.append(LeftOut(f"{links.more} more", links.more, 0, why))
+
+    def take_absent(self, names: Sequence[str]) -> None:
+        asked = {*self.outputs, *self._wish.paths}
+        self._left_out += [LeftOut(name, 0, 0, ABSENT) for name in names if name in asked]
+
+    def listing(self) -> Listing:
+        if self._damaged > MOST_DAMAGED:
+            more = self._damaged - MOST_DAMAGED
+            self._left_out.append(LeftOut(f"{more} more rows", more, 0, "damaged"))
+        return Listing(list(self._files.values()), self._left_out, self.outputs, self.stays)
 
 
-def parse_file(row: Any, parts: Sequence[str]) -> RemoteFile:
-    """A file as a host lists it. HostError for what is no path below the asked parts with numbers."""
-    if not isinstance(row, list) or [type(value) for value in row] != [str, int, int, int, int]:
-        raise HostError(f"the host lists {_short(row)}, which is no file")
-    file = RemoteFile(*row)
-    check_name(file.path)
-    if file.path.split("/", 1)[0] not in parts:
-        raise HostError(f"the host lists {_short(file.path)}, which was not asked for")
-    plausible = 0 <= file.size < 1 << 62 and abs(file.mtime_ns) < 1 << 62
-    if not (plausible and 0 <= file.inode < 1 << 64 and 0 <= file.stored < 1 << 62):
-        raise HostError(f"the host lists {_short(file.path)} with {_short(row[1:])} as size, time, inode and blocks")
+def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFile:
+    """A file as a host lists it. Damage for what is no path below what was asked for, with numbers."""
+    file = RemoteFile(*from_json(row, FileRow))
+    if not is_path(file.path):
+        raise Damage("is not a path below the job's folder", place=_short(file.path))
+    part = file.path.split("/", 1)[0]
+    if part not in wish.parts and name_of(file.path, wish.paths, outputs) is None:
+        raise Damage("was not asked for", place=_short(file.path))
+    if file.size >= 1 << 62 or not file.inode.isdecimal():
+        raise Damage(f"has the size {file.size} and the inode {_short(file.inode)}", place=_short(file.path))
     return file
 
 
-def check_name(path: str) -> None:
-    """HostError for a name from a host that would leave the target folder or drive a terminal."""
+def is_path(path: str) -> bool:
+    """Whether a name from a host or a user stays below a folder, and drives no terminal."""
     names = path.split("/")
-    if any(name in ("", ".", "..") for name in names) or any(ord(c) < 32 or 127 <= ord(c) < 160 for c in path):
-        raise HostError(f"the host names a file {_short(path)}, which is not a path below the job's folder")
+    return not any(name in ("", ".", "..") for name in names) and not any(
+        ord(c) < 32 or 127 <= ord(c) < 160 for c in path
+    )
 
 
 def _short(value: object) -> str:

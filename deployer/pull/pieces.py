@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from deployer.agent.host.typed import to_json
 from deployer.agent.requests.fetch import DIGEST_BYTES
-from deployer.pull.landing import GATHERING, Landing, digest_of
+from deployer.agent.requests.fetch import Piece as AskedPiece
+from deployer.pull.landing import GATHERING, CannotWrite, Landing, digest_of
 
 PIECE_BYTES = 1 << 20
 """What one hash covers, and what a broken connection costs at most."""
@@ -31,7 +35,7 @@ class RemoteFile:
     path: str
     size: int
     mtime_ns: int
-    inode: int
+    inode: str
     stored: int
     """Bytes that it takes on the host's disk: a log whose oldest part was dropped is longer than that."""
 
@@ -63,10 +67,13 @@ class Piece:
     guard: bool = False
     """Compared only: the rest is of use when it is the same."""
 
-    def to_json(self) -> list[object]:
+    def to_json(self) -> dict[str, object]:
         file = self.download.file
-        version = None if file.grows else [file.size, file.mtime_ns]
-        return [file.path, file.inode, version, self.offset, self.length, self.have]
+        version = None if file.grows else (file.size, file.mtime_ns)
+        piece: dict[str, object] = to_json(
+            AskedPiece(file.path, file.inode, self.offset, self.length, version, self.have), sparse=True
+        )
+        return piece
 
 
 class Download:
@@ -76,6 +83,8 @@ class Download:
         self.file = file
         self.failure = ""
         """Why it cannot be had as it was listed; empty while it can."""
+        self.heals = False
+        """What is listed anew may be had."""
         self._landing = landing
         self._start = start  # what comes before is in its place already
         version = [file.inode, start] if file.grows else [file.inode, file.size, file.mtime_ns]
@@ -99,6 +108,8 @@ class Download:
             have = self._landing.digest(self.file.path, begin, self._start - begin)
             yield Piece(self, begin, self._start - begin, have, guard=True)
         for offset in range(self._start, max(self.file.size, self._start + 1), PIECE_BYTES):
+            if self.failure:
+                return
             length = min(PIECE_BYTES, self.file.size - offset)
             yield Piece(self, offset, length, self._kept(offset, length))
 
@@ -117,9 +128,14 @@ class Download:
 
     def write(self, piece: Piece, data: bytes, *, at: int) -> None:
         """Bytes of a piece, `at` bytes from its beginning. They count only once `verified` was called."""
-        if not piece.guard:
-            with self._lock:
-                os.pwrite(self._open(), data, piece.offset + at - self._start)
+        if piece.guard:
+            return
+        with self._lock:
+            if self.failure:
+                return
+            if at == 0 and not self._landing.has_room():  # whatever the host said of its size
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.pwrite(self._open(), data, piece.offset + at - self._start)
 
     def write_hole(self, piece: Piece) -> None:
         """Zeros; where nothing was written before, the file is so already."""
@@ -132,7 +148,9 @@ class Download:
             return False
         with self._lock:
             self._missing -= 1
-            if self._missing or self.failure:
+            if self.failure:
+                return False
+            if self._missing:
                 self._note(self._number(piece.offset))
                 return False
             os.ftruncate(self._open(), self.file.size - self._start)
@@ -140,12 +158,21 @@ class Download:
         self._settle()
         return True
 
-    def fail(self, reason: str) -> bool:
-        """Gives the file up; true when it was not given up before."""
+    def fail(self, reason: str, *, heals: bool = False) -> None:
+        """Gives the file up. heals: it is no more what was listed; otherwise it is not tried again."""
         with self._lock:
-            first, self.failure = not self.failure, self.failure or reason
+            if self.failure:
+                return
+            self.failure, self.heals = reason, heals
             self._close()
-            return first
+            if not heals:  # what came of it takes the room of others
+                with suppress(OSError):
+                    self._landing.drop_part(self._part)
+                    self._landing.drop_part(self._journal)
+
+    def give_up(self, error: OSError | CannotWrite) -> None:
+        """It cannot be written here."""
+        self.fail(self._landing.why_not(error))
 
     def _settle(self) -> None:
         file = self.file
@@ -188,7 +215,7 @@ class Work:
         self.lock = threading.RLock()
         self.failure: BaseException | None = None
         self._changed = threading.Condition(self.lock)
-        self._pieces = (piece for download in downloads for piece in download.pieces())
+        self._pieces = _all_pieces(downloads)
         self._again: deque[Piece] = deque()
         self._doubted: set[tuple[str, int]] = set()
         self._in_flight = 0
@@ -264,3 +291,11 @@ class Work:
         """Until something has changed, or a moment."""
         with self._changed:
             self._changed.wait(0.5)
+
+
+def _all_pieces(downloads: Sequence[Download]) -> Iterator[Piece]:
+    for download in downloads:
+        try:
+            yield from download.pieces()
+        except OSError as error:  # what is here of it cannot be read
+            download.give_up(error)

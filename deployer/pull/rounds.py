@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deployer.agent.host.typed import to_json
+from deployer.agent.requests.fetch import FilesRequest
+from deployer.agent.requests.stays import Stays
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
-from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.errors import ConnectError, LostConnection
 from deployer.pull.choice import LeftOut, Wish, choose
-from deployer.pull.landing import Landing
-from deployer.pull.listing import read_listing
+from deployer.pull.landing import HEADROOM_BYTES, CannotWrite, Landing
+from deployer.pull.listing import Listing, read_listing
 from deployer.pull.pieces import Download, RemoteFile, place_of
 from deployer.pull.transfer import Progress, Transfer
 
 ROUNDS = 3
 """What changes while it is copied is listed and fetched anew, so often in all."""
-HEADROOM_BYTES = 16 << 20  # for journals and the file system's own blocks
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,13 @@ class Pulled:
     fetched_bytes: int
     seconds: float
     left_out: tuple[LeftOut, ...]
+    stays: Stays | None = None
+    """What else the job has written; None where nobody asked."""
+
+    @property
+    def not_home(self) -> tuple[LeftOut, ...]:
+        """What was asked for and is not here."""
+        return tuple(left for left in self.left_out if left.wanted)
 
 
 def pull(
@@ -47,8 +56,8 @@ def pull(
     """Copies a job's results into `target`; each file, and each checkpoint, is there whole and verified or not at all.
 
     What is there unchanged is kept, what only grew is topped up, and what an earlier pull left half done goes on where
-    it stopped. Broken connections are made again; LostConnection when none comes about any more. HostError for a name
-    that would leave the target, and for bytes that arrive damaged twice. FerryError when they cannot be written here.
+    it stopped. Broken connections are made again; LostConnection when none comes about any more. What cannot be had, or
+    written here, is left out and the rest comes, small files first; CannotWrite when nothing can be written.
     """
     with Landing(target) as landing:
         return _Pull(host, job_id, landing, wish or Wish(), progress=progress, tell=tell).run()
@@ -68,35 +77,41 @@ class _Pull:
         self._patience = Patience(tell)
         self._connected = False
         self._failures: dict[str, str] = {}  # unit, or file of its own -> why it could not be had
+        self._given_up: set[str] = set()  # those of them that are not tried again
         self._anew: set[str] = set()  # files that are not what they were: no top-up
         self._fetched_files = self._fetched_bytes = 0
 
     def run(self) -> Pulled:
         begun = time.monotonic()
         for _ in range(ROUNDS):
-            link, listed, links = self._list()
+            link, listing = self._list()
             try:
-                kept, left_out = choose(listed, self._wish, folds_case=self._landing.folds_case())
-                failed = self._fetch(link, kept)
+                folds_case = self._landing.folds_case()
+                kept, left_out = choose(listing.files, self._wish, outputs=listing.outputs, folds_case=folds_case)
+                failed = self._fetch(link, [file for file in kept if _whole(file) not in self._given_up])
             finally:
                 link.close()
-            if not failed:
+            if failed <= self._given_up:
                 break
         self._landing.clear()
-        here = [file for file in kept if _whole(file) not in failed]
+        lacking = failed | self._given_up
+        here = [file for file in kept if _whole(file) not in lacking]
         seconds = time.monotonic() - begun
-        left_out += links + self._given_up(listed, failed, kept=kept)
+        left_out += listing.left_out + self._not_had(listing.files, lacking, kept=kept)
         size = sum(file.size for file in here)
-        return Pulled(len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out))
+        return Pulled(
+            len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.stays
+        )
 
-    def _list(self) -> tuple[Link, list[RemoteFile], list[LeftOut]]:
+    def _list(self) -> tuple[Link, Listing]:
         """An open link and the host's list, over connections that may break."""
-        request = {"op": "files", "job": self._job_id, "parts": list(self._wish.parts)}
+        wish = self._wish
+        asked = FilesRequest(self._job_id, wish.parts, wish.paths, outputs=not wish.paths, stays=wish.stays)
         while True:
             try:
-                link = self._host.connect(request=request)
+                link = self._host.connect(request={"op": "files", **to_json(asked)})
                 self._connected = True
-                return link, *read_listing(link.first, self._wish.parts)
+                return link, read_listing(link.first, wish)
             except (LostConnection, ConnectError) as error:
                 if not self._connected:
                     raise
@@ -108,17 +123,20 @@ class _Pull:
         for file in kept:
             wholes[_whole(file)].append(file)
         missing = {name: files for name, files in wholes.items() if not all(map(self._is_here, files))}
-        downloads = [d for files in missing.values() for d in map(self._download, files) if d is not None]
-        self._check_space(downloads)
-        if downloads:
-            self._transfer(link, downloads)
-        failures = {_whole(d.file): d.failure for d in downloads if d.failure}
+        downloads = {name: [d for d in map(self._download, files) if d is not None] for name, files in missing.items()}
+        due = self._that_fit(downloads)
+        if due:
+            self._transfer(link, due)
+        every = [download for group in downloads.values() for download in group]
+        failures = {_whole(d.file): d.failure for d in every if d.failure}
         for name, files in missing.items():
             if name.startswith("checkpoints/"):
-                self._settle_checkpoint(name, files, failed=name in failures)
+                self._settle_checkpoint(name, files, failures)
         self._failures.update(failures)
-        self._anew.update(d.file.path for d in downloads if d.failure)
-        self._fetched_files += sum(not d.failure for d in downloads)
+        healing = {_whole(d.file) for d in every if d.heals}
+        self._given_up.update(failures.keys() - healing)
+        self._anew.update(d.file.path for d in every if d.failure)
+        self._fetched_files += sum(not d.failure for d in due)
         return set(failures)
 
     def _is_here(self, file: RemoteFile) -> bool:
@@ -132,13 +150,20 @@ class _Pull:
         start = there.st_size if there is not None and there.st_size <= file.size else 0
         return Download(file, self._landing, job_id=self._job_id, start=start)
 
-    def _check_space(self, downloads: Sequence[Download]) -> None:
-        due, free = sum(d.due_bytes for d in downloads), self._landing.free_bytes()
-        if due > max(0, free - HEADROOM_BYTES):
-            raise FerryError(
-                f"{due / 1e9:,.2f} GB are due and {self._landing.target} has room for {free / 1e9:,.2f} GB",
-                hint="--to names another folder; --pull-max sets a limit",
-            )
+    def _that_fit(self, downloads: Mapping[str, Sequence[Download]]) -> list[Download]:
+        """What this disk has room for, the small ones first; the others are given up."""
+        free = max(0, self._landing.free_bytes() - HEADROOM_BYTES)
+        room = free
+        fitting: list[Download] = []
+        for group in sorted(downloads.values(), key=_due):
+            if _due(group) <= room:
+                room -= _due(group)
+                fitting += group
+            else:
+                words = f"no room here: {_due(group) / 1e9:,.2f} GB are due, {free / 1e9:,.2f} GB are free"
+                for download in group:
+                    download.fail(words)
+        return fitting
 
     def _transfer(self, link: Link, downloads: Sequence[Download]) -> None:
         transfer = Transfer(
@@ -151,25 +176,30 @@ class _Pull:
         )
         try:
             transfer.run(link)
-        except OSError as error:
-            raise self._landing.cannot_write(str(error.filename or "."), error) from None
         finally:
             self._fetched_bytes += transfer.fetched_bytes
 
-    def _settle_checkpoint(self, name: str, files: Sequence[RemoteFile], *, failed: bool) -> None:
-        if failed:
-            self._landing.drop_folder(name)
-        else:
-            self._landing.settle_folder(name, [file.path[len(name) + 1 :] for file in files])
+    def _settle_checkpoint(self, name: str, files: Sequence[RemoteFile], failures: dict[str, str]) -> None:
+        try:
+            if name in failures:
+                self._landing.drop_folder(name)
+            else:
+                self._landing.settle_folder(name, [file.path[len(name) + 1 :] for file in files])
+        except (OSError, CannotWrite) as error:
+            failures.setdefault(name, self._landing.why_not(error, name))
 
-    def _given_up(self, listed: Sequence[RemoteFile], failed: set[str], *, kept: Sequence[RemoteFile]) -> list[LeftOut]:
+    def _not_had(self, listed: Sequence[RemoteFile], lacking: set[str], *, kept: Sequence[RemoteFile]) -> list[LeftOut]:
         """What could not be had in the last round, and what was removed on the host before it."""
         sizes: dict[str, list[int]] = defaultdict(list)
         for file in listed:
             sizes[_whole(file)].append(file.size)
         gone = set(self._failures) - {_whole(file) for file in kept}
-        names = sorted(failed | gone)
+        names = sorted(lacking | gone)
         return [LeftOut(name, len(sizes[name]), sum(sizes[name]), self._failures[name]) for name in names]
+
+
+def _due(downloads: Sequence[Download]) -> int:
+    return sum(download.due_bytes for download in downloads)
 
 
 def _whole(file: RemoteFile) -> str:

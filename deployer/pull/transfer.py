@@ -6,14 +6,18 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from deployer.agent.requests.fetch import DIGEST_BYTES
+from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.requests.fetch import DIGEST_BYTES, PieceEnd
 from deployer.connection.call import Call
 from deployer.connection.host import Host, Patience
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, HostError, LostConnection
+from deployer.pull.choice import GONE
+from deployer.pull.landing import CannotWrite
 from deployer.pull.pieces import Download, Piece, Work
 from deployer.transport.ssh.attempt import nobody_to_ask
 
@@ -129,7 +133,7 @@ class Transfer:
                 self._bring(link, batch)
         except LostConnection as error:
             self._lost = error
-        except (FerryError, OSError) as error:  # OSError: this machine's disk
+        except FerryError as error:
             self._work.fail(error)
         except Exception as error:  # whoever waits must hear of it
             self._work.fail(link.not_understood(error))
@@ -163,33 +167,49 @@ class Transfer:
     def _store(self, piece: Piece, data: bytes, *, at: int) -> None:
         if at + len(data) > piece.length:
             raise HostError(f"the host sends more of {piece.download.file.path} than was asked for")
-        piece.download.write(piece, data, at=at)
+        with _written(piece.download):
+            piece.download.write(piece, data, at=at)
         with self._work.lock:
             self._patience.progressed()
             self.fetched_bytes += len(data)
             self._progress(self.fetched_bytes, max(self._due, self.fetched_bytes))
 
-    def _judge(self, piece: Piece, answer: Any, *, got: int, digest: str) -> None:
+    def _judge(self, piece: Piece, value: Any, *, got: int, digest: str) -> None:
         """What the host's word on a piece means: it is here, it came damaged, or its file cannot be had."""
-        reasons = {"changed": "it changes while it is copied", "gone": "it was removed on the host"}
-        reason = next((reasons[key] for key in reasons if key in answer), str(answer.get("unreadable", "")))
-        sound = got == piece.length and answer.get("digest") == digest
-        if piece.guard and answer.get("same") is not True:
-            reason = reasons["changed"]
-        if reason:
-            piece.download.fail(reason)
-        elif answer.get("hole") is True and got == 0 and not piece.guard:
-            piece.download.write_hole(piece)
-            piece.download.verified(piece)
-        elif sound or (piece.have is not None and answer.get("same") is True):
-            piece.download.verified(piece)
+        try:
+            answer = from_json(value, PieceEnd)
+        except Damage as damage:
+            raise HostError(f"the host's word on {piece.download.file.path} is not understood: {damage}") from None
+        download = piece.download
+        sound = got == piece.length and answer.digest == digest
+        if answer.changed or (piece.guard and not answer.same):
+            download.fail("it changes while it is copied", heals=True)
+        elif answer.gone:
+            download.fail(GONE, heals=True)
+        elif answer.unreadable:
+            download.fail(f"on the host: {answer.unreadable[:200]}")
+        elif answer.hole and got == 0 and not piece.guard:
+            with _written(download):
+                download.write_hole(piece)
+                download.verified(piece)
+        elif sound or (piece.have is not None and answer.same):
+            with _written(download):
+                download.verified(piece)
         elif not self._work.retry(piece):
-            raise HostError(
-                f"{piece.download.file.path} arrives damaged: another hash than on the host, twice",
-                where=f"bytes {piece.offset} to {piece.offset + piece.length}",
-                hint="pull again; if it stays so, the host's disk or memory may be failing",
+            download.fail(
+                f"bytes {piece.offset} to {piece.offset + piece.length} arrive damaged, with another hash than on the "
+                "host, twice: its disk or memory may be failing"
             )
         self._work.done()
+
+
+@contextmanager
+def _written(download: Download) -> Iterator[None]:
+    """Gives a file up that cannot be written here; the others go on."""
+    try:
+        yield
+    except (OSError, CannotWrite) as error:
+        download.give_up(error)
 
 
 def _new_digest() -> Any:

@@ -105,25 +105,36 @@ def test_job_of_which_a_host_tells_nonsense_keeps_no_other_one_from_being_listed
         None,
     ],
 )
-def test_pull_of_a_file_that_is_none_writes_nothing(tmp_path, row):
-    with pytest.raises(HostError):
-        pull(lying_host(f"files({row!r}); forever()", tmp_path), "job", target=tmp_path / "results")
-    assert not (tmp_path / "results").exists()
+def test_pull_of_a_file_that_is_none_brings_the_others(tmp_path, row):
+    pulled = pull(lying_host(empty_files(["logs/ok", 0, 1, 9, 0], row), tmp_path), "job", target=tmp_path / "results")
+    assert [(left.name, left.reason[:8]) for left in pulled.not_home] == [("row 2 of the host's list", "damaged:")]
+    assert [path.name for path in (tmp_path / "results").rglob("*")] == ["logs", "ok"]
 
 
-def test_pull_of_a_name_that_is_listed_twice_writes_nothing(tmp_path):
-    row = ["logs/a", 1, 1, 1, 1]
-    with pytest.raises(HostError, match="twice"):
-        pull(lying_host(f"files({row!r}, {row!r}); forever()", tmp_path), "job", target=tmp_path / "results")
-    assert not (tmp_path / "results").exists()
+def empty_files(*rows: object) -> str:
+    """A host with these files, all of them empty."""
+    code = f"files(*{list(rows)!r}); call = hear('fetch')\n"
+    code += "for piece in call['pieces']:\n"
+    code += "    event('piece', {'digest': hashlib.blake2b(digest_size=16).hexdigest()}, call['id'])\n"
+    return code + "frame({'id': call['id'], 'ok': {}})\nforever()"
 
 
-def test_pull_of_a_file_below_a_file_leaves_one_error(tmp_path):
-    rows = "['logs/a', 0, 1, 1, 1], ['logs/a/b', 0, 1, 2, 1]"
-    code = f"files({rows}); n = hear('fetch')['id']\n"
-    code += "for i in range(2): event('piece', {'digest': hashlib.blake2b(digest_size=16).hexdigest()}, n)\nforever()"
-    with pytest.raises(Exception, match="cannot write"):
-        pull(lying_host(code, tmp_path), "job", target=tmp_path / "results")
+def test_pull_of_a_name_that_is_listed_twice_brings_it_once(tmp_path):
+    row = ["logs/a", 0, 1, 1, 0]
+    pulled = pull(lying_host(empty_files(row, row), tmp_path), "job", target=tmp_path / "results")
+    assert pulled.files == 1 and [left.reason for left in pulled.not_home] == ["damaged: 'logs/a' is listed twice"]
+
+
+def test_pull_of_a_file_below_a_file_brings_the_one(tmp_path):
+    rows = ["logs/a", 0, 1, 1, 1], ["logs/a/b", 0, 1, 2, 1]
+    pulled = pull(lying_host(empty_files(*rows), tmp_path), "job", target=tmp_path / "results")
+    assert [left.name for left in pulled.not_home] == ["logs/a/b"]
+    assert "a file where a folder is needed" in pulled.not_home[0].reason
+
+
+def test_many_damaged_rows_are_told_in_few_words(tmp_path):
+    pulled = pull(lying_host("files(*[5] * 5000); forever()", tmp_path), "job", target=tmp_path / "results")
+    assert len(pulled.not_home) == 9 and pulled.not_home[-1].name == "4992 more rows"
 
 
 FETCH_LIES = {
@@ -141,11 +152,13 @@ FETCH_LIES = {
 def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie):
     code, words = FETCH_LIES[lie]
     answer = textwrap.indent(code, "    ")
-    with pytest.raises(HostError, match=words):
-        host = lying_host(
-            f"files(['logs/a', 5, 1, 1, 1])\nwhile True:\n    n = hear('fetch')['id']\n{answer}", tmp_path
-        )
-        pull(host, "job", target=tmp_path / "results")
+    host = lying_host(f"files(['logs/a', 5, 1, 1, 1])\nwhile True:\n    n = hear('fetch')['id']\n{answer}", tmp_path)
+    if words == "damaged":
+        (left,) = pull(host, "job", target=tmp_path / "results").not_home
+        assert left.name == "logs/a" and "arrive damaged" in left.reason
+    else:
+        with pytest.raises(HostError, match=words):
+            pull(host, "job", target=tmp_path / "results")
     assert not [path for path in (tmp_path / "results").rglob("*") if path.name == "a"]
 
 

@@ -31,8 +31,13 @@ def hear(op=None):
         sys.stdin.buffer.read(m)
         if op is None or head.get("op") == op:
             return head
+def file_row(row):
+    names = ("path", "size", "mtime_ns", "inode", "stored")
+    if not isinstance(row, list) or len(row) != len(names):
+        return row
+    return {**dict(zip(names, row)), "inode": str(row[3])}
 def files(*rows):
-    event("files", rows)
+    event("files", [file_row(row) for row in rows])
     frame({"id": 0, "ok": {}})
     frame({"hello": {}})
 def forever():

@@ -16,15 +16,15 @@ FACTS = "facts"
 
 
 class Limit(NamedTuple):
-    """Which numbers a key takes; `words` completes `KEY is VALUE, must be …`."""
+    """Which values a key takes, numbers as a rule; `words` completes `KEY is VALUE, must be …`."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
-    def broken_by(self, value: float | list[float] | None) -> list[float]:
-        """Those of a key's numbers that it does not take."""
-        numbers = value if isinstance(value, list) else [] if value is None else [value]
-        return [number for number in numbers if not self.holds(number)]
+    def broken_by(self, value: Any) -> list[Any]:
+        """Those of a key's values that it does not take."""
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        return [one for one in values if not self.holds(one)]
 
 
 AT_LEAST_0 = Limit("0 or more", lambda v: v >= 0)
@@ -36,11 +36,19 @@ SEED = Limit("0 to 4294967295", lambda v: 0 <= v < 2**32)
 EVEN = Limit("an even number of 2 or more (rotary embeddings turn pairs)", lambda v: v >= 2 and v % 2 == 0)
 
 
+def _is_below(path: str) -> bool:
+    parts = path.split("/")
+    return not any(part in ("", ".", "..") for part in parts) and path.isprintable() and len(path) <= 4000
+
+
+BELOW = Limit("a path below the project, without `..`", _is_below)
+
+
 class Facts(NamedTuple):
     """What is said of one key beside its field."""
 
     limit: Limit | None = None
-    """Of a number, and of each number of a list."""
+    """Of a value, and of each value of a list."""
     aliases: tuple[str, ...] = ()
     """What people write in its place who come from transformers, TRL or torchrun; an error then names the key."""
     elsewhere: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.schema.key import ABOVE_0, AT_LEAST_0, key
+from trainer.schema.key import ABOVE_0, AT_LEAST_0, BELOW, key
 
 
 def gpu_count(gpu_ranks: Sequence[int | str]) -> int:
@@ -56,3 +56,5 @@ class TargetConfig:
     """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
     log_max_gb: float = key(10.0, limit=AT_LEAST_0, supervised=True)
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
+    outputs: list[str] = key([], limit=BELOW, supervised=True)
+    """Files or folders of the project that the job writes; they come home with its results, to results/ID/code."""

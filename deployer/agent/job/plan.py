@@ -69,6 +69,8 @@ class Policy(NamedTuple):
     max_runtime_s: Optional[float] = None
     stall_timeout_s: Optional[float] = None
     log_max_bytes: Optional[int] = None
+    outputs: Tuple[str, ...] = ()
+    """Paths of the project that the job writes; a client that pulls its results brings them too."""
 
 
 class Request(NamedTuple):

@@ -6,15 +6,19 @@ Stdlib only, Python 3.8: this package runs on the host.
 import errno
 import os
 import stat
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
 
 from ..host.errors import AgentError
 from ..host.files import blake2b
-from ..host.layout import CHECKPOINT_MARKER, Root
+from ..host.layout import CHECKPOINT_MARKER, Job, Root
+from ..host.typed import Damage, from_json, to_json
+from ..job.record import known_plan
 from ..wire.conversation import Call
 from .jobs import find_folder
 
 CHECKPOINTS = "checkpoints"
+CODE = "code/"
+"""Before the path of a file of the project."""
 DIGEST_BYTES = 16
 READ_BYTES = 256 << 10
 ROWS = 1000
@@ -22,48 +26,179 @@ LINKS = 8
 """So many links are named."""
 
 
+class FilesRequest(NamedTuple):
+    """Which files of a job are wanted."""
+
+    job: str
+    parts: Tuple[str, ...] = ()
+    """Names in its folder that may be there."""
+    named: Tuple[str, ...] = ()
+    """Paths in its folder or its code that somebody asks for."""
+    outputs: bool = False
+    """Those that its plan names, too."""
+    stays: bool = False
+    """Say what else the job has written."""
+
+
+class FileRow(NamedTuple):
+    """A regular file; `path` is relative to the job's folder."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    """0 for a time before 1970."""
+    inode: str
+    """In digits: some file systems use all 64 bits."""
+    stored: int
+    """Bytes on the disk."""
+
+
+class Names(NamedTuple):
+    """The first of some names, and how many more there are."""
+
+    names: Tuple[str, ...]
+    more: int = 0
+
+
+class Piece(NamedTuple):
+    """A range of a file that a client asks for."""
+
+    path: str
+    inode: str
+    offset: int
+    length: int
+    version: Optional[Tuple[int, ...]] = None
+    """Size and time of a file that must be the one that was listed; None of one that may have grown."""
+    have: Optional[str] = None
+    """The hash of what the client holds already."""
+
+
+class FetchRequest(NamedTuple):
+    job: str
+    pieces: Tuple[Piece, ...]
+
+
+class PieceEnd(NamedTuple):
+    """What became of a piece."""
+
+    digest: str = ""
+    """Of the bytes as they were read."""
+    same: bool = False
+    """The client has them."""
+    changed: bool = False
+    """The file is no longer the one that was listed."""
+    gone: bool = False
+    hole: bool = False
+    """The file has none but zeros there: a log whose oldest part was dropped."""
+    unreadable: str = ""
+
+
+T = TypeVar("T")
+
+
+def _read(value: object, kind: Type[T]) -> T:
+    try:
+        return from_json(value, kind)
+    except Damage as damage:
+        raise AgentError("usage", "the request is not understood: %s" % damage) from None
+
+
 def files(root: Root, call: Call) -> Dict[str, str]:
-    """Events `files` with rows [path, size, mtime_ns, inode, stored bytes] of the regular files below the asked parts,
-    and an event `links` when there are any: the first names, and how many more.
+    """Events `files` with a list of FileRow: the regular files below the asked parts and paths. Before them `outputs`
+    with what the plan names; after them, as far as there is any, `links`: those whose files do not come by another
+    name, `absent`: asked paths that are not there, and `stays`: see stays.py.
 
     Links are left out, and so are checkpoints that are not complete.
     """
-    job = find_folder(root, call.head["job"])
-    rows = []  # type: List[List[Any]]
-    links = []  # type: List[str]
-    for part in call.head["parts"]:
-        for row in _rows(job.path, part, links):
-            rows.append(row)
-            if len(rows) == ROWS:
-                call.send_event("files", rows)
-                rows = []
-    call.send_event("files", rows)
+    request = _read(call.head, FilesRequest)
+    job = find_folder(root, request.job)
+    plan = known_plan(job)
+    outputs = plan.policy.outputs if plan is not None and request.outputs else ()
+    call.send_event("outputs", list(outputs))
+    found = _Found(job)
+    absent = [name for name in outputs if not found.ask(CODE + name)]
+    absent += [name for name in request.named if not any([found.ask(name), found.ask(CODE + name)])]
+    for part in request.parts:
+        found.ask(part)
+    rows: List[FileRow] = []
+    for row in found.rows():
+        rows.append(row)
+        if len(rows) == ROWS:
+            call.send_event("files", to_json(rows))
+            rows = []
+    call.send_event("files", to_json(rows))
+    links = found.lost_links()
     if links:
-        call.send_event("links", {"names": links[:LINKS], "more": len(links[LINKS:])})
+        call.send_event("links", to_json(Names(tuple(links[:LINKS]), len(links[LINKS:]))))
+    if absent:
+        call.send_event("absent", absent)
+    if request.stays:
+        from .stays import what_stays
+
+        call.send_event("stays", to_json(what_stays(root, job, plan, found.asked)))
     return {"job_id": job.id}
 
 
-def _rows(base: str, part: str, links: List[str]) -> Iterator[List[Any]]:
-    top = os.path.join(base, part)
-    row = _row(base, top)
-    if row is not None:
-        yield row
-    if os.path.islink(top):
-        links.append(part)
-        return
-    for folder, folders, names in os.walk(top):
-        folders.sort()
-        if part == CHECKPOINTS and folder == top:
-            names, folders[:] = [], [name for name in folders if _is_complete(os.path.join(folder, name))]
-        links += [_below(base, folder, name) for name in folders + names if os.path.islink(os.path.join(folder, name))]
-        for name in sorted(names):
-            row = _row(base, os.path.join(folder, name))
-            if row is not None:
-                yield row
+class _Found:
+    """The files of a job below what was asked for, each once."""
+
+    def __init__(self, job: Job) -> None:
+        self.asked: List[str] = []
+        self._base = job.path
+        self._home = os.path.realpath(job.path)
+        self._seen: Set[str] = set()
+        self._links: List[str] = []
+
+    def ask(self, path: str) -> bool:
+        """Whether there is anything of that path."""
+        parts = path.split("/")
+        if any(part in ("", ".", "..") for part in parts) or "\0" in path:
+            raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
+        if not os.path.lexists(os.path.join(self._base, path)):
+            return False
+        self.asked.append(path)
+        return True
+
+    def rows(self) -> Iterator[FileRow]:
+        for path in self.asked:
+            top = os.path.join(self._base, path)
+            if os.path.realpath(os.path.dirname(top)) != os.path.join(self._home, os.path.dirname(path)).rstrip("/"):
+                self._links.append(path)  # it lies behind a link
+                continue
+            for row in self._below_top(top, path):
+                if row.path not in self._seen:
+                    self._seen.add(row.path)
+                    yield row
+
+    def lost_links(self) -> List[str]:
+        """The links whose files did not come by another name."""
+        return [link for link in dict.fromkeys(self._links) if not self._comes_anyway(link)]
+
+    def _comes_anyway(self, link: str) -> bool:
+        target = os.path.relpath(os.path.realpath(os.path.join(self._base, link)), self._home)
+        return any(target == path or target.startswith(path + "/") for path in self.asked)
+
+    def _below_top(self, top: str, part: str) -> Iterator[FileRow]:
+        row = _row(self._base, top)
+        if row is not None:
+            yield row
+        if os.path.islink(top):
+            self._links.append(part)
+            return
+        for folder, folders, names in os.walk(top):
+            folders.sort()
+            if part == CHECKPOINTS and folder == top:
+                names, folders[:] = [], [name for name in folders if _is_complete(os.path.join(folder, name))]
+            inside = [os.path.join(folder, name) for name in folders + names]
+            self._links += [_below(self._base, path) for path in inside if os.path.islink(path)]
+            for name in sorted(names):
+                row = _row(self._base, os.path.join(folder, name))
+                if row is not None:
+                    yield row
 
 
-def _below(base: str, folder: str, name: str) -> str:
-    return os.path.relpath(os.path.join(folder, name), base)
+def _below(base: str, path: str) -> str:
+    return os.path.relpath(path, base)
 
 
 def _is_complete(checkpoint: str) -> bool:
@@ -71,53 +206,52 @@ def _is_complete(checkpoint: str) -> bool:
     return not is_aside and os.path.isfile(os.path.join(checkpoint, CHECKPOINT_MARKER))
 
 
-def _row(base: str, path: str) -> Optional[List[Any]]:
+def _row(base: str, path: str) -> Optional[FileRow]:
     try:
         info = os.lstat(path)
     except OSError:  # gone since its folder was read
         return None
     if not stat.S_ISREG(info.st_mode):
         return None
-    return [os.path.relpath(path, base), info.st_size, info.st_mtime_ns, info.st_ino, info.st_blocks * 512]
+    return FileRow(_below(base, path), info.st_size, _time(info), str(info.st_ino), info.st_blocks * 512)
+
+
+def _time(info: os.stat_result) -> int:
+    return max(0, info.st_mtime_ns)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def fetch(root: Root, call: Call) -> None:
-    """The asked pieces in order: the bytes of each as data, then an event `piece` that says what became of it.
-
-    A piece is [path, inode, version, offset, length, have]. `version` is [size, mtime_ns] of a file that must be the
-    one that was listed, null of one that may have grown. `have` is the hash of what the client holds already, or null.
-    The event is {"digest": …} with the hash of the bytes as they were read, {"same": true} when the client has them,
-    {"changed": true} when the file is no longer the one that was listed, {"gone": true} without a file,
-    {"unreadable": reason}, and {"hole": true} where the file has none but zeros: a log whose oldest part was dropped.
-    """
-    job = find_folder(root, call.head["job"])
-    for piece in call.head["pieces"]:
+    """The asked pieces in order: the bytes of each as data, then an event `piece` with its PieceEnd."""
+    request = _read(call.head, FetchRequest)
+    job = find_folder(root, request.job)
+    for piece in request.pieces:
         if call.cancelled.is_set():
             break
-        call.send_event("piece", _send_piece(call, job.path, piece))
+        call.send_event("piece", to_json(_send_piece(call, job.path, piece), sparse=True))
 
 
-def _send_piece(call: Call, base: str, piece: List[Any]) -> Dict[str, Any]:
-    path, inode, version, offset, length, have = piece
+def _send_piece(call: Call, base: str, piece: Piece) -> PieceEnd:
     try:
-        fd = _open_below(base, path)
+        fd = _open_below(base, piece.path)
     except FileNotFoundError:
-        return {"gone": True}
+        return PieceEnd(gone=True)
     except OSError as error:
-        return {"unreadable": error.strerror or str(error)}
+        return PieceEnd(unreadable=error.strerror or str(error))
+    offset, length = piece.offset, piece.length
     try:
-        end = offset + length
-        if not _is_the_listed(os.fstat(fd), inode, version, end):
-            return {"changed": True}
+        if not _is_the_listed(os.fstat(fd), piece):
+            return PieceEnd(changed=True)
         if _is_hole(fd, offset, length):
-            return {"hole": True}
-        if have is not None and _digest(fd, offset, length) == have:
-            return {"same": True}
+            return PieceEnd(hole=True)
+        if piece.have is not None and _digest(fd, offset, length) == piece.have:
+            return PieceEnd(same=True)
         digest = _send_bytes(call, fd, offset, length)
-        return {"digest": digest} if _is_the_listed(os.fstat(fd), inode, version, end) else {"changed": True}
+        return PieceEnd(digest=digest) if _is_the_listed(os.fstat(fd), piece) else PieceEnd(changed=True)
+    except OSError as error:  # its disk
+        return PieceEnd(unreadable=error.strerror or str(error))
     finally:
         os.close(fd)
 
@@ -130,10 +264,11 @@ def _open_below(base: str, path: str) -> int:
     return os.open(full, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us
 
 
-def _is_the_listed(info: os.stat_result, inode: int, version: Optional[List[int]], end: int) -> bool:
-    if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size < end:
+def _is_the_listed(info: os.stat_result, piece: Piece) -> bool:
+    is_it = stat.S_ISREG(info.st_mode) and str(info.st_ino) == piece.inode
+    if not is_it or info.st_size < piece.offset + piece.length:
         return False
-    return version is None or [info.st_size, info.st_mtime_ns] == version
+    return piece.version is None or (info.st_size, _time(info)) == piece.version
 
 
 def _is_hole(fd: int, offset: int, length: int) -> bool:
@@ -147,20 +282,20 @@ def _is_hole(fd: int, offset: int, length: int) -> bool:
 
 def _digest(fd: int, offset: int, length: int) -> str:
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for data in _read(fd, offset, length):
+    for data in _blocks(fd, offset, length):
         digest.update(data)
     return digest.hexdigest()
 
 
 def _send_bytes(call: Call, fd: int, offset: int, length: int) -> str:
     digest = blake2b(digest_size=DIGEST_BYTES)
-    for data in _read(fd, offset, length):
+    for data in _blocks(fd, offset, length):
         digest.update(data)
         call.send_data(data)
     return digest.hexdigest()
 
 
-def _read(fd: int, offset: int, length: int) -> Iterator[bytes]:
+def _blocks(fd: int, offset: int, length: int) -> Iterator[bytes]:
     end = offset + length
     while offset < end:
         data = os.pread(fd, min(READ_BYTES, end - offset), offset)

@@ -47,6 +47,7 @@ def launch(root: Root, call: Call) -> None:
         from ..job.stop import request_stop
 
         request_stop(job, 0)
+        call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "stopping": True})
         raise AgentError("host", "the launch was cancelled")
     begun = read_status(job)
     queued = wanted_gpus(plan) is not None and begun is not None and begun.state == QUEUED

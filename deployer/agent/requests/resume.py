@@ -55,10 +55,11 @@ def resume(root: Root, call: Call) -> None:
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
             start_next(root, job, plan, commit=lambda: _note(job, plan, request))
+    ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
     if call.revoked:
         request_stop(job, 0)
+        call.send_event("ack", dict(ack, stopping=True))
         raise AgentError("host", "the resume was cancelled")
-    ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
     begun = read_status(job)
     call.send_event("ack", dict(ack, from_step=begun.resumed_from if begun is not None else None))
     if request.follow:

@@ -56,7 +56,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
       deploy.py run --torchrun --gpus 0,1 -- my_train.py …
 
     A program of your own runs in a copy of this folder, and $TORCHFERRY_RUN_DIR names the job's folder. What it writes
-    there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). Its other files stay on the host.
+    there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). With --out PATH what it writes to
+    PATH in its copy comes home too, to results/ID/code/PATH; a line names what stays.
     """
     if config is not None and "=" in config:
         raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
-from deployer.commands.screen import DETACHED, Screen, log_view, missed_lines, next_commands
+from deployer.commands.screen import (
+    Screen,
+    ending_in_order,
+    is_unread,
+    leave_terminal,
+    log_view,
+    missed_lines,
+    next_commands,
+)
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.exit_codes import NOT_HOME, RUNS_ON
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
@@ -173,49 +183,65 @@ def follow_through(
     """
     screen, job_id = Screen(record), record.job_id
     view = None if detach else log_view(bare=bare)
-    try:
-        final = start(screen, view)
-    except KeyboardInterrupt:
-        if not screen.acknowledged:
-            terminal.notice(shown(""), shown("cancelled: nothing was started"))
-            return 130
-        screen.left_behind("", "detached")
-        return DETACHED
-    except LostConnection as error:
-        if not screen.acknowledged:
-            screen.remember()  # it may have been started: `ps` must know which host to ask
-            raise
-        screen.left_behind(f"gave up following: {error.message}")
-        return DETACHED
-    except BrokenPipeError:
-        screen.left_behind("nobody reads the output any more")
-        raise
-    finally:
-        screen.close()
-    if final is None:
-        if as_json:
-            terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
-        else:
-            next_commands(job_id)
-        return 0
-    pulled = pulls and _bring_home(host, record, pull_limit)
-    tell_end(host, job_id, final, pulled=pulled, was_shown=bare)
-    return exit_code_of(final)
+    with ending_in_order():
+        try:
+            final = start(screen, view)
+        except KeyboardInterrupt:
+            if not screen.acknowledged or screen.stopping:
+                return screen.called_off()
+            screen.left_behind("", "detached")
+            return RUNS_ON
+        except LostConnection as error:
+            if not screen.acknowledged:
+                screen.remember()  # it may have been started: `ps` must know which host to ask
+                raise
+            screen.left_behind(f"gave up following: {error.message}")
+            return RUNS_ON
+        except OSError as error:
+            if not is_unread(error):
+                raise
+            leave_terminal()
+            if screen.acknowledged and not screen.stopping:
+                screen.left_behind("nobody reads the output any more")
+            else:
+                screen.called_off()
+            raise BrokenPipeError from error
+        finally:
+            screen.close()
+        if final is None:
+            if as_json:
+                terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
+            else:
+                next_commands(job_id)
+            return 0
+        return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
 
 
-def _bring_home(host: Host, record: JobRecord, limit: int | None) -> bool:
-    """Whether the results are here."""
-    from deployer.commands.look.pull import bring_home
+def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
+    """Brings the results of a job that has ended home and says how it ended; the exit code."""
+    lacks = _bring_home(host, record, limit) if pulls else ""
+    with suppress(KeyboardInterrupt):  # what is told is told; the code stays
+        tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
+    if lacks:
+        terminal.notice(shown(lacks))
+    return exit_code_of(final) or (NOT_HOME if lacks else 0)
+
+
+def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
+    """A line on what is not here afterwards; empty when all is."""
+    from deployer.commands.look.pull import bring_home, not_home_line
     from deployer.pull.choice import Wish  # a launch does not wait for what is needed after its job
 
     try:
-        bring_home(host, record.job_id, target=Path(record.results), wish=Wish(max_bytes=limit))
+        wish = Wish(max_bytes=limit, stays=True)
+        return bring_home(host, record.job_id, target=Path(record.results), wish=wish)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        terminal.notice(shown(f"the results stay on the host: {terminal.invoked_as()} pull {record.job_id}"))
-        return False
-    return True
+        return not_home_line(record.job_id, "the results", error)
+    except KeyboardInterrupt:
+        terminal.notice(shown(""))
+        return not_home_line(record.job_id, "the results, or a part of them", "interrupted")
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from deployer.commands.options import (
     find_host,
     hosts_of,
 )
-from deployer.commands.values import Seconds, parse_duration, parse_since, parse_size
+from deployer.commands.values import Seconds, parse_duration, parse_path, parse_since, parse_size
 from deployer.errors import UsageError
 
 
@@ -88,10 +89,11 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
 
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="ID")
+@click.argument("paths", metavar="[PATH]...", nargs=-1)
 @at_a_place
 @click.option("--checkpoints", is_flag=True, help="Every complete checkpoint too.")
 @click.option("--checkpoint", metavar="STEP|latest", help="This checkpoint too.")
-@click.option("--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}].")
+@click.option("--pull-max", metavar="SIZE", help=f"Limit of the whole; 0: none [{PULL_MAX}; with PATH none].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @click.option("--watch", is_flag=True, help="Bring what is new again and again, until the job has ended.")
 @click.option("--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often, with --watch.")
@@ -99,9 +101,10 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
 @JSON
 def pull(
     job_id: str,
+    paths: tuple[str, ...],
     checkpoints: bool,
     checkpoint: str | None,
-    pull_max: str,
+    pull_max: str | None,
     target: str | None,
     watch: bool,
     every_s: float,
@@ -109,27 +112,55 @@ def pull(
     as_json: bool,
     **place: Any,
 ) -> None:
-    """Bring a job's metrics, logs and exported model home.
+    """Bring a job's results home, or what PATH names.
 
+    Results are metrics, logs, the exported model, and what --out named.
     A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
     checkpoint appears whole or not at all.
+
+    PATH is a file or folder that a job wrote into its folder ($TORCHFERRY_RUN_DIR) or its copy of the project. It lands
+    as it lies there: results/ID/PATH, of the project results/ID/code/PATH. Nothing of your own folder is written over.
     """
     from deployer.commands.look import pull as command
     from deployer.pull.choice import Wish
 
     if checkpoints and checkpoint:
         raise UsageError("give --checkpoints or --checkpoint, not both")
-    wish = Wish("all" if checkpoints else checkpoint, parse_size(pull_max) or None, may_lack=watch, streams=streams)
+    wish = Wish(
+        "all" if checkpoints else checkpoint,
+        parse_size(pull_max or ("0" if paths else PULL_MAX)) or None,
+        may_lack=watch,
+        streams=streams,
+        paths=tuple(map(_path_of_job, paths)),
+    )
     host, record = find_host(job_id, **place)
     job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
-    command.pull_job(
-        host,
-        job_id,
-        target=Path(folder) if folder else None,
-        wish=wish,
-        every_s=every_s if watch else None,
-        as_json=as_json,
+    words = ["" if record or not place["ssh"] else f"--ssh {shlex.quote(place['ssh'])}"]
+    words += ["" if record or not place["root"] else f"--remote-root {shlex.quote(place['root'])}"]
+    words += [f"--to {shlex.quote(target)}" if target else ""]
+    sys.exit(
+        command.pull_job(
+            host,
+            job_id,
+            target=Path(folder) if folder else None,
+            wish=wish,
+            every_s=every_s if watch else None,
+            as_json=as_json,
+            words=" ".join(filter(None, words)),
+        )
     )
+
+
+def _path_of_job(text: str) -> str:
+    from deployer.pull.listing import is_path
+
+    path = parse_path(text)
+    if not is_path(path):
+        raise UsageError(
+            f"{text!r} is not a path below the job's folder",
+            hint="a path as the job's program writes it: out/weights.pt",
+        )
+    return path
 
 
 COMMANDS = (ps, status, logs, pull)

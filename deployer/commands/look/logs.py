@@ -12,9 +12,10 @@ from deployer.agent.host.layout import GroupName
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
-from deployer.commands.screen import DETACHED, Screen, log_view
+from deployer.commands.screen import Screen, ending_in_order, log_view
 from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
+from deployer.exit_codes import RUNS_ON
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import read_status
 from deployer.launch.follow import follow_to_end
@@ -55,17 +56,18 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     screen.state(found.status)
     request = _request(wanted, chosen, live=live)
     try:
-        final = follow_to_end(
-            host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
-        )
+        with ending_in_order():
+            final = follow_to_end(
+                host.connect, job_id, view=view, watcher=screen, request=request, known=True, give_up_s=give_up_s
+            )
     except KeyboardInterrupt:
         if ended:
             raise
         screen.left_behind("", "detached")
-        return DETACHED
+        return RUNS_ON
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
-        return DETACHED
+        return RUNS_ON
     narrowed = wanted.grep is not None or wanted.tail is not None or wanted.since is not None
     if not view.has_shown and not narrowed and not screen.tells_of_changes:
         who = ", ".join(GroupName().rank(rank) for group in chosen for rank in group.ranks) if bare else job_id

@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from deployer import terminal
+from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
+from deployer.agent.requests.stays import Stays
+from deployer.commands.screen import ending_in_order
 from deployer.connection.host import Host, Patience
-from deployer.errors import ConnectError, LostConnection
+from deployer.errors import ConnectError, FerryError, LostConnection, NotHome
+from deployer.exit_codes import NOT_HOME
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
-from deployer.pull.choice import BEYOND_LIMIT, LeftOut, Wish
+from deployer.pull.choice import ABSENT, BEYOND_LIMIT, GONE, LeftOut, Wish
+from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import Pulled, pull
 
+MOST_LINES = 8
+"""So many things that are left out are told one by one."""
 
-def pull_job(host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool) -> None:
-    """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended."""
+
+def pull_job(
+    host: Host, job_id: str, *, target: Path | None, wish: Wish, every_s: float | None, as_json: bool, words: str = ""
+) -> int:
+    """Brings results home, to results/ID unless a target is given; with `every_s` until the job has ended. The exit
+    code. `words`: what a command needs beside the id to find them again."""
     if target is None:  # the id may be the beginning of one
         job_id = read_status(host, job_id).job_id
         target = Path("results") / job_id
+    again = _again(job_id, wish, words)
     try:
-        if every_s is not None:
-            pulled = _watch(host, job_id, target, wish, every_s=every_s)
-        else:
-            pulled = _pull(host, job_id, target, wish)
-    except (KeyboardInterrupt, LostConnection):
-        terminal.notice(shown(""), shown(f"what has come is kept; go on with: {terminal.invoked_as()} pull {job_id}"))
+        with ending_in_order():
+            if every_s is not None:
+                pulled = _watch(host, job_id, target, wish, every_s=every_s)
+            else:
+                pulled = _pull(host, job_id, target, replace(wish, stays=not wish.paths))
+    except KeyboardInterrupt:
+        terminal.notice(shown(""), shown(f"what has come is kept; go on with: {again}"))
         raise
+    except CannotWrite as error:
+        raise NotHome(error.message, hint=error.hint) from None
+    except LostConnection as error:
+        # its own words, for the job need not run any more
+        raise NotHome(error.message, where=error.where, hint=f"what has come is kept; go on with: {again}") from None
+    lacks = _tell(pulled, job_id, target, again) if not as_json else _lacks(pulled, again)
     if as_json:
-        terminal.say_json({"id": job_id, "target": str(target), **asdict(pulled)})
-    else:
-        _tell(pulled, job_id, target)
+        terminal.say_json({"id": job_id, "target": str(target), **_as_json(pulled)})
+    if lacks:
+        terminal.notice(shown(lacks))
+    return NOT_HOME if lacks else 0
 
 
-def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> None:
-    """One pull, and words on what came and what stayed."""
-    _tell(_pull(host, job_id, target, wish), job_id, target)
+def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> str:
+    """One pull, and words on what came and what stayed; a last line on what was asked for and is not here, else ""."""
+    return _tell(_pull(host, job_id, target, wish), job_id, target, _again(job_id, Wish()))
+
+
+def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
+    """The last line of a command that was to bring something home."""
+    elsewhere = " --to DIR" if isinstance(why, CannotWrite) else ""
+    said = why if isinstance(why, str) else why.message
+    return f"not home: {what} ({said}); bring them with: {terminal.invoked_as()} pull {job_id}{elsewhere}"
+
+
+def _again(job_id: str, wish: Wish, words: str = "") -> str:
+    """The command that pulls the same again."""
+    checkpoint = {None: "", "all": "--checkpoints"}.get(wish.checkpoints, f"--checkpoint {wish.checkpoints}")
+    paths = " ".join(map(shlex.quote, wish.paths))
+    return " ".join(filter(None, [terminal.invoked_as(), "pull", job_id, paths, checkpoint, words]))
 
 
 def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
@@ -53,7 +88,7 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
     while True:
         try:
             ended = read_status(host, job_id).status.state in FINAL  # asked first: what it wrote last must come too
-            pulled = _pull(host, job_id, target, wish)
+            pulled = _pull(host, job_id, target, replace(wish, stays=ended and not wish.paths))
             if ended:
                 return pulled
         except (LostConnection, ConnectError) as error:
@@ -65,25 +100,67 @@ def _watch(host: Host, job_id: str, target: Path, wish: Wish, *, every_s: float)
             time.sleep(every_s)
 
 
-def _tell(pulled: Pulled, job_id: str, target: Path) -> None:
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def _tell(pulled: Pulled, job_id: str, target: Path, again: str) -> str:
+    """What came, what is left out and what stays; returns the last line on what is not home."""
     terminal.notice(
         shown(f"results: {target} ({terminal.counted(pulled.files, 'file')}, {terminal.size(pulled.size_bytes)})")
     )
     beyond = [left for left in pulled.left_out if left.reason == BEYOND_LIMIT]
-    for left in pulled.left_out:
-        if left not in beyond:
-            terminal.notice(shown(f"left out: {left.name}: {left.reason}"))
+    others = [left for left in pulled.left_out if left.reason != BEYOND_LIMIT]
+    for left in others[:MOST_LINES]:
+        terminal.notice(shown(f"left out: {left.name}: {left.reason}"))
+    if others[MOST_LINES:]:
+        terminal.notice(shown(f"left out: {len(others) - MOST_LINES} more"))
     if beyond:
-        _tell_beyond(beyond, pulled, job_id)
+        terminal.notice(shown(f"left on the host: {_sum_of(beyond)}; bring them home with: {_all_of(pulled, again)}"))
+    if pulled.stays is not None and pulled.stays.files:
+        terminal.notice(shown(_stays_line(pulled.stays, job_id)))
+    return _lacks(pulled, again)
 
 
-def _tell_beyond(beyond: Sequence[LeftOut], pulled: Pulled, job_id: str) -> None:
-    total = sum(left.size_bytes for left in beyond)
-    names = ", ".join(left.name for left in beyond[:4]) + (" …" if len(beyond) > 4 else "")
-    files = terminal.counted(sum(left.files for left in beyond), "file")
-    terminal.notice(
-        shown(
-            f"left on the host: {names}, {files}, {terminal.size(total)}; bring them home "
-            f"with: {terminal.invoked_as()} pull {job_id} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
-        )
+def _lacks(pulled: Pulled, again: str) -> str:
+    """A line on what was asked for and is not here, and what brings it; empty when all is here."""
+    lacking = pulled.not_home
+    if not lacking:
+        return ""
+    reasons = list(dict.fromkeys(left.reason for left in lacking))
+    why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; and {len(reasons) - 1} other reasons"
+    line = f"not home: {_sum_of(lacking)} ({why})"
+    if all(reason in (GONE, ABSENT) for reason in reasons):
+        return line
+    return f"{line}; bring them with: {_all_of(pulled, again) if BEYOND_LIMIT in reasons else again}"
+
+
+def _all_of(pulled: Pulled, again: str) -> str:
+    """The command that brings what a limit left as well."""
+    total = sum(left.size_bytes for left in pulled.left_out if left.reason == BEYOND_LIMIT)
+    return f"{again} --pull-max {(pulled.size_bytes + total) / 1e9 + 1:.0f}GB"
+
+
+def _sum_of(left: Sequence[LeftOut]) -> str:
+    """`export, a.log …, 12 files, 3.4 GB`."""
+    names = ", ".join(one.name for one in left[:4]) + (" …" if len(left) > 4 else "")
+    files, size = sum(one.files for one in left), sum(one.size_bytes for one in left)
+    return f"{names}, {terminal.counted(files, 'file')}, {terminal.size(size)}" if files else names
+
+
+def _stays_line(stays: Stays, job_id: str) -> str:
+    least = "at least " if stays.at_least else ""
+    named = ", ".join(name.removeprefix("code/") for name in stays.largest)
+    more = " …" if stays.files > len(stays.largest) else ""
+    paths = " ".join(map(shlex.quote, stays.names))
+    return (
+        f"stays on the host: {least}{terminal.counted(stays.files, 'file')} that the job wrote, "
+        f"{terminal.size(stays.size_bytes)}: {named}{more}; {terminal.invoked_as()} pull {job_id} {paths} brings them"
     )
+
+
+def _as_json(pulled: Pulled) -> dict[str, object]:
+    return {
+        **asdict(pulled),
+        "stays": to_json(pulled.stays),
+        "not_home": [asdict(left) for left in pulled.not_home],
+    }

@@ -24,6 +24,7 @@ WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--name try", {"run.name": "try"}),
     ("--env A=1 --env B=x=y --env A=", {"target.env.A": "", "target.env.B": "x=y"}),
     ("--secret A --secret B", {"target.secrets": ["A", "B"]}),
+    ("--out ./out/ --out a/b.pt", {"target.outputs": ["out", "a/b.pt"]}),
     ("--remote-root /r", {"target.root": "/r"}),
     ("--python /p", {"target.python": "/p"}),
     ("--queue", {"target.queue": True}),

@@ -13,7 +13,7 @@ import pytest
 from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, FerryError, LostConnection, UsageError
 from deployer.pull.choice import BEYOND_LIMIT, Wish, choose
-from deployer.pull.landing import Landing
+from deployer.pull.landing import CannotWrite, Landing
 from deployer.pull.pieces import PIECE_BYTES, RemoteFile
 from deployer.pull.rounds import pull
 from deployer.transport.local import LocalTransport
@@ -282,7 +282,7 @@ def test_checkpoint_saved_again_under_its_name_replaces_the_older_one(job, tmp_p
 
 def test_limit_keeps_what_fits_whole_and_names_the_rest():
     def file(path, size):
-        return RemoteFile(path, size, 0, 1, size)
+        return RemoteFile(path, size, 0, "1", size)
 
     files = [file("metrics.jsonl", 10), file("export/a", 40)]
     files += [file(f"checkpoints/step_{s}/{name}", 15) for s in (1, 2, 3) for name in ("COMPLETE", "w")]
@@ -304,7 +304,7 @@ def test_what_a_run_tells_of_itself_comes_home_and_its_token_files_do_not(job, t
 
 
 def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
-    files = [RemoteFile("logs/A", 1, 0, 1, 1), RemoteFile("logs/a", 2, 0, 2, 1)]
+    files = [RemoteFile("logs/A", 1, 0, "1", 1), RemoteFile("logs/a", 2, 0, "2", 1)]
     kept, left_out = choose(files, Wish(), folds_case=True)
     assert [f.path for f in kept] == ["logs/A"] and [left.name for left in left_out] == ["logs/a"]
 
@@ -312,16 +312,23 @@ def test_names_that_are_one_on_this_disk_do_not_overwrite_each_other():
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("link", ["logs", "logs/attempt_1", ".pulling"])
+@pytest.mark.parametrize("link", ["logs", "logs/attempt_1"])
 def test_planted_link_in_the_target_is_not_followed(job, tmp_path, link):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     planted = tmp_path / "home" / link
     planted.parent.mkdir(parents=True)
     planted.symlink_to(elsewhere)
-    with pytest.raises(FerryError, match="links are not followed"):
+    (left,) = pull(host_of(job), "j1", target=tmp_path / "home").not_home
+    assert left.name == "logs/attempt_1/rank_0.log" and "links are not followed" in left.reason
+    assert list(elsewhere.iterdir()) == [] and (tmp_path / "home" / "metrics.jsonl").exists()
+
+
+def test_planted_link_where_files_gather_is_not_followed(job, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".pulling").symlink_to(tmp_path)
+    with pytest.raises(CannotWrite, match="links are not followed"):
         pull(host_of(job), "j1", target=tmp_path / "home")
-    assert list(elsewhere.iterdir()) == []
 
 
 def test_planted_link_under_a_files_own_name_is_replaced(job, tmp_path):
@@ -362,8 +369,9 @@ def test_disk_that_has_no_room_is_said_before_anything_is_fetched(job, tmp_path)
     with Landing(tmp_path / "home") as landing:
         room = landing.free_bytes()
     code = f"files(['export/huge', {room}, 1, 1, {room}]); forever()"
-    with pytest.raises(FerryError, match="GB are due"):
-        pull(lying_host(code, tmp_path), "j1", target=tmp_path / "home")
+    pulled = pull(lying_host(code, tmp_path), "j1", target=tmp_path / "home")
+    assert [left.name for left in pulled.not_home] == ["export/huge"] and pulled.fetched_bytes == 0
+    assert pulled.not_home[0].reason.startswith(f"no room here: {room / 1e9:,.2f} GB are due, ")
 
 
 # --- several connections ----------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""What a job has written that no result holds: it stays on the host until somebody asks for it.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+import stat
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from ..host.errors import AgentError
+from ..host.files import blake2b
+from ..host.layout import Job, Root
+from ..job.plan import Plan
+from ..job.record import known_record
+from ..store.content import Store
+from ..store.tree import Entry, folders_of
+
+OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
+"""Names in a job's folder that no program writes, or that are of use on the host alone."""
+NOT_RESULTS = ("__pycache__", ".git")
+MOST_LOOKS = 200_000
+LARGEST = 3
+MOST_NAMES = 6
+MOST_HASHED_BYTES = 64 << 20
+
+
+class Stays(NamedTuple):
+    """Files that stay, in short."""
+
+    files: int = 0
+    size_bytes: int = 0
+    largest: Tuple[str, ...] = ()
+    """The first few of them, relative to the job's folder."""
+    names: Tuple[str, ...] = ()
+    """What names all of them to a pull."""
+    at_least: bool = False
+    """There are more files than were looked at."""
+
+
+def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> Stays:
+    """What the job wrote into its folder and its code, without what is below the `asked` paths."""
+    looks = _Looks(job.path, asked)
+    found: List[Tuple[int, str, str]] = []  # size, path, the name that brings it
+    for name in sorted(os.listdir(job.path)):
+        if not OURS.match(name):
+            found += [(info.st_size, path, name) for path, info in looks.below(name)]
+    shipped = _Shipped(root, job, plan)
+    found += [
+        (info.st_size, path, shipped.name_of(path)) for path, info in looks.below("code") if shipped.lacks(path, info)
+    ]
+    found.sort(reverse=True)
+    return Stays(
+        len(found),
+        sum(size for size, _, _ in found),
+        tuple(path for _, path, _ in found[:LARGEST]),
+        _names(list(dict.fromkeys(name for _, _, name in found))),
+        looks.left <= 0,
+    )
+
+
+def _names(names: List[str]) -> Tuple[str, ...]:
+    """The project's ones as they are called there, or all of it where they are too many."""
+    own = [name for name in names if name.startswith("code/")]
+    others = [name for name in names if name not in own]
+    return (*others, *(["code"] if len(own) > MOST_NAMES else [name[len("code/") :] for name in own]))
+
+
+class _Looks:
+    """Walks through a job's folder, so far and no further."""
+
+    def __init__(self, base: str, asked: Sequence[str]) -> None:
+        self.left = MOST_LOOKS
+        self._base = base
+        self._asked = set(asked)
+
+    def below(self, part: str) -> Iterator[Tuple[str, os.stat_result]]:
+        """Every regular file of that path and below it, relative to the job's folder."""
+        waiting = [part]
+        while waiting and self.left > 0:
+            path = waiting.pop()
+            self.left -= 1
+            if path in self._asked or os.path.basename(path) in NOT_RESULTS:
+                continue
+            try:
+                info = os.lstat(os.path.join(self._base, path))
+                if stat.S_ISREG(info.st_mode):
+                    yield path, info
+                elif stat.S_ISDIR(info.st_mode):
+                    waiting += ["%s/%s" % (path, name) for name in os.listdir(os.path.join(self._base, path))]
+            except OSError:  # gone since its folder was read, or not ours to read
+                continue
+
+
+class _Shipped:
+    """The job's code as it was sent."""
+
+    def __init__(self, root: Root, job: Job, plan: Optional[Plan]) -> None:
+        self._base = job.path
+        self._entries: Optional[Dict[str, Entry]] = None
+        self._folders: Set[str] = set()
+        record = known_record(job)
+        self._since_ns = (record.created_at or 0.0) * 1e9 if record is not None else 0.0
+        try:
+            entries = Store(root).load_tree(plan.tree) if plan is not None else None
+        except (AgentError, OSError, ValueError):
+            entries = None  # it may have been collected: then the times tell
+        if entries is not None:
+            self._entries = {entry.path: entry for entry in entries}
+            self._folders = set(folders_of(entries))
+
+    def lacks(self, path: str, info: os.stat_result) -> bool:
+        """Whether the job has made this file, or changed it."""
+        is_later = info.st_ctime_ns > self._since_ns
+        if self._entries is None:
+            return is_later
+        entry = self._entries.get(path)
+        if entry is None or info.st_size != entry.size:
+            return True
+        return is_later and (info.st_size > MOST_HASHED_BYTES or self._hash(path) != entry.hash)
+
+    def name_of(self, path: str) -> str:
+        """The topmost folder that was not sent, or the file itself."""
+        parts = path.split("/")
+        if self._entries is None:
+            return "/".join(parts[:2])
+        tops = ("/".join(parts[:depth]) for depth in range(2, len(parts)))
+        return next((top for top in tops if top not in self._folders), path)
+
+    def _hash(self, path: str) -> str:
+        digest = blake2b(digest_size=20)
+        try:
+            with open(os.path.join(self._base, path), "rb") as file:
+                for data in iter(lambda: file.read(1 << 20), b""):
+                    digest.update(data)
+        except OSError:
+            return ""
+        return digest.hexdigest()
