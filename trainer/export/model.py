@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from itertools import islice
@@ -17,10 +16,11 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
+from trainer.files import remove_tree
 from trainer.models.hf import open_folder
 from trainer.models.layers import logits_head
 from trainer.models.protocol import Model, Shape
-from trainer.words import first_line
+from trainer.words import first_few, first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,11 +50,11 @@ def export_tensors(
     def write() -> list[list[int]]:
         assert tensors is not None
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial)
         write_export(partial, shape, tensors=tensors, tokenizer=tokenizer, dtype=dtype)
         predicted = verify_export(partial, shape, tensors=tensors, rows=rows, dtype=dtype)
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_tree(folder)
         partial.replace(folder)
         return predicted
 
@@ -78,7 +78,7 @@ def write_export(
 
     bad = [name for name, tensor in tensors.items() if not tensor.to(dtype).isfinite().all()]
     if bad:
-        raise ModelError(f"not exported: {', '.join(bad)} has values that are not finite")
+        raise ModelError(f"not exported: {first_few(bad, 5)} has values that are not finite")
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"}, max_shard_size="5GB")
@@ -131,11 +131,11 @@ def verify_export(
     theirs, info = cast("tuple[PreTrainedModel, dict[str, Any]]", told)
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
-        raise ModelError(f"the export in {folder} does not load in transformers: {wrong}")
+        raise ModelError(f"the export in {folder} does not load in transformers: {shortened(wrong, 400)}")
     loaded, written = theirs.state_dict(), {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
     changed = [name for name, tensor in written.items() if not torch.equal(loaded[name], tensor)]
     if changed:
-        raise ModelError(f"the export in {folder} holds other weights than were written: {', '.join(changed)}")
+        raise ModelError(f"the export in {folder} holds other weights than were written: {first_few(changed, 5)}")
     ours = plain_model(shape, written)
     expected = [sequence_logits(ours, ids) for ids in rows]
     got = [theirs.eval()(torch.tensor([list(ids)])).logits[0] for ids in rows]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch.distributed as torch_dist
 
 from trainer.console import write_line
 from trainer.data.dataset.documents import list_sources, read_rows
-from trainer.data.dataset.store import ListStore, RowTable, Store, collect
+from trainer.data.dataset.store import ANEW, ListStore, RowTable, Store, collect
 from trainer.data.rows.sources import identify
 from trainer.data.tokenize.encode import EncodedRow, encode_rows
 from trainer.data.tokenize.token_file import TokenFile
@@ -27,6 +28,7 @@ from trainer.data.tokenize.tokenizer import tokenizer_hash, vocab_size
 from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config
+from trainer.typed import Count, Damage, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -114,14 +116,26 @@ def _is_made(folder: Path, mark: str) -> bool:
         if tokens.header.meta.get("identity") != mark:
             return False
         _, table = _open(folder)
-    except (DataError, KeyError):
+    except DataError:
         return False
     return int((table.document >= 0).sum()) == len(tokens)
 
 
+@dataclass(frozen=True)
+class Meta:
+    """What the token file of a run keeps beside: [row, id] of what was dropped, by reason."""
+
+    dropped: dict[str, tuple[tuple[Count, str], ...]]
+
+
 def _open(folder: Path) -> tuple[Store, RowTable]:
     tokens = TokenFile.open(folder / TOKENS_FILE)
-    return tokens, RowTable.load(folder / ROWS_FILE, tokens.header.meta["dropped"])
+    try:
+        dropped = from_json(tokens.header.meta, Meta).dropped
+    except Damage as damage:
+        raise DataError(f"{folder / TOKENS_FILE}: meta.{damage}", hint=ANEW) from None
+    listed = {reason: [list(row) for row in rows] for reason, rows in dropped.items()}
+    return tokens, RowTable.load(folder / ROWS_FILE, listed)
 
 
 def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Iterator[EncodedRow]:
