@@ -9,6 +9,7 @@ converted. A key that is missing takes the field's default; one that the type la
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -25,6 +26,8 @@ MAX_DEPTH = 32
 """Of what has no type (Any)."""
 MOST = (1 << 63) - 1
 SHOWN = 60
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""No file has such a name, and no terminal shows it."""
 
 
 class Damage(Exception):
@@ -186,13 +189,15 @@ def _dict_parser(parser: _Parser) -> _Parser:
     def parse_dict(value: Any) -> Any:
         if not isinstance(value, dict):
             _fail(value, "an object")
-        return {key: _at(key, parser, element) for key, element in value.items()}
+        return {_parse_str(key): _at(key, parser, element) for key, element in value.items()}
 
     return parse_dict
 
 
 def _parse_str(value: Any) -> str:
-    return value if isinstance(value, str) else _fail(value, "a text")
+    if isinstance(value, str) and not SURROGATE.search(value):
+        return value
+    _fail(value, "a text of valid UTF-8" if isinstance(value, str) else "a text")
 
 
 def _parse_bool(value: Any) -> bool:

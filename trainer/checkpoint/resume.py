@@ -28,7 +28,7 @@ from trainer.checkpoint.states import ExtraState
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
 from trainer.dist import Dist, on_rank0
-from trainer.errors import ConfigError, ModelError
+from trainer.errors import ConfigError, DataError, ModelError
 from trainer.files import expanded
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
@@ -238,6 +238,8 @@ def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str
         data.load_state_dict(saved.extra["data"])
     except Damage as damage:
         raise cannot_load(path, f"{STATE_FILE}: {damage.within('data')}") from None
+    except DataError as error:
+        raise DataError(error.message, where=str(path), hint=error.hint) from None
     if saved.step > data.total_steps:
         raise ConfigError(
             f"{path} is after step {saved.step}, and the run has {data.total_steps} steps",

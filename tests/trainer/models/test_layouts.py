@@ -1,4 +1,4 @@
-"""Folders as others lay them out: what transformers opens is opened, as the same model; what is not, is told in a line."""
+"""Folders as others lay them out: what transformers opens is opened as the same model, all else is told in a line."""
 
 from __future__ import annotations
 

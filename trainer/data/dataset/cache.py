@@ -188,7 +188,7 @@ def _all_done(dist: Dist, future: Future[None] | None) -> bool:
     return bool(done.item())
 
 
-def _portable(error: Exception | None) -> tuple[type[Exception], str, dict[str, str]] | None:
+def _portable(error: Exception | None) -> tuple[type[Exception], str, dict[str, Any]] | None:
     if error is None:
         return None
     if isinstance(error, UserError):

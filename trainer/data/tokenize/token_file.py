@@ -100,7 +100,11 @@ class TokenFile:
             self._place_of_targets(first, last),
             self._place_of_name(index),
         )
-        return Encoded(name.decode(), _as_int32(np.frombuffer(ids, self._dtype)), _targets(bits, first, last - first))
+        return Encoded(
+            name.decode(errors="replace"),
+            _as_int32(np.frombuffer(ids, self._dtype)),
+            _targets(bits, first, last - first),
+        )
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[index] for index in range(len(self)))
