@@ -15,7 +15,7 @@ from trainer.config.fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
 from trainer.config.files import read_yaml
 from trainer.config.fsdp1 import ACCELERATE_NAMES, STRATEGIES
 from trainer.config.keys import DROPPED, Places
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_all
 
 BACKENDS = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "pytorch"}
 PRECISIONS = {"bf16": "bf16", "no": "fp32"}
@@ -117,15 +117,13 @@ def read_fsdp_config(path: str | Path) -> Accelerate:
     """
     tree, places = read_yaml(Path(path))
     reading = _Reading()
+    wrong = []
     for given in _entries(tree, places):
-        rule = RULES.get(given.name)
-        if rule is None:
-            near = get_close_matches(given.name, RULES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
-            raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
-        if given.is_null and rule is not _backward_prefetch:
-            continue  # not given
-        rule(given, reading)
+        try:
+            _read(given, reading)
+        except ConfigError as error:
+            wrong.append(error)
+    raise_all(wrong)
     if reading.processes and reading.values.get("target.train_backend", ("", ""))[0] == "pytorch":
         reading.processes = None
         reading.notes.append("num_processes: no effect, distributed_type NO is one process")
@@ -134,6 +132,16 @@ def read_fsdp_config(path: str | Path) -> Accelerate:
     number, place = reading.processes or (None, "")
     settings = tuple(Setting(key, value, where) for key, (value, where) in reading.values.items())
     return Accelerate(settings, number, place, tuple(f"{path}: {note}" for note in reading.notes))
+
+
+def _read(given: Given, reading: _Reading) -> None:
+    rule = RULES.get(given.name)
+    if rule is None:
+        near = get_close_matches(given.name, RULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
+        raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
+    if not given.is_null or rule is _backward_prefetch:  # else it is not given
+        rule(given, reading)
 
 
 def check_processes(accelerate: Accelerate, processes: int) -> None:
