@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, get_origin
@@ -37,13 +37,13 @@ RAISED_HINTS = {
 }
 
 
-def read_source(path: Path) -> bytes:
+def read_source(path: Path, suffixes: Sequence[str] = (".py", *YAML_SUFFIXES)) -> bytes:
     """The bytes of a config file; a ConfigError when there is none to read."""
     if not path.exists():
         raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
     if path.is_dir():
         raise ConfigError(f"config {path} is a folder", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
-    if path.suffix not in (".py", *YAML_SUFFIXES):
+    if path.suffix not in suffixes:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
     try:
@@ -202,6 +202,11 @@ def _line_in(trace: TracebackType | None, filename: str) -> int | None:
 def read_yaml(path: Path) -> tuple[dict[str, object], Places]:
     """The nested values of a YAML config, unquoted scalars as `Word`, with the line of every key and list element."""
     return parse_yaml(read_source(path), str(path))
+
+
+def read_json(path: Path) -> tuple[dict[str, object], Places]:
+    """The same of a JSON file of another tool: YAML takes JSON, but for tabs between values."""
+    return parse_yaml(read_source(path, (".json",)).replace(b"\t", b" "), str(path))
 
 
 def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:
