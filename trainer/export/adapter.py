@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import ModelError
-from trainer.export.model import Rows, check_logits, plain_model, sequence_logits
+from trainer.export.model import Rows, check_logits, plain_model, sequence_logits, write_generation
 from trainer.files import remove_tree
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
 from trainer.models.hf import named_weights, render_names
@@ -34,6 +34,7 @@ def export_adapter(
     base_name: str | None,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: Rows,
+    generation: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after it has been verified.
 
@@ -46,6 +47,8 @@ def export_adapter(
     write_adapter(partial, pairs, spec=spec, shape=shape, base_name=base_name)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+    if generation is not None:  # for GenerationConfig.from_pretrained: the base's own may end elsewhere
+        write_generation(partial, generation)
     predicted = verify_adapter(partial, tensors, spec=spec, shape=shape, rows=rows)
     remove_tree(folder)
     partial.replace(folder)

@@ -13,6 +13,7 @@ from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.files import expanded
 from trainer.models.families.decoder import Decoder
+from trainer.models.generation import read_generation
 from trainer.models.hf import CONFIG_FILE, fetch_model
 from trainer.typed import Damage, Within, from_json, read_json
 from trainer.words import first_few, first_line, shortened
@@ -164,7 +165,12 @@ DECODERS = DecoderFamily()
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
     """The local folder of a model given by folder or Hugging Face name. Raises ModelError for one that Decoder does not
     compute."""
-    return fetch_model(name, dist, check=read_model_config, weights=weights)
+
+    def check(folder: Path) -> None:
+        read_model_config(folder)
+        read_generation(folder)  # what the export takes over
+
+    return fetch_model(name, dist, check=check, weights=weights)
 
 
 def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
