@@ -27,7 +27,7 @@ class UserError(Exception):
         super().__init__(message)
         self.message = shortened(message, MAX_MESSAGE)  # somebody's file may be quoted in it
         self.where = where
-        self.hint = hint
+        self.hint = shortened(hint, MAX_MESSAGE)
 
     def __str__(self) -> str:
         lines = [shown(self.message)]
