@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import weakref
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,12 @@ def replace_bytes(path: Path, content: bytes) -> None:
     aside = path.with_name(f".tmp_{path.name}")
     aside.write_bytes(content)
     aside.replace(path)
+
+
+def read_up_to(path: Path, most: int) -> bytes:
+    """The bytes of a file; of one that is longer than `most`, one more than that."""
+    with path.open("rb") as file:
+        return file.read(most + 1)
 
 
 class FileChangedError(OSError):
@@ -93,6 +100,28 @@ def why_unreadable(error: OSError) -> str:
     """What follows a file's name: `has changed while it was read: …`, or `cannot be read: Input/output error`."""
     told = error.strerror or str(error)
     return told if isinstance(error, FileChangedError) else f"cannot be read: {told}"
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as the system lets it go; however deep, which shutil's is not."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        with suppress(OSError):
+            _flatten(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flatten(folder: Path) -> None:
+    """Bring each folder below to right below it: paths stay short, and nobody calls himself."""
+    waiting, number = [folder], 0
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            inner = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        for path in inner:
+            number += 1
+            waiting.append(folder / f".removed_{os.getpid()}_{number}")
+            Path(path).rename(waiting[-1])
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,11 +17,17 @@ def first_line(error: BaseException) -> str:
     one where it only announces that (`backend='inductor' raised:`)."""
     lines = list(filter(None, (line.strip() for line in str(error).splitlines())))
     announced = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines))
-    text = " ".join(lines[: announced + 1])
+    text = shortened(" ".join(lines[: announced + 1]), 400)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """A value of somebody's file as text, cut."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def first_few(names: Sequence[str], count: int) -> str:
     """`a, b and 7 more`: the first `count` names, and how many more there are."""
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    return ", ".join(shortened(name, 200) for name in names[:count]) + more

@@ -78,7 +78,7 @@ def read_kept(text: str, file: str, beside: Mapping[str, Mapping[str, object]] =
     for section, values in beside.items():
         inner = known.get(section)
         known[section] = {**(inner if isinstance(inner, Mapping) else {}), **values}
-    return Kept(Draft.of_tree(known, places).config, strange, places)
+    return Kept(Draft.of_tree(known, places).typed(), strange, places)
 
 
 def _own_part(tree: Mapping[str, object], places: Places) -> tuple[dict[str, object], dict[str, object]]:

@@ -12,24 +12,26 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from trainer.files import sync_folder
+from trainer.files import read_up_to, remove_tree, sync_folder
 from trainer.schema import CHECKPOINT_MARKER
+from trainer.typed import MAX_BYTES, Count, Damage, Size, Within, from_json, parse_json
+from trainer.words import first_few
 
 STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by torch.distributed.checkpoint
-STEP_NAME = re.compile(r"step_(\d{6,})")
-SHARD_NAME = re.compile(r"__(\d+)_\d+\.distcp")
-RANDOM_NAME = re.compile(r"random_(\d+)\.pt")
+STEP_NAME = re.compile(r"step_(\d{6,18})")
+SHARD_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
+RANDOM_NAME = re.compile(r"random_(\d{1,9})\.pt")
 Manifest = dict[str, list[int]]
 """{file name: [bytes, CRC-32]}."""
 FORMAT = 3
@@ -37,6 +39,8 @@ FORMAT = 3
 checksum of `state.json`."""
 SEALED_FORMAT = 3
 """From here on an empty marker is damage."""
+MARKER_BYTES = 4096
+"""A marker's, at most."""
 PIECE_BYTES = 16 * 2**20
 
 
@@ -85,7 +89,7 @@ def set_aside(path: Path) -> Path:
 
 def make_empty(folder: Path) -> None:
     for killed in folder.parent.glob(".tmp_step_*"):  # an earlier start may have been killed while writing one
-        shutil.rmtree(killed, ignore_errors=True)
+        remove_tree(killed)
     folder.mkdir(parents=True)
 
 
@@ -105,7 +109,7 @@ def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], N
     aside.rename(final)
     sync_folder(final.parent)
     at("renamed")
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove_tree(replaced)
 
 
 def render_marker(state: bytes) -> bytes:
@@ -113,17 +117,44 @@ def render_marker(state: bytes) -> bytes:
     return json.dumps({STATE_FILE: _entry(state)}).encode()
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What `state.json` says that is read again: by the trainer itself, beside what the recipe has in it."""
+
+    step: Count
+    world_size: Annotated[int, Within(1, 1 << 20)]
+    format: Size = 1
+    files: dict[str, tuple[Count, Count]] | None = None
+    shape: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
+    part: dict[str, str] | None = None
+    hashes: dict[str, str] | None = None
+    data: dict[str, Any] | None = None
+    recipe: Any = None
+    total_steps: Size | None = None
+    eval_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_last: float | None = None
+    eval_loss_best: float | None = None
+    eval_step: Count | None = None
+    evals_without_gain: Count | None = None
+
+
 def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
     """What `state.json` says, and whether it is known to be as it was written: before format 3 the marker is empty.
 
-    Raises DamagedError, OSError, and ValueError or TypeError where it is no JSON object.
+    Raises DamagedError where it is not what was written or not of the types of `Saved`, and OSError.
     """
-    state, marker = (folder / STATE_FILE).read_bytes(), (folder / CHECKPOINT_MARKER).read_bytes()
+    state, marker = read_up_to(folder / STATE_FILE, MAX_BYTES), read_up_to(folder / CHECKPOINT_MARKER, MARKER_BYTES)
     if marker:
         wrong = _difference(_entry(state), parse_marker(marker))
         if wrong:
             raise DamagedError(f"{STATE_FILE} {wrong}")
-    info = dict(json.loads(state))
+    try:
+        info = parse_json(state)
+        from_json(info, Saved)
+    except Damage as damage:
+        raise DamagedError(f"{STATE_FILE}: {damage}") from None
     if not marker and info.get("format", 1) >= SEALED_FORMAT:
         raise DamagedError(
             f"{CHECKPOINT_MARKER} is empty, and holds the checksum of {STATE_FILE} in format {info['format']}"
@@ -133,10 +164,9 @@ def read_state(folder: Path) -> tuple[dict[str, Any], bool]:
 
 def parse_marker(marker: bytes) -> list[int]:
     """Length and CRC-32 of `state.json`."""
-    with suppress(ValueError, KeyError, TypeError, RecursionError):
-        length, crc = json.loads(marker)[STATE_FILE]
-        if type(length) is int and type(crc) is int:
-            return [length, crc]
+    with suppress(Damage):
+        says = from_json(parse_json(marker, most=MARKER_BYTES), dict[str, Any])
+        return list(from_json(says.get(STATE_FILE), tuple[Count, Count]))
     raise DamagedError(f"{CHECKPOINT_MARKER} has other content than was written")
 
 
@@ -144,7 +174,7 @@ def remove(path: Path) -> None:
     """Delete a complete checkpoint; a kill half way leaves what the next save removes, and no half of one."""
     doomed = path.with_name(f".tmp_{path.name}_removed")
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_tree(doomed)
 
 
 def _named(folder: Path) -> dict[int, Path]:
@@ -212,8 +242,6 @@ def damages(folder: Path, manifest: Manifest) -> list[str]:
 def disagreements(folder: Path, info: Mapping[str, Any]) -> list[str]:
     """What of a checkpoint's `state.json` contradicts itself, the folder's name or the names of the files in it."""
     step, world_size, data = info["step"], info["world_size"], info.get("data")
-    if not all(type(number) is int for number in (step, world_size)):
-        return [f"{STATE_FILE} has step {step!r} and world_size {world_size!r}, not two numbers"]
     found = []
     named = STEP_NAME.fullmatch(folder.name)
     if named and int(named[1]) != step:
@@ -231,19 +259,26 @@ def _strange_files(folder: Path, manifest: Manifest, world_size: int) -> list[st
     writers = {int(match[1]) for name in manifest if (match := SHARD_NAME.fullmatch(name))}
     found = []
     if ranks != set(range(world_size)):
-        found.append(f"{STATE_FILE} has world_size {world_size} and random states of the ranks {sorted(ranks)}")
+        found.append(f"{STATE_FILE} has world_size {world_size} and random states of the ranks {_few(ranks)}")
     if not writers <= ranks:
-        found.append(f"{STATE_FILE} has world_size {world_size} and shards of the ranks {sorted(writers)}")
+        found.append(f"{STATE_FILE} has world_size {world_size} and shards of the ranks {_few(writers)}")
     if METADATA_FILE not in manifest:
         found.append(f"{STATE_FILE} does not name {METADATA_FILE}")
+    elsewhere = [name for name in manifest if Path(name).name != name or "\0" in name]
+    if elsewhere:
+        found.append(f"{STATE_FILE} names {first_few(elsewhere, 3)}, which is not in its folder")
     # others of such a name came from elsewhere; what else lies there (an editor's, a file system's) is not read
     ours = {
         file.name for file in folder.iterdir() if SHARD_NAME.fullmatch(file.name) or RANDOM_NAME.fullmatch(file.name)
     }
     strays = sorted(ours - set(manifest))
     if strays:
-        found.append(f"{', '.join(strays[:3])} is not of this checkpoint: {STATE_FILE} does not name it")
+        found.append(f"{first_few(strays, 3)} is not of this checkpoint: {STATE_FILE} does not name it")
     return found
+
+
+def _few(numbers: set[int]) -> str:
+    return f"[{first_few([str(number) for number in sorted(numbers)], 8)}]"
 
 
 def share(manifest: Manifest, rank: int, world_size: int) -> Manifest:

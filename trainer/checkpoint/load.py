@@ -109,7 +109,7 @@ def read_info(path: Path) -> Resumed:
         return Resumed(info.pop("step"), info.pop("world_size"), info, info.pop("files", {}), is_sealed)
     except DamagedError as error:
         raise cannot_load(path, str(error)) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
         raise cannot_load(path, f"{STATE_FILE}: {first_cause(error)}") from error
 
 

@@ -28,11 +28,13 @@ from trainer.checkpoint.states import ExtraState
 from trainer.config.load import config_to_dict
 from trainer.data.batches.steps import Loader
 from trainer.dist import Dist, on_rank0
-from trainer.errors import ConfigError, ModelError
+from trainer.errors import ConfigError, DataError, ModelError
 from trainer.files import expanded
 from trainer.optim.build import had_8bit_embeddings
 from trainer.optim.schedules import lr_multiplier
 from trainer.schema import CHECKPOINTS_DIR, RESTARTED_ENV, Config
+from trainer.typed import Damage
+from trainer.words import first_few
 
 ANEW = "restore it, or start anew with train.resume=never"
 RECIPE = "recipe"
@@ -100,7 +102,7 @@ def resume(
             saved = verify(path, dist)
             tensors = _differences(path, module, optimizer, dist)
             _check_whole(path, saved)
-            check_optimizer(path, saved.extra.get("config", {}), optimizer)
+            check_optimizer(path, saved.extra.get("config") or {}, optimizer)
             _check(path, saved, identity, tensors, data)
             _check_state(path, saved.extra.get(RECIPE), state)
             load(path, module, optimizer, dist, verified=saved)
@@ -112,7 +114,8 @@ def resume(
         raise failures[0][1]
     if failures:
         folder = choice.paths[0].parent
-        told = "; ".join(f"{path.name}: {_reason(path, error)}" for path, error in failures)
+        told = "; ".join(f"{path.name}: {_reason(path, error)}" for path, error in failures[:5])
+        told += f"; and {len(failures) - 5} more" if len(failures) > 5 else ""
         raise CheckpointError(
             f"none of the {len(failures)} checkpoints in {folder} can be loaded: {told}. Restore one of them, or start "
             f"anew in another --run-dir"
@@ -140,14 +143,15 @@ def check_same_part(path: Path, before: Mapping[str, str], now: Mapping[str, str
     ]
     if changed:
         raise ModelError(
-            f"{path} was made by a run that trains something else: {', '.join(changed)}",
+            f"{path} was made by a run that trains something else: {first_few(changed, 8)}",
             hint="restore lora, model.freeze and model.name as they were, or start anew with train.resume=never",
         )
 
 
 def check_optimizer(path: Path, before: Mapping[str, Any], now: torch.optim.Optimizer) -> None:
     """Raise ConfigError where 8-bit state would have to become fp32 state; the other way is possible."""
-    saved = before.get("optim", {})
+    saved = before.get("optim")
+    saved = saved if isinstance(saved, Mapping) else {}
     if saved.get("optimizer") == "adamw8bit" and isinstance(now, torch.optim.AdamW):
         raise ConfigError(
             f"{path} holds the 8-bit state of optim.optimizer adamw8bit, which adamw cannot take over",
@@ -168,14 +172,15 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     keys = [("optim", key) for key in now["optim"]]
     keys += [("train", key) for key in ("steps", "epochs", "micro_batch_size", "grad_accum_steps", "global_batch_size")]
     keys += [("train", "micro_batch_tokens"), ("train", "precision"), ("parallel", "reduce_dtype")]
-    known = [(section, key) for section, key in keys if key in before.get(section, {})]
-    pairs = [(f"{section}.{key}", before[section][key], now[section][key]) for section, key in known]
+    sections = {name: before[name] for name in now if isinstance(before.get(name), Mapping)}
+    known = [(section, key) for section, key in keys if key in sections.get(section, {})]
+    pairs = [(f"{section}.{key}", sections[section][key], now[section][key]) for section, key in known]
     return [f"{key} {old} -> {new}" for key, old, new in pairs if old != new]
 
 
 def render_changes(extra: Mapping[str, Any], config: Config, *, step: int, total_steps: int, peak: float) -> list[str]:
     """A line for what is not as the checkpoint's run had it, and one for another length; none for a run begun anew."""
-    changed = changed_keys(extra.get("config", {}), config_to_dict(config))
+    changed = changed_keys(extra.get("config") or {}, config_to_dict(config))
     horizon = render_horizon(config, step=step, before=extra.get("total_steps"), now=total_steps, peak=peak)
     lines = [f"changed since the checkpoint, in force from here on: {', '.join(changed)}"] if changed else []
     return [f"note: {line}" for line in [*lines, *([horizon] if horizon else [])]]
@@ -216,21 +221,18 @@ def _differences(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer
 
 def _check_whole(path: Path, saved: Resumed) -> None:
     """Raise CheckpointError where state.json lacks what every save writes: its checksum is nowhere."""
-    kinds = {name: saved.extra.get(name, {}) for name in ("shape", "part", "hashes", "config")}
-    wrong = [name for name, value in kinds.items() if not isinstance(value, Mapping)]
-    wrong += [] if isinstance(saved.extra.get("data"), Mapping) else ["data"]
-    if wrong:
-        raise cannot_load(path, f"{STATE_FILE} does not say what a save writes there: {', '.join(wrong)}")
+    if not isinstance(saved.extra.get("data"), Mapping):
+        raise cannot_load(path, f"{STATE_FILE} does not say what a save writes there: data")
 
 
 def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str], data: Loader) -> None:
     """Go to the checkpoint's place in the data. Raises when model, data or length of the run are not those of it."""
-    before = saved.extra.get("shape", identity.shape)
+    before = saved.extra.get("shape") or identity.shape
     changed = [f"{name} {before.get(name)} -> {new}" for name, new in identity.shape.items() if before.get(name) != new]
     if changed:
-        raise ModelError(f"{path} was made by another model: {', '.join(changed)}", hint=ANEW)
-    check_same_part(path, saved.extra.get("part", {}), identity.part)
-    hashes = saved.extra.get("hashes", {})
+        raise ModelError(f"{path} was made by another model: {first_few(changed, 8)}", hint=ANEW)
+    check_same_part(path, saved.extra.get("part") or {}, identity.part)
+    hashes = saved.extra.get("hashes") or {}
     for name, new in identity.hashes.items():
         if hashes.get(name, new) != new:
             raise ModelError(f"{path} was made with another {name}: {hashes[name]} -> {new}", hint=ANEW)
@@ -239,7 +241,12 @@ def _check(path: Path, saved: Resumed, identity: Identity, tensors: Sequence[str
         raise ModelError(
             message, hint="restore optim and what is trained as they were, or start anew with train.resume=never"
         )
-    data.load_state_dict(saved.extra["data"])
+    try:
+        data.load_state_dict(saved.extra["data"])
+    except Damage as damage:
+        raise cannot_load(path, f"{STATE_FILE}: {damage.within('data')}") from None
+    except DataError as error:
+        raise DataError(error.message, where=str(path), hint=error.hint) from None
     if saved.step > data.total_steps:
         raise ConfigError(
             f"{path} is after step {saved.step}, and the run has {data.total_steps} steps",

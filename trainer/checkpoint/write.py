@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from trainer.checkpoint.retention import Keep, prune
 from trainer.checkpoint.shards import write_shards
 from trainer.checkpoint.states import State, check_finite, local_bytes, write_random_state
 from trainer.dist import Group, gather
-from trainer.files import lack_of_room
+from trainer.files import lack_of_room, remove_tree
 
 HEADROOM_BYTES = 8 * 2**20  # metadata, random states and the file system's own blocks
 
@@ -66,7 +65,7 @@ def write(order: Order, state: State, group: Group, at: AtPoint = nothing) -> st
         if group is not None:
             torch_dist.barrier(group=group)  # no rank may still write into the folder that rank 0 removes
         if order.rank == 0:
-            shutil.rmtree(order.aside, ignore_errors=True)
+            remove_tree(order.aside)
         raise
     at("committed")
     note = _prune(order) if order.rank == 0 else ""

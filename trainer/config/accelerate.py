@@ -11,14 +11,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
-from trainer.config.fields import BOOL_WORDS, INT_WORD, NULL_WORDS, Word, show
-from trainer.config.files import read_yaml
+from trainer.config.fields import BOOL_WORDS, FLOAT_WORD, INT_WORD, NULL_WORDS, Word, show
+from trainer.config.files import read_json, read_yaml
 from trainer.config.fsdp1 import ACCELERATE_NAMES, STRATEGIES
 from trainer.config.keys import DROPPED, Places
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_all
 
+MAX_NUMBER = 1 << 53
 BACKENDS = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "NO": "pytorch"}
-PRECISIONS = {"bf16": "bf16", "no": "fp32"}
+PRECISIONS = {"bf16": "bf16", "no": "fp32", "false": "fp32"}
+"""By word in small letters, as accelerate compares them; YAML's `no` is false there."""
+BOOLS = {**BOOL_WORDS, "y": True, "t": True, "1": True, "n": False, "f": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Given:
         """Nothing, an empty list or mapping, or a word for no."""
         if isinstance(self.value, Mapping | list):
             return not self.value
-        return self.is_null or self.text.lower() in ("false", "no")
+        return self.is_null or BOOL_WORDS.get(self.text.lower()) is False
 
     def error(self, problem: str, hint: str = "") -> ConfigError:
         return ConfigError(f"{self.name} is {show(self.value)}: {problem}", where=self.place, hint=hint)
@@ -77,15 +80,18 @@ class Given:
         raise self.error(f"expected one of {', '.join(choices)}", f"did you mean {near[0]}?" if near else "")
 
     def boolean(self) -> bool:
-        value = BOOL_WORDS.get(self.text.lower())
+        value = BOOLS.get(self.text.lower())
         if value is None:
             raise self.error("expected true or false")
         return value
 
     def number(self) -> int:
-        if not INT_WORD.fullmatch(self.text):
+        if INT_WORD.fullmatch(self.text):
+            return int(self.text)
+        number = float(self.text) if FLOAT_WORD.fullmatch(self.text) else 0.5
+        if not number.is_integer() or abs(number) > MAX_NUMBER:
             raise self.error("expected a whole number")
-        return int(self.text)
+        return int(number)
 
     def texts(self) -> list[str]:
         """The entries of a list, which may also be written with commas."""
@@ -111,21 +117,19 @@ Rule = Callable[[Given, _Reading], None]
 
 
 def read_fsdp_config(path: str | Path) -> Accelerate:
-    """What a YAML as `accelerate config` writes it says, for FSDP versions 1 and 2.
+    """What a YAML or JSON file as `accelerate config` writes it says, for FSDP versions 1 and 2.
 
     Raises ConfigError, with the line, for a key that accelerate does not know and for what cannot be done here.
     """
-    tree, places = read_yaml(Path(path))
+    tree, places = read_json(Path(path)) if Path(path).suffix == ".json" else read_yaml(Path(path))
     reading = _Reading()
+    wrong = []
     for given in _entries(tree, places):
-        rule = RULES.get(given.name)
-        if rule is None:
-            near = get_close_matches(given.name, RULES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
-            raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
-        if given.is_null and rule is not _backward_prefetch:
-            continue  # not given
-        rule(given, reading)
+        try:
+            _read(given, reading)
+        except ConfigError as error:
+            wrong.append(error)
+    raise_all(wrong)
     if reading.processes and reading.values.get("target.train_backend", ("", ""))[0] == "pytorch":
         reading.processes = None
         reading.notes.append("num_processes: no effect, distributed_type NO is one process")
@@ -134,6 +138,16 @@ def read_fsdp_config(path: str | Path) -> Accelerate:
     number, place = reading.processes or (None, "")
     settings = tuple(Setting(key, value, where) for key, (value, where) in reading.values.items())
     return Accelerate(settings, number, place, tuple(f"{path}: {note}" for note in reading.notes))
+
+
+def _read(given: Given, reading: _Reading) -> None:
+    rule = RULES.get(given.name)
+    if rule is None:
+        near = get_close_matches(given.name, RULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "a file as `accelerate config` writes it is expected"
+        raise ConfigError(f"{given.name} is not a key of accelerate's config", where=given.place, hint=hint)
+    if not given.is_null or rule is _backward_prefetch:  # else it is not given
+        rule(given, reading)
 
 
 def check_processes(accelerate: Accelerate, processes: int) -> None:
@@ -191,17 +205,18 @@ def _only(problem: str, *allowed: str) -> Rule:
 
 
 def _distributed_type(given: Given, reading: _Reading) -> None:
-    if given.text not in BACKENDS:
+    word = "NO" if given.is_empty else given.text.upper()  # YAML's NO is false
+    if word not in BACKENDS:
         raise given.error("only FSDP, MULTI_GPU, MULTI_CPU and NO can be done here")
-    reading.put(given, "target.train_backend", BACKENDS[given.text])
-    if given.text == "MULTI_CPU":
+    reading.put(given, "target.train_backend", BACKENDS[word])
+    if word == "MULTI_CPU":
         reading.put(given, "target.device", "cpu")
 
 
 def _mixed_precision(given: Given, reading: _Reading) -> None:
-    if given.text not in PRECISIONS:
+    if given.text.lower() not in PRECISIONS:
         raise given.error("bf16 and no (fp32) can be done here", "bf16 has the range of fp32 and needs no loss scaling")
-    reading.put(given, "train.precision", PRECISIONS[given.text])
+    reading.put(given, "train.precision", PRECISIONS[given.text.lower()])
 
 
 def _num_processes(given: Given, reading: _Reading) -> None:
@@ -279,15 +294,14 @@ def _ignored_modules(given: Given, reading: _Reading) -> None:
 
 
 def _dynamo(given: Given, reading: _Reading) -> None:
-    if given.text.upper() not in ("NO", "INDUCTOR"):
+    word = "NO" if given.is_empty else given.text.upper()
+    if word not in ("NO", "INDUCTOR"):
         raise given.error("only NO and INDUCTOR can be done here")
-    reading.put(given, "parallel.compile", given.text.upper() == "INDUCTOR")
+    reading.put(given, "parallel.compile", word == "INDUCTOR")
 
 
 def _min_num_params(given: Given, reading: _Reading) -> None:
-    reading.put(
-        given, "parallel.min_num_params", int(float(given.text)) if given.text.startswith("1e") else given.number()
-    )
+    reading.put(given, "parallel.min_num_params", given.number())
 
 
 OTHER_ENGINE = _only("this trainer has FSDP2 and DDP only")
@@ -312,6 +326,7 @@ RULES: dict[str, Rule] = {
     "deepspeed_config": OTHER_ENGINE,
     "megatron_lm_config": OTHER_ENGINE,
     "mpirun_config": OTHER_ENGINE,
+    "fp16": _only("bf16 and no (fp32) can be done here"),
     "fp8_config": _only("fp8 products cannot be done here"),
     "parallelism_config": _only("set parallel.sharding_strategy and dp_replicate instead"),
     "ipex_config": OTHER_ENGINE,

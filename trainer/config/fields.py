@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from trainer.config.keys import Places, field_kinds, is_section, unknown_key
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_all
 from trainer.schema import Config
 
 T = TypeVar("T")
@@ -38,41 +38,73 @@ class Misfit(ValueError):
     """A value does not have the wanted type."""
 
 
-def build_config(tree: Mapping[str, object], places: Places) -> Config:
-    """A Config from nested values; keys left out keep their defaults. Raises ConfigError for the first wrong one."""
-    return _build(Config, tree, "", places=places)
+class Wrong(dict[str, ConfigError]):
+    """What is wrong with which key, as it is found."""
 
 
-def _build(cls: Callable[..., T], tree: Mapping[str, object], prefix: str, *, places: Places) -> T:
-    kinds = field_kinds(cls)
-    for name in tree:
-        if name not in kinds:
-            raise unknown_key(f"{prefix}{name}", places, siblings=list(kinds) if "[" in prefix else ())
+def build_config(tree: Mapping[str, object], places: Places, wrong: Wrong) -> Config:
+    """A Config from nested values; keys left out keep their defaults, and so do those that come to stand in `wrong`."""
+    return _build(Config, tree, "", places=places, wrong=wrong)
+
+
+def _build(
+    cls: Callable[..., T], tree: Mapping[str, object], prefix: str, *, places: Places, wrong: Wrong | None = None
+) -> T:
+    """Without `wrong`: raises ConfigError with all that is."""
+    kinds, found, mistakes = field_kinds(cls), {}, Wrong()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        try:
+            if name not in kinds:
+                raise unknown_key(key, places, siblings=list(kinds) if "[" in prefix else ())
+            found[name] = fit(value, kinds[name], key, places=places, wrong=wrong)
+        except ConfigError as error:
+            mistakes[key] = error
     for missing in (f.name for f in fields(cast(Any, cls)) if f.default is f.default_factory and f.name not in tree):
-        raise ConfigError(f"{prefix}{missing} is missing", where=places.of(prefix.removesuffix(".")))
-    return cls(**{name: fit(value, kinds[name], f"{prefix}{name}", places=places) for name, value in tree.items()})
+        told = ConfigError(f"{prefix}{missing} is missing", where=places.of(prefix.removesuffix(".")))
+        mistakes[f"{prefix}{missing}"] = told
+    if wrong is None:
+        raise_all(mistakes.values())
+    else:
+        wrong.update(mistakes)
+    return cls(**found)
 
 
-def fit(value: object, kind: Any, key: str, *, places: Places) -> Any:
-    """The value as the field's type has it (int -> float, tuple -> list), or a ConfigError that names the key."""
+def fit(value: object, kind: Any, key: str, *, places: Places, wrong: Wrong | None = None) -> Any:
+    """The value as the field's type has it (int -> float, tuple -> list), or a ConfigError that names the key.
+
+    `wrong`: what is wrong in a section goes there, and its other keys are as they are given.
+    """
     entry = _entry_section(kind)
     if entry is not None and (isinstance(value, Mapping) or type(value) is entry):
         kind = entry
     if is_section(kind):
-        return _build(kind, _section_tree(value, kind, key, places), f"{key}.", places=places)
+        return _build(kind, _section_tree(value, kind, key, places), f"{key}.", places=places, wrong=wrong)
     origin = get_origin(kind)
     if origin is list and _takes_text(get_args(kind)[0]) and isinstance(value, Word | str) and _is_one_word(value):
         value = [value]
     if origin is list and isinstance(value, (list, tuple, range)):
         (item,) = get_args(kind)
-        return [fit(v, item, f"{key}[{i}]", places=places) for i, v in enumerate(value)]
+        return list(_fit_each({f"{key}[{i}]": v for i, v in enumerate(value)}, item, places).values())
     if origin is dict and isinstance(value, Mapping):
-        return {str(k): fit(v, get_args(kind)[1], f"{key}.{k}", places=places) for k, v in value.items()}
+        inner = _fit_each({f"{key}.{k}": v for k, v in value.items()}, get_args(kind)[1], places)
+        return dict(zip(map(str, value), inner.values(), strict=True))
     try:
         return fit_scalar(value, kind)
     except Misfit as misfit:
         message = f"{key} is {show(value)}, expected {describe(kind)}{misfit}"
         raise ConfigError(message, where=places.of(key), hint=_misfit_hint(value, kind)) from None
+
+
+def _fit_each(values: Mapping[str, object], kind: Any, places: Places) -> dict[str, Any]:
+    found, wrong = {}, Wrong()
+    for key, value in values.items():
+        try:
+            found[key] = fit(value, kind, key, places=places)
+        except ConfigError as error:
+            wrong[key] = error
+    raise_all(wrong.values())
+    return found
 
 
 def _entry_section(kind: Any) -> Any | None:

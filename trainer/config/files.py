@@ -11,14 +11,14 @@ import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, get_origin
 
 from trainer.config.fields import NULL_WORDS, Word
-from trainer.config.keys import Places, section_of_class, unknown_key
-from trainer.errors import COMMAND_LINE, ConfigError
+from trainer.config.keys import Places, field_kinds, known_keys, section_of_class, unknown_key
+from trainer.errors import COMMAND_LINE, ConfigError, together
 from trainer.schema import Config
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ RAISED_HINTS = {
 }
 
 
-def read_source(path: Path) -> bytes:
+def read_source(path: Path, suffixes: Sequence[str] = (".py", *YAML_SUFFIXES)) -> bytes:
     """The bytes of a config file; a ConfigError when there is none to read."""
     if not path.exists():
         raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
     if path.is_dir():
         raise ConfigError(f"config {path} is a folder", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
-    if path.suffix not in (".py", *YAML_SUFFIXES):
+    if path.suffix not in suffixes:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
     try:
@@ -90,7 +90,7 @@ def read_python(path: Path) -> tuple[Config, Places]:
         with _importable(path.parent.resolve(), module), contextlib.redirect_stdout(sys.stderr):
             exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
-        raise _raised(error, path, places) from None
+        raise _raised(error, path, places, tree) from None
     return _defined_config(vars(module), path, tree), places
 
 
@@ -172,7 +172,7 @@ def _syntax_error(error: SyntaxError | ValueError, path: Path) -> ConfigError:
     return ConfigError(f"{path} is not Python: {error}", where=str(path))
 
 
-def _raised(error: BaseException, path: Path, places: Places) -> ConfigError:
+def _raised(error: BaseException, path: Path, places: Places, tree: ast.Module) -> ConfigError:
     """The error for an exception that the config's own code raised."""
     if isinstance(error, SyntaxError):  # in a module that the config imports
         return _syntax_error(error, path)
@@ -181,7 +181,11 @@ def _raised(error: BaseException, path: Path, places: Places) -> ConfigError:
     unknown = UNKNOWN_KEYWORD.match(str(error)) if isinstance(error, TypeError) else None
     if unknown and unknown[1] in section_of_class():
         key = f"{section_of_class()[unknown[1]]}{unknown[2]}"
-        return unknown_key(key, Places(where, places.by_key))
+        first = unknown_key(key, Places(where, places.by_key))
+        lines = sorted((line, other) for other, line in keyword_lines(tree).items() if other != key)
+        known = {*known_keys(), *field_kinds(Config)}
+        others = [unknown_key(other, Places(f"{path}:{line}")) for line, other in lines if other not in known]
+        return together([first, *others]) or first
     kind = type(error).__name__
     text = str(error) or "without a message"
     return ConfigError(f"the config raised {kind}: {text}", where=where, hint=RAISED_HINTS.get(kind, ""))
@@ -198,6 +202,11 @@ def _line_in(trace: TracebackType | None, filename: str) -> int | None:
 def read_yaml(path: Path) -> tuple[dict[str, object], Places]:
     """The nested values of a YAML config, unquoted scalars as `Word`, with the line of every key and list element."""
     return parse_yaml(read_source(path), str(path))
+
+
+def read_json(path: Path) -> tuple[dict[str, object], Places]:
+    """The same of a JSON file of another tool: YAML takes JSON, but for tabs between values."""
+    return parse_yaml(read_source(path, (".json",)).replace(b"\t", b" "), str(path))
 
 
 def parse_yaml(source: bytes, file: str) -> tuple[dict[str, object], Places]:

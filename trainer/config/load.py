@@ -6,7 +6,8 @@ names the key, the value, the place and the way out. Imports neither torch nor (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Any, get_args, get_origin
 from trainer.config.accelerate import Accelerate, Setting, check_processes, read_fsdp_config
 from trainer.config.data import is_pattern, matching
 from trainer.config.dropped import Becomes, Refused, take_out, text_of
-from trainer.config.fields import build_config, fit
+from trainer.config.fields import Wrong, build_config, fit
 from trainer.config.files import YAML_SUFFIXES, dump_yaml, read_override, read_python, read_yaml
 from trainer.config.keys import (
     DROPPED,
@@ -28,9 +29,9 @@ from trainer.config.keys import (
     list_keys,
     unknown_key,
 )
-from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes
+from trainer.config.rules import LOCAL_SUFFIXES, check_config, config_notes, rule_errors
 from trainer.config.target import num_processes
-from trainer.errors import COMMAND_LINE, ConfigError
+from trainer.errors import COMMAND_LINE, ConfigError, raise_all
 from trainer.schema import Config, as_sources, with_changes, with_key
 
 __all__ = [
@@ -91,7 +92,10 @@ def load_given(
         draft = Draft.of_tree(*read_yaml(path))
     else:
         written, places = read_python(path)
-        draft = Draft(build_config({name: getattr(written, name) for name in field_kinds(Config)}, places), places)
+        wrong = Wrong()
+        draft = Draft(
+            build_config({name: getattr(written, name) for name in field_kinds(Config)}, places, wrong), places, wrong
+        )
     accelerate = read_fsdp_config(fsdp_config) if fsdp_config is not None else Accelerate()
     draft.set_all(accelerate.settings)
     draft.override(overrides)
@@ -164,32 +168,53 @@ class Draft:
 
     config: Config
     places: Places
+    wrong: Wrong = field(default_factory=Wrong)
+    """What is not of its key's type, or gives no key: told at the end, all at once."""
     dropped: dict[str, object] = field(default_factory=dict)
     """Values of keys that the schema has no longer: what they come to is decided once all have been given."""
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, object], places: Places) -> Draft:
         kept, taken = take_out(tree, DROPPED)
-        dropped = {key: fit(value, DROPPED[key].kind, key, places=places) for key, value in taken.items()}
-        draft = cls(build_config(kept, places), places, dropped)
+        wrong = Wrong()
+        draft = cls(build_config(kept, places, wrong), places, wrong)
+        for key, value in taken.items():
+            with draft.noting(key):
+                draft.dropped[key] = fit(value, DROPPED[key].kind, key, places=places)
         train = tree.get("train")
         draft._one_length({f"train.{name}" for name in train} if isinstance(train, Mapping) else set())
         return draft
+
+    @contextmanager
+    def noting(self, key: str) -> Iterator[None]:
+        """A mistake in what is given for a key is told at the end."""
+        try:
+            yield
+        except ConfigError as error:
+            self.wrong[key] = error
+
+    def typed(self) -> Config:
+        """The config so far. Raises ConfigError where something in it is wrong."""
+        raise_all(self.wrong.values())
+        return self.config
 
     def set_all(self, settings: Sequence[Setting]) -> None:
         """Take what another file says, each value in its key's type."""
         own = {setting.key: setting.place for setting in settings}
         for setting in settings:
-            self._put(setting.key, fit(setting.value, _kind_of(setting.key), setting.key, places=Places("", own)))
+            with self.noting(setting.key):
+                self._put(setting.key, fit(setting.value, _kind_of(setting.key), setting.key, places=Places("", own)))
         self._add_places(own)
 
     def override(self, overrides: Sequence[str]) -> None:
         """Take `a.b=c` in order."""
         given = set()
         for override in overrides:
-            key, value = _parse_override(override)
-            self._put(key, value)
-            given.add(key)
+            with self.noting(f"{key_of(override)} "):  # beside what a file has wrong with the key
+                key, value = _parse_override(override)
+                self._put(key, value)
+                given.add(key)
+                self.wrong.pop(key, None)  # the last one given counts
         self._one_length(given)
         self._add_places(dict.fromkeys(given, COMMAND_LINE))
 
@@ -209,8 +234,13 @@ class Draft:
     ) -> Config:
         """The checked config, and a line for each dropped key that says something, after `notes`. ConfigError; not for
         what is `standing`, broken already."""
-        answers = [self._answer(key, value) for key, value in self.dropped.items()]
-        check_config(self.config, places=self.places, standing=standing)
+        answers = []
+        for key, value in self.dropped.items():
+            with self.noting(key):
+                answers.append(self._answer(key, value))
+        wrong = {key.strip() for key in self.wrong}
+        rules = rule_errors(self.config, places=self.places, standing=standing, wrong=wrong)
+        raise_all([*self.wrong.values(), *rules])
         for line in (*notes, *filter(None, answers)):
             tell(line)
         return self.config

@@ -34,7 +34,7 @@ from trainer.config.train import (
     watching_rules,
     watching_without_effect,
 )
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_all
 from trainer.schema import Config, ModelConfig, RunConfig, as_sources
 from trainer.schema.key import EVEN
 
@@ -47,10 +47,25 @@ RUN_OF_ANY_PROGRAM = ("name", "dir")
 
 
 def check_config(config: Config, *, places: Places | None = None, standing: Collection[Broken] = ()) -> None:
-    """Raise a ConfigError for the first rule that a config of right types breaks; `places` tells where keys stand. What
-    is `standing` is let be."""
-    for broken in (broken for broken in broken_rules(config) if broken not in standing):
-        raise ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
+    """Raise a ConfigError for the rules that a config of right types breaks; `places` tells where keys stand. What is
+    `standing` is let be."""
+    raise_all(rule_errors(config, places=places, standing=standing))
+
+
+def rule_errors(
+    config: Config,
+    *,
+    places: Places | None = None,
+    standing: Collection[Broken] = (),
+    wrong: Collection[str] = (),
+) -> Iterator[ConfigError]:
+    """An error for each broken rule that does not follow from another: over keys in none before, nor `wrong`."""
+    told = set(wrong)
+    for broken in broken_rules(config):
+        keys = {broken.key, *broken.others}
+        if broken not in standing and not keys & told:
+            told |= keys
+            yield ConfigError(broken.message, where=broken.place(places or Places()), hint=broken.hint)
 
 
 def broken_rules(config: Config) -> Iterator[Broken]:

@@ -19,7 +19,7 @@ from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank, rows_within
 from trainer.data.batches.packing import Plan, plan_rows
-from trainer.data.batches.steps import Ahead, Loader, global_batch_size
+from trainer.data.batches.steps import Ahead, Loader, Place, global_batch_size
 from trainer.data.dataset.cache import tokenize_in_memory, tokenize_in_run
 from trainer.data.dataset.documents import (
     Documents,
@@ -41,6 +41,7 @@ from trainer.data.tokenize.tokenizer import vocab_size
 from trainer.dist import Dist
 from trainer.errors import DataError
 from trainer.schema import Config
+from trainer.typed import from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -225,15 +226,16 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch.
 
-        Raises DataError when documents, seed or lay-out differ from those of the position.
+        Raises DataError when documents, seed or lay-out differ from those of the position, Damage where it is none.
         """
-        if state["fingerprint"] != self.fingerprint():
+        place = from_json(state, Place)
+        if place.fingerprint != self.fingerprint():
             raise DataError(
                 "the checkpoint was made with other data: rows, tokenizer, template, data.seq_len, data.packing, "
-                f"data.shuffle or train.seed have changed (order {state['fingerprint']}, now {self.fingerprint()})",
+                f"data.shuffle or train.seed have changed (order {place.fingerprint}, now {self.fingerprint()})",
                 hint="restore them, or start anew with train.resume=never",
             )
-        self._first_step, self._first_row = int(state["step"]), int(state["row"])
+        self._first_step, self._first_row = place.step, place.row
         self._ahead.forget()
 
     def fingerprint(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.errors import ModelError
-from trainer.export.model import Rows, check_logits, plain_model, sequence_logits
+from trainer.export.model import Rows, check_logits, plain_model, sequence_logits, write_generation
+from trainer.files import remove_tree
 from trainer.models.adapter_files import CONFIG_FILE, PREFIX, WEIGHTS_FILE, load_adapter, read_spec, short_names
-from trainer.models.hf import named_weights
+from trainer.models.hf import named_weights, render_names
 from trainer.models.lora import LoraSpec, attach, linear_names, split_adapter
 from trainer.models.protocol import Model, Shape
+from trainer.words import first_few
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ def export_adapter(
     base_name: str | None,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: Rows,
+    generation: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Write the adapters in PEFT's format, and the tokenizer; `folder` appears only after it has been verified.
 
@@ -40,13 +42,15 @@ def export_adapter(
     predicts after each token of `rows`.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_tree(partial)
     _, pairs = split_adapter(tensors)
     write_adapter(partial, pairs, spec=spec, shape=shape, base_name=base_name)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+    if generation is not None:  # for GenerationConfig.from_pretrained: the base's own may end elsewhere
+        write_generation(partial, generation)
     predicted = verify_adapter(partial, tensors, spec=spec, shape=shape, rows=rows)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     partial.replace(folder)
     return predicted
 
@@ -57,7 +61,7 @@ def write_adapter(
     """Write the two files. Raises ModelError for a tensor that is not finite; nothing is written then."""
     bad = [name for name, tensor in pairs.items() if not tensor.isfinite().all()]
     if bad:
-        raise ModelError(f"not exported: {', '.join(bad)} has values that are not finite")
+        raise ModelError(f"not exported: {first_few(bad, 5)} has values that are not finite")
     folder.mkdir(parents=True)
     save_file(
         {PREFIX + name: tensor.contiguous() for name, tensor in pairs.items()},
@@ -146,6 +150,6 @@ def _check_tensors(folder: Path, loaded: Mapping[str, Tensor], written: Mapping[
     changed = [name for name in written.keys() & loaded.keys() if not torch.equal(loaded[name], written[name])]
     if missing or unexpected or changed:
         raise ModelError(
-            f"the adapter in {folder} is not what was written. Missing: {missing}. Unexpected: {unexpected}."
-            f" Changed: {changed}"
+            f"the adapter in {folder} is not what was written. {render_names(missing, unexpected)}"
+            f" Changed: {first_few(changed, 3) or 'none'}"
         )

@@ -17,6 +17,7 @@ from trainer.data.tokenize.tokenizer import load_tokenizer, quiet_transformers
 from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.export.finish import export, render_export
+from trainer.export.generation import generation_of
 from trainer.export.model import random_rows
 from trainer.files import expanded, lack_of_room
 from trainer.models.adapter_files import CONFIG_FILE
@@ -145,6 +146,7 @@ def export_checkpoint(
         rows=random_rows(source.shape.vocab_size),
         dist=ALONE,
         dtype=DTYPES[dtype],
+        generation=generation_of(source.config, tokenizer, source.shape.vocab_size, tell=tell),
     )
     return render_export(folder.parent, written)
 

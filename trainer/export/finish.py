@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trainer.checkpoint.load import load_model
 from trainer.checkpoint.retention import best_in
 from trainer.dist import Dist, on_rank0
 from trainer.export.adapter import export_adapter
+from trainer.export.generation import generation_of
 from trainer.export.model import Rows, export_tensors, random_rows, rows_of
 from trainer.models.hf import gather_full
 from trainer.models.lora import lora_of, merge
@@ -53,6 +55,9 @@ def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
             merged=run.config.lora.merge_export,
             rows=rows_to_compare(run, result.step, shape) if run.dist.is_main else [],
             dist=run.dist,
+            generation=on_rank0(
+                run.dist, lambda: generation_of(run.config, tokenizer, shape.vocab_size, tell=run.log.note)
+            ),
         )
         for line in render_export(run.run_dir, outcome):
             run.log.note(line)
@@ -98,20 +103,30 @@ def export(
     rows: Rows,
     dist: Dist,
     dtype: torch.dtype = torch.float32,
+    generation: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write the trained model into `folder`, or its adapters below it, reopened and compared; every rank calls this.
 
     Adapters go to FOLDER/adapter in PEFT's format (fp32, of the model `base_name`); the model with them merged only
     where `merged` asks for it. `rows`: of rank 0, the tokens to compare by. Returns the outcome's entries `export`,
     `adapter` and `compared`: these rows and what the trainer's own model predicts after each token, for anyone to
-    compare with what another library makes of the export.
+    compare with what another library makes of the export. `generation`: what generation_config.json says.
     """
     spec = lora_of(module)
     tensors = gather_full(module, dist)
     written: dict[str, Any] = {"export": None, "adapter": None}
     if spec is None or merged:
         whole = tensors if spec is None or tensors is None else merge(tensors, spec)
-        predicted = export_tensors(folder, whole, shape=shape, tokenizer=tokenizer, rows=rows, dist=dist, dtype=dtype)
+        predicted = export_tensors(
+            folder,
+            whole,
+            shape=shape,
+            tokenizer=tokenizer,
+            rows=rows,
+            dist=dist,
+            dtype=dtype,
+            generation=generation,
+        )
         written["export"] = folder.name
     if spec is not None:
         predicted = on_rank0(
@@ -124,6 +139,7 @@ def export(
                 base_name=base_name,
                 tokenizer=tokenizer,
                 rows=rows,
+                generation=generation,
             ),
         )
         if not merged:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from itertools import islice
@@ -17,10 +16,13 @@ from torch import Tensor
 from trainer.batch import Batch
 from trainer.dist import Dist, on_rank0
 from trainer.errors import ModelError
+from trainer.export.generation import SPECIAL
+from trainer.files import remove_tree
+from trainer.models.generation import GENERATION_FILE
 from trainer.models.hf import open_folder
 from trainer.models.layers import logits_head
 from trainer.models.protocol import Model, Shape
-from trainer.words import first_line
+from trainer.words import first_few, first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +42,7 @@ def export_tensors(
     rows: Rows,
     dist: Dist,
     dtype: torch.dtype = torch.float32,
+    generation: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Write the model in Hugging Face's format; `folder` appears, or is replaced, only after it has been verified.
 
@@ -50,11 +53,11 @@ def export_tensors(
     def write() -> list[list[int]]:
         assert tensors is not None
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        write_export(partial, shape, tensors=tensors, tokenizer=tokenizer, dtype=dtype)
+        remove_tree(partial)
+        write_export(partial, shape, tensors=tensors, tokenizer=tokenizer, dtype=dtype, generation=generation)
         predicted = verify_export(partial, shape, tensors=tensors, rows=rows, dtype=dtype)
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_tree(folder)
         partial.replace(folder)
         return predicted
 
@@ -68,33 +71,39 @@ def write_export(
     tensors: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase | None,
     dtype: torch.dtype = torch.float32,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write safetensors (shards of 5 GB), config.json, generation_config.json and the tokenizer's files.
 
+    `generation`: what generation_config.json says; the tokenizer's special tokens unless given.
     Raises ModelError for a tensor that is not finite in `dtype`; nothing is written then.
     """
     from huggingface_hub import save_torch_state_dict
-    from transformers import GenerationConfig
 
     bad = [name for name, tensor in tensors.items() if not tensor.to(dtype).isfinite().all()]
     if bad:
-        raise ModelError(f"not exported: {', '.join(bad)} has values that are not finite")
+        raise ModelError(f"not exported: {first_few(bad, 5)} has values that are not finite")
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_torch_state_dict(state, folder, metadata={"format": "pt"}, max_shard_size="5GB")
-    special = _special_tokens(tokenizer)
-    config = shape.hf_fields() | special
+    generation = _special_tokens(tokenizer) if generation is None else generation
+    config = shape.hf_fields() | {name: generation.get(name) for name in SPECIAL}
     # both spellings: transformers 4 and vLLM read torch_dtype, transformers 5 reads dtype
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    GenerationConfig(**special).save_pretrained(folder)
+    write_generation(folder, generation)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
+def write_generation(folder: Path, generation: Mapping[str, Any]) -> None:
+    """Written as it is: transformers' own class refuses to save what it reads, such as a temperature alone."""
+    text = json.dumps({name: value for name, value in generation.items() if value is not None}, indent=2)
+    (folder / GENERATION_FILE).write_text(text + "\n")
+
+
 def _special_tokens(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int | None]:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(tokenizer, name, None) for name in names}
+    return {name: getattr(tokenizer, name, None) for name in SPECIAL}
 
 
 def plain_model(shape: Shape, tensors: Mapping[str, Tensor]) -> Model:
@@ -131,11 +140,11 @@ def verify_export(
     theirs, info = cast("tuple[PreTrainedModel, dict[str, Any]]", told)
     wrong = {key: sorted(map(str, names)) for key, names in info.items() if names}
     if wrong:
-        raise ModelError(f"the export in {folder} does not load in transformers: {wrong}")
+        raise ModelError(f"the export in {folder} does not load in transformers: {shortened(wrong, 400)}")
     loaded, written = theirs.state_dict(), {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
     changed = [name for name, tensor in written.items() if not torch.equal(loaded[name], tensor)]
     if changed:
-        raise ModelError(f"the export in {folder} holds other weights than were written: {', '.join(changed)}")
+        raise ModelError(f"the export in {folder} holds other weights than were written: {first_few(changed, 5)}")
     ours = plain_model(shape, written)
     expected = [sequence_logits(ours, ids) for ids in rows]
     got = [theirs.eval()(torch.tensor([list(ids)])).logits[0] for ids in rows]

@@ -8,10 +8,12 @@ import os
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.console import shown
 from trainer.failures.comm_errors import comm_facts, explain, is_comm_error
 from trainer.run_folder import write_outcome
+from trainer.typed import Damage, read_json
 from trainer.words import first_line
 
 FAILURE_FILE = "control/failure.json"
@@ -105,8 +107,8 @@ def claim_failure(run_dir: Path, rank: int, message: str) -> bool:
 def has_failed(run_dir: Path) -> bool:
     """Whether a rank of this start has failed already."""
     try:
-        return bool(json.loads((run_dir / FAILURE_FILE).read_text())["start"] == start_id())
-    except (OSError, ValueError, KeyError):
+        return bool(read_json(run_dir / FAILURE_FILE, dict[str, Any]).get("start") == start_id())
+    except (OSError, Damage):
         return False
 
 

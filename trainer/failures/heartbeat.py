@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from trainer.progress import SLOW_PHASES, Phase, render_place
+from trainer.typed import from_json, parse_json
 
 SILENT_S = 20.0
 """A rank in its steps that posts nothing for so long is gone, or its node is."""
@@ -38,7 +39,7 @@ class Beat:
 
     @staticmethod
     def decode(text: str) -> Beat:
-        return Beat(**json.loads(text))
+        return from_json(parse_json(text.encode()), Beat)
 
     @property
     def place(self) -> str:
@@ -71,7 +72,7 @@ class Verdict:
 
     @staticmethod
     def decode(text: str) -> Verdict:
-        return Verdict(**json.loads(text))
+        return from_json(parse_json(text.encode()), Verdict)
 
 
 def judge(seen: Sequence[Seen], *, timeout_s: float, slow_timeout_s: float) -> Verdict | None:

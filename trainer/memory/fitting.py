@@ -22,6 +22,7 @@ from trainer.memory.estimate import estimate_memory, savings
 from trainer.memory.plans import Choice, MemoryPlan, choose_plan, possible_plans
 from trainer.models.protocol import Shape
 from trainer.schema import MEMORY_PLAN_FILE, Config
+from trainer.typed import Damage, read_json
 
 SHOWN_SAVINGS = 4
 
@@ -174,12 +175,20 @@ def setting_of(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Failures:
+    """What a run folder keeps of plans that did not fit: their names, and of which setting they were."""
+
+    setting: dict[str, Any]
+    failed: tuple[str, ...]
+
+
 def read_failed(run_dir: Path, config: Config, world_size: int) -> list[str]:
     """The plans that have failed in this run folder for the same setting."""
     try:
-        noted = json.loads((run_dir / MEMORY_PLAN_FILE).read_text())
-        now = json.loads(json.dumps(setting_of(config, world_size)))
-        then, _ = take_out(noted["setting"], DROPPED)  # an earlier version noted every key of its schema
-        return [str(name) for name in noted["failed"]] if then == now else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        noted = read_json(run_dir / MEMORY_PLAN_FILE, Failures)
+    except (OSError, Damage):
         return []
+    now = json.loads(json.dumps(setting_of(config, world_size)))
+    then, _ = take_out(noted.setting, DROPPED)  # an earlier version noted every key of its schema
+    return list(noted.failed) if then == now else []

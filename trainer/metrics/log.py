@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from trainer.console import printable
 from trainer.files import replace_bytes
 from trainer.metrics.trackers import Tracker, numbers_of
+from trainer.typed import Damage, Within, from_json, parse_json
 
 Record = dict[str, Any]
 
@@ -139,12 +142,19 @@ def drop_records_after(path: Path, step: int) -> None:
     replace_bytes(path, b"".join(kept))
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """Of a record, what is read again."""
+
+    step: Annotated[float, Within(0)]
+
+
 def _recorded_step(line: bytes) -> float:
-    """The step of one JSON line; infinite for a line that a killed process left unfinished."""
+    """The step of one JSON line; infinite for one that a killed process left unfinished, or that is no record."""
     try:
-        return float(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return from_json(parse_json(line), Stepped).step if line.endswith(b"\n") else math.inf
+    except Damage:
+        return math.inf
 
 
 def finite(record: Record) -> Record:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from trainer.errors import ConfigError, ModelError
 from trainer.files import expanded
-from trainer.models.hf import named_weights
+from trainer.models.hf import named_weights, render_names
 from trainer.models.lora import (
     ALL_LINEAR,
     PAIR,
@@ -24,6 +24,8 @@ from trainer.models.lora import (
 from trainer.models.weight_files import open_weights
 from trainer.schema import LoraConfig
 from trainer.tensors import local_tensor, own_slices
+from trainer.typed import Damage, Within, from_json, read_json
+from trainer.words import first_few, shortened
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -35,8 +37,21 @@ _SILENT = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
     "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "ensure_weight_tying",
+    "fan_in_fan_out",  # PEFT itself passes over it beside a linear module
 }  # fmt: skip
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others change the base model's weights
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """What an adapter_config.json says that is read here, with PEFT's defaults."""
+
+    peft_type: str | None = None
+    r: Annotated[int, Within(1, 1 << 20)] = 8
+    lora_alpha: Annotated[float, Within(-1e9, 1e9)] = 8.0
+    lora_dropout: Annotated[float, Within(0, 1)] = 0.0
+    use_rslora: bool = False
+    init_lora_weights: bool | str | None = True
 
 
 def lora_spec(config: LoraConfig, names: list[str]) -> LoraSpec | None:
@@ -74,21 +89,16 @@ def _check_equal(key: str, mine: Any, file: Any, folder: str) -> None:
 
 def read_spec(folder: Path, names: list[str]) -> LoraSpec:
     """What a PEFT folder holds. Raises ModelError for what this trainer cannot do, naming it."""
-    config = _read_config(folder)
-    _refuse_unsupported(config, folder)
+    said = _read_config(folder)
     found = {_module_of(key, folder) for key in open_weights(folder / WEIGHTS_FILE)}
     unknown = sorted(found - set(names))
     if unknown:
-        told = ", ".join(unknown[:5])
-        raise ModelError(f"{folder} has adapters for {told}; this model can have them for linear modules in its layers")
+        raise ModelError(
+            f"{folder} has adapters for {first_few(unknown, 5)};"
+            " this model can have them for linear modules in its layers"
+        )
     targets = tuple(name for name in names if name in found)
-    return LoraSpec(
-        int(config["r"]),
-        float(config.get("lora_alpha", 8)),
-        float(config.get("lora_dropout", 0.0)),
-        bool(config.get("use_rslora", False)),
-        targets,
-    )
+    return LoraSpec(said.r, said.lora_alpha, said.lora_dropout, said.use_rslora, targets)
 
 
 @torch.no_grad()
@@ -122,25 +132,29 @@ def adapter_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named_weights(module) if is_adapter(name)}
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> AdapterFile:
+    path = folder / CONFIG_FILE
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is no PEFT adapter: {CONFIG_FILE} cannot be read: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"{folder}/{CONFIG_FILE}: peft_type is {kind}, and only a LORA with its rank r is supported")
-    return config
+        config: dict[str, Any] = read_json(path, dict[str, Any])
+        said = from_json(config, AdapterFile)
+    except OSError as error:
+        raise ModelError(f"{folder} is no PEFT adapter: {CONFIG_FILE} cannot be read: {error.strerror}") from error
+    except Damage as damage:
+        raise ModelError(f"{path}: {damage}") from None
+    if said.peft_type != "LORA":
+        raise ModelError(f"{path}: peft_type is {shortened(said.peft_type)}, and only LORA is supported")
+    _refuse_unsupported(config, said, path)
+    return said
 
 
-def _refuse_unsupported(config: Mapping[str, Any], folder: Path) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], said: AdapterFile, path: Path) -> None:
     neutral = {"bias": "none", "init_lora_weights": config.get("init_lora_weights")}
     used = [key for key, value in config.items() if key not in _SILENT and value and value != neutral.get(key)]
-    if config.get("init_lora_weights", True) not in _INITS:
+    if said.init_lora_weights not in _INITS:
         used.append("init_lora_weights")
     if used:
-        told = ", ".join(f"{key}={config[key]}" for key in used)
-        raise ModelError(f"{folder}/{CONFIG_FILE}: {told} is not supported; plain LoRA on linear modules is")
+        told = first_few([f"{shortened(key)}={shortened(config[key])}" for key in used], 5)
+        raise ModelError(f"{path}: {told} is not supported; plain LoRA on linear modules is")
 
 
 def _module_of(key: str, folder: Path) -> str:
@@ -153,10 +167,7 @@ def _module_of(key: str, folder: Path) -> str:
 def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
     missing, unexpected = sorted(expected - found), sorted(found - expected)
     if missing or unexpected:
-        raise ModelError(
-            f"{folder}: the adapters are not those asked for. Missing: {', '.join(missing) or 'none'}."
-            f" Unexpected: {', '.join(unexpected) or 'none'}"
-        )
+        raise ModelError(f"{folder}: the adapters are not those asked for. {render_names(missing, unexpected)}")
 
 
 def short_names(targets: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ and copies from memory that is not pinned reach a few GB/s, so that 1.5e9 parame
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,16 +23,37 @@ from trainer.errors import ModelError
 from trainer.files import expanded
 from trainer.host_memory import cores_of_rank
 from trainer.models.lora import is_adapter
-from trainer.models.weight_files import StoredTensor, open_weights
+from trainer.models.weight_files import MAX_HEADER_BYTES, StoredTensor, open_weights
 from trainer.tensors import fsdp_modules, local_tensor, own_slices
+from trainer.typed import Damage, read_json
+from trainer.words import first_few, shortened
 
+CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 INIT_STD = 0.02
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BODY = "model."
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_checkpoint_wrapped_mod.")
+TO_SAFETENSORS = (
+    "a .bin file is a pickle, which may run code, and is never read; transformers makes safetensors of one that you "
+    "trust: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
+)
+OTHER_WEIGHTS = {
+    "pytorch_model.bin": TO_SAFETENSORS,
+    "pytorch_model.bin.index.json": TO_SAFETENSORS,
+    "adapter_config.json": "it holds an adapter: name its base as model.name and this folder as lora.adapter",
+}
 BLOCK = 1 << 22
 """Values of a block, at most, unless one row has more; 16 MiB of fp32. Random weights depend on it."""
 MAX_THREADS = 16
+
+
+@dataclass(frozen=True)
+class WeightIndex:
+    """Which file has each tensor."""
+
+    weight_map: dict[str, str]
 
 
 def fetch_model(name: str, dist: Dist, *, check: Callable[[Path], object], weights: bool = True) -> Path:
@@ -164,12 +184,11 @@ def _check_same(head: Tensor, embedding: Tensor, folder: Path) -> None:
 
 
 def _open_for(folder: Path, weights: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
-    """What the folder stores by name: of each of the weights, in its shape."""
-    stored = open_folder(folder)
-    _check_names(set(weights), set(stored), folder)
+    """What the folder stores by the model's names: of each of the weights, in its shape."""
+    stored = _by_names(open_folder(folder), set(weights), folder)
     for name, parameter in weights.items():
         if stored[name].shape != tuple(parameter.shape):
-            shapes = f"{list(stored[name].shape)}, the model needs {list(parameter.shape)}"
+            shapes = f"{shortened(list(stored[name].shape))}, the model needs {list(parameter.shape)}"
             raise ModelError(f"{folder}: {name} has shape {shapes}")
     return stored
 
@@ -180,32 +199,68 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} cannot be read: {error!r}") from error
+    """As transformers chooses: the single file before the index."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
-    found = ", ".join(sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []) or "nothing"
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return [folder / name for name in _indexed(index)]
+    names = sorted(path.name for path in folder.glob("*")) if folder.is_dir() else []
     raise ModelError(
-        f"{folder} has no weights: {SINGLE_FILE} or {INDEX_FILE} expected, found {found};"
-        " set model.init=random to start from its config alone"
+        f"{folder} has no weights: {SINGLE_FILE} or {INDEX_FILE} expected, found {first_few(names, 8) or 'nothing'};"
+        " set model.init=random to start from its config alone",
+        hint=next((advice for name, advice in OTHER_WEIGHTS.items() if name in names), ""),
     )
 
 
-def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
-    """The names must match. Allowed beside them: old rotary buffers, and the head of a tied model, which is a copy."""
-    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    if HEAD not in expected:
-        ignored.add(HEAD)
-    missing, unexpected = sorted(expected - found), sorted(found - expected - ignored)
+def _indexed(index: Path) -> list[str]:
+    try:
+        names = sorted(set(read_json(index, WeightIndex, most=MAX_HEADER_BYTES).weight_map.values()))
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read: {error.strerror}") from error
+    except Damage as damage:
+        raise ModelError(f"{index}: {damage}") from None
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise ModelError(f"{index}: weight_map names {shortened(name)}, which is not in the folder")
+    return names
+
+
+def _by_names(found: Mapping[str, StoredTensor], expected: set[str], folder: Path) -> dict[str, StoredTensor]:
+    """The tensors by the model's own names, which must match, however the folder's writer had wrapped the model.
+
+    Allowed beside them: old rotary buffers, and the head of a tied model, which is a copy of the embedding or stands
+    in its place.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for written, tensor in found.items():
+        name = _plain_name(written, expected)
+        if name in stored:
+            raise ModelError(f"{folder}: {name} is stored twice, as {stored[name].name} and as {written}")
+        stored[name] = tensor
+    if HEAD in stored and HEAD not in expected and EMBEDDING in expected:
+        stored.setdefault(EMBEDDING, stored[HEAD])
+    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
+    missing, unexpected = sorted(expected - set(stored)), sorted(set(stored) - expected - ignored - {HEAD})
     if missing or unexpected:
-        raise ModelError(
-            f"{folder}: the weights are not this model's. Missing: {', '.join(missing) or 'none'}."
-            f" Unexpected: {', '.join(unexpected) or 'none'}"
-        )
+        raise ModelError(f"{folder}: the weights are not this model's. {render_names(missing, unexpected)}")
+    return stored
+
+
+def _plain_name(written: str, expected: set[str]) -> str:
+    """The model's name of a tensor: without what DDP, FSDP, torch.compile, recomputation and PEFT put into names, and
+    with the prefix that a model without a head leaves out."""
+    if written in expected:
+        return written
+    name = written.removeprefix("module.").removeprefix("base_model.model.")
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return f"{BODY}{name}" if f"{BODY}{name}" in expected else name
+
+
+def render_names(missing: list[str], unexpected: list[str]) -> str:
+    """`Missing: a, b and 7 more. Unexpected: none.`"""
+    return f"Missing: {first_few(missing, 5) or 'none'}. Unexpected: {first_few(unexpected, 5) or 'none'}."
 
 
 @torch.no_grad()

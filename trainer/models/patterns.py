@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from trainer.errors import ConfigError
+from trainer.words import first_few
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -27,5 +28,5 @@ def no_match(pattern: str, names: Iterable[str], key: str) -> ConfigError:
     near = get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), kinds, n=3, cutoff=0.5)
     if fnmatchcase(HEAD, pattern) and HEAD not in kinds:
         near = [EMBEDDING + " (a tied head is the embedding)"]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(kinds)}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {first_few(kinds, 20)}"
     return ConfigError(f"{key} has {pattern!r}, which matches nothing in this model", hint=hint)

@@ -7,7 +7,6 @@ gaps, the offsets counted from there.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,14 +17,26 @@ from torch import Tensor
 
 from trainer.errors import ModelError
 from trainer.files import OpenFile, why_unreadable
+from trainer.typed import Count, Damage, from_json, parse_json
+from trainer.words import shortened
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # as the format has it
+MAX_DIMS = 64  # of torch
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
 
 
 @dataclass(frozen=True)
@@ -66,56 +77,44 @@ def open_weights(path: Path) -> dict[str, StoredTensor]:
         return {tensor.name: tensor for tensor in _tensors(file)}
     except OSError as error:
         raise ModelError(f"{path} cannot be read as safetensors: {error.strerror or error}") from None
-    except _FormatError as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {error}") from None
-
-
-class _FormatError(Exception):
-    """What the header says cannot be."""
+    except Damage as damage:
+        raise ModelError(f"{path} cannot be read as safetensors: {damage}") from None
 
 
 def _tensors(file: OpenFile) -> list[StoredTensor]:
-    header, start = _read_header(file)
-    tensors, at = [], start
-    for name, dtype, shape, begin, end in _entries(header):
+    entries, start = _read_header(file)
+    tensors: list[StoredTensor] = []
+    at = start
+    for name, entry in entries:
+        (begin, end), shape, dtype = entry.data_offsets, entry.shape, entry.dtype
         known = DTYPES.get(dtype, dtype)
         if start + begin != at:
-            raise _FormatError(f"{name} would begin at byte {start + begin:,}, and what is before it ends at {at:,}")
+            raise Damage(f"would begin at byte {start + begin:,}, and what is before it ends at {at:,}", place=name)
+        if len(shape) > MAX_DIMS:
+            raise Damage(f"has {len(shape):,} dimensions", place=name)
         needed = end - begin if isinstance(known, str) else prod(shape) * known.itemsize
-        if end - begin != needed or min(shape, default=0) < 0:
-            raise _FormatError(f"{name} has {end - begin:,} bytes for {list(shape)} of {dtype}, which take {needed:,}")
+        if end - begin != needed:
+            told = f"has {end - begin:,} bytes for {shortened(list(shape))} of {shortened(dtype)}"
+            raise Damage(f"{told}, which take {needed:,}", place=name)
         tensors.append(StoredTensor(file, name, known, shape, at))
         at = start + end
     if file.size_bytes != at:
         last = f"{tensors[-1].name} ends at {at:,}" if tensors else f"its header ends at {at:,}"
-        raise _FormatError(f"it has {file.size_bytes:,} bytes, and {last}")
+        raise Damage(f"has {file.size_bytes:,} bytes, and {last}")
     return tensors
 
 
-def _entries(header: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...], int, int]]:
-    """(name, type, shape, first byte, end) in the order of the bytes."""
-    entries = []
-    try:
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = map(int, entry["data_offsets"])
-                entries.append((name, str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end))
-    except (ValueError, TypeError, KeyError, OverflowError):  # JSON of Python's has numbers without end
-        raise _FormatError("its header is damaged") from None
-    return sorted(entries, key=lambda entry: entry[-2:])
-
-
-def _read_header(file: OpenFile) -> tuple[dict[str, Any], int]:
-    """The header, and where the values begin."""
+def _read_header(file: OpenFile) -> tuple[list[tuple[str, Entry]], int]:
+    """Each tensor in the order of the bytes, and where the values begin."""
     if file.size_bytes < LENGTH_BYTES:
-        raise _FormatError(f"it has {file.size_bytes} bytes")
+        raise Damage(f"has {file.size_bytes} bytes")
     length = int.from_bytes(file.read((0, LENGTH_BYTES))[0], "little")
     if length > min(MAX_HEADER_BYTES, file.size_bytes - LENGTH_BYTES):
-        raise _FormatError(f"it has {file.size_bytes:,} bytes, and its header would take {length:,}")
+        raise Damage(f"has {file.size_bytes:,} bytes, and its header would take {length:,}")
     try:
-        header = json.loads(file.read((LENGTH_BYTES, length))[0])
-    except (ValueError, RecursionError):
-        raise _FormatError("its header is damaged") from None
-    if not isinstance(header, dict):
-        raise _FormatError("its header is damaged")
-    return header, LENGTH_BYTES + length
+        header = from_json(parse_json(file.read((LENGTH_BYTES, length))[0], most=MAX_HEADER_BYTES), dict[str, Any])
+        header.pop("__metadata__", None)
+        entries = from_json(header, dict[str, Entry])
+    except Damage as damage:
+        raise Damage(f"is damaged: {damage}", place="its header") from None
+    return sorted(entries.items(), key=lambda item: item[1].data_offsets), LENGTH_BYTES + length

@@ -21,6 +21,7 @@ from trainer.optim.build import state_bytes
 from trainer.parallel.plan import HEAD, ROOT, Group, WrapPlan
 from trainer.schema import Config, ParallelConfig
 from trainer.tensors import DTYPES
+from trainer.words import first_few
 
 
 def plan_wrapping(model: Model, config: Config, world_size: int) -> WrapPlan:
@@ -126,8 +127,8 @@ class _Planner:
         known |= {theirs: ours for theirs, ours in self.model.hf_classes().items() if ours in present}
         unknown = [name for name in self.options.wrap_classes if name not in known]
         if unknown:
-            message = f"parallel.wrap_classes names {', '.join(unknown)}, no class of this model that can be a group"
-            raise ConfigError(message, hint=f"known: {', '.join(sorted(known))}")
+            message = f"parallel.wrap_classes names {first_few(unknown, 5)}, no class of this model that can be a group"
+            raise ConfigError(message, hint=f"known: {first_few(sorted(known), 20)}")
         return {known[name] for name in self.options.wrap_classes}
 
     def _by_size(self) -> list[str]:

@@ -23,6 +23,7 @@ from trainer.files import expanded, replace_text
 from trainer.metrics.trackers import check_trackers
 from trainer.schema import AUTO_GPUS, CONFIG_FILE, JOB_ID_ENV, RUN_DIR_ENV, STARTED_ENV, Config, gpu_count
 from trainer.startup import now_s, process_start_s
+from trainer.words import first_few
 
 DeviceKind = Literal["cuda", "cpu"]
 
@@ -116,7 +117,7 @@ def check_target(config: Config, gpus: HostGpus, environ: Mapping[str, str]) -> 
     """Raise ConfigError for what would fail later in every rank: secrets, local files or GPUs that are not here."""
     missing = [name for name in config.target.secrets if name not in environ]
     if missing:
-        raise ConfigError(f"target.secrets names {', '.join(missing)}, which the environment does not have")
+        raise ConfigError(f"target.secrets names {first_few(missing, 8)}, which the environment does not have")
     absent = [path for path in local_data_paths(config) if not expanded(path).exists()]
     if absent:
         raise ConfigError(
@@ -170,7 +171,7 @@ def check_gpus(gpu_ranks: Sequence[int | str], gpus: HostGpus) -> None:
     if lacking:
         has = f"indices 0 to {gpus.count - 1}" if gpus.count else "no GPU"
         raise ConfigError(
-            f"target.gpu_ranks names {', '.join(lacking)}, and this host has {has}",
+            f"target.gpu_ranks names {first_few(lacking, 8)}, and this host has {has}",
             hint="`nvidia-smi -L` lists them; target.device=cpu trains without",
         )
 

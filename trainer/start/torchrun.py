@@ -6,15 +6,15 @@ returned, also after a stop that the ranks obeyed; the ranks have told the reaso
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     # not this folder: its names would hide other packages
@@ -23,6 +23,7 @@ if __name__ == "__main__":
 from trainer.console import write_line
 from trainer.failures.diagnose import FAILURE_FILE
 from trainer.schema import OUTCOME_FILE, RUN_DIR_ENV
+from trainer.typed import Damage, read_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         return report(error, run_dir)
     except SignalException as error:
-        return 0 if _read(run_dir / OUTCOME_FILE).get("state") in ("stopped", "succeeded") else 128 + error.sigval
+        return 0 if _read(run_dir / OUTCOME_FILE).state in ("stopped", "succeeded") else 128 + error.sigval
     except KeyboardInterrupt:  # before torchrun listens for it
         return 128 + signal.SIGINT
     return 0
@@ -65,7 +66,7 @@ LIKELY = {
 
 def report(error: ChildFailedError, run_dir: Path) -> int:
     """The exit code for failed ranks; one that a signal ended could not say so itself."""
-    rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).get("rank"))
+    rank, failure = first_failure(error.failures, told_by=_read(run_dir / FAILURE_FILE).rank)
     if failure.exitcode >= 0:
         return failure.exitcode
     write_line(sys.stderr, f"Error: rank {rank} was ended by {failure.signal_name()}")
@@ -89,12 +90,19 @@ def first_failure(failures: dict[int, ProcessFailure], *, told_by: int | None) -
     return min(failures.items(), key=order)
 
 
-def _read(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Told:
+    """Of outcome.json and of a failure's record, what is read here."""
+
+    state: str | None = None
+    rank: int | None = None
+
+
+def _read(path: Path) -> _Told:
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
-        return record
-    except (OSError, ValueError):
-        return {}
+        return read_json(path, _Told)
+    except (OSError, Damage):
+        return _Told()
 
 
 if __name__ == "__main__":

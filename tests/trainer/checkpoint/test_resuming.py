@@ -124,9 +124,9 @@ def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):
 
 
 OLD_DAMAGES = {
-    "too deep": (lambda state: "[" * 200_000, "state.json: RecursionError"),
-    "empty": (lambda state: "", "state.json: JSONDecodeError"),
-    "of another kind": (lambda state: "[]", "state.json: "),
+    "too deep": (lambda state: "[" * 200_000, "state.json: it is nested too deep"),
+    "empty": (lambda state: "", "state.json: it is empty, not JSON"),
+    "of another kind": (lambda state: "[]", "state.json: it is [], not an object"),
     "of another step": (lambda state: json.dumps({**state, "step": 5}), "state.json is of step 5, not of the step in"),
     "at another step of the data": (
         lambda state: json.dumps({**state, "data": {**state["data"], "step": 5}}),
@@ -135,7 +135,7 @@ OLD_DAMAGES = {
     "of more ranks": (lambda state: json.dumps({**state, "world_size": 3}), "world_size 3 and random states of the ra"),
     "of a number in words": (
         lambda state: json.dumps({**state, "step": "4"}),
-        "state.json has step '4' and world_size",
+        "state.json: step is '4', not a whole number",
     ),
 }
 

@@ -194,3 +194,71 @@ def test_number_of_processes_beside_a_single_one_is_noted(tmp_path: Path) -> Non
     accelerate = read_fsdp_config(tmp_path / "single.yaml")
     assert accelerate.num_processes is None
     assert "num_processes: no effect, distributed_type NO is one process" in accelerate.notes[0]
+
+
+def test_json_of_accelerate_says_what_its_yaml_does(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    yaml = written_by_accelerate(tmp_path / "a.yaml", FSDP1)
+    fields = vars(load_config_from_file(str(yaml)))
+    ClusterConfig(**fields).to_json_file(tmp_path / "a.json")
+    (tmp_path / "b.json").write_text((tmp_path / "a.json").read_text().replace("  ", "\t"))
+
+    def settings(path: Path) -> dict[str, str]:
+        return {setting.key: str(setting.value) for setting in read_fsdp_config(path).settings}
+
+    expected = settings(yaml)
+    assert len(expected) > 10
+    assert settings(tmp_path / "a.json") == settings(tmp_path / "b.json") == expected
+    assert load_config_from_file(str(tmp_path / "b.json")).mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("word", ["bf16", "BF16", "'Bf16'", "no", "NO", "'no'", "false", "null"])
+def test_precision_is_read_as_accelerate_reads_it(tmp_path: Path, word: str) -> None:
+    """In any case of letters; YAML makes false of `no`, and accelerate takes it as no."""
+    import yaml
+    from accelerate.utils import PrecisionType
+
+    (tmp_path / "a.yaml").write_text(f"debug: false\nmixed_precision: {word}\n")
+    value = yaml.safe_load(word)
+    theirs = PrecisionType(str(value or "no").lower())
+    ours = {setting.key: setting.value for setting in read_fsdp_config(tmp_path / "a.yaml").settings}
+    assert ours.get("train.precision", "fp32") == {"bf16": "bf16", "no": "fp32"}[str(theirs)]
+
+
+@pytest.mark.parametrize("word", ["true", "'true'", "True", "yes", "1", "'1'", "y", "on", "false", "0", "'n'", "off"])
+def test_truth_values_are_read_as_accelerate_reads_them(tmp_path: Path, word: str) -> None:
+    import yaml
+    from accelerate.utils import str_to_bool
+
+    (tmp_path / "a.yaml").write_text(f"fsdp_config:\n  fsdp_offload_params: {word}\n")
+    ours = {setting.key: setting.value for setting in read_fsdp_config(tmp_path / "a.yaml").settings}
+    assert ours == {"parallel.cpu_offload": bool(str_to_bool(str(yaml.safe_load(word)).lower()))}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("fsdp_min_num_params: 1efoo", "fsdp_min_num_params is 1efoo: expected a whole number"),
+        ("fsdp_min_num_params: 1e999", "fsdp_min_num_params is 1e999: expected a whole number"),
+        ("fsdp_min_num_params: {a: 1}", "fsdp_min_num_params is a mapping: expected a whole number"),
+        ("fsdp_offload_params: [1]", "fsdp_offload_params is [1]: expected true or false"),
+        ("fsdp_version: '3'", "fsdp_version is '3': expected 1 or 2"),
+        ("fp16: true", "fp16 is true: bf16 and no (fp32) can be done here"),
+        ("num_processes: many", "num_processes is many: expected a whole number"),
+    ],
+)
+def test_value_that_cannot_be_is_told_with_its_key_and_line(tmp_path: Path, line: str, told: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"debug: false\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_fsdp_config(tmp_path / "a.yaml")
+    assert (caught.value.message, caught.value.where) == (told, f"{tmp_path / 'a.yaml'}:2")
+
+
+@pytest.mark.parametrize(
+    "line", ["fsdp_min_num_params: 1e8", "fsdp_min_num_params: '100000000'", "distributed_type: NO"]
+)
+def test_number_and_word_as_people_write_them(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"debug: false\n{line}\n")
+    [setting] = read_fsdp_config(tmp_path / "a.yaml").settings
+    assert setting.value in (10**8, "pytorch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks
 from trainer.dist import Dist
 from trainer.schema import Config
+from trainer.typed import Count
 
 
 class Loader(Protocol):
@@ -49,10 +51,19 @@ class Loader(Protocol):
         """The position after `step` steps, the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on at the position; DataError when it is one of other data."""
+        """Goes on at the position; DataError when it is one of other data, Damage where it is none."""
 
     def fingerprint(self) -> str:
         """Changes with the order or the content of the rows."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position as a checkpoint keeps it."""
+
+    step: Count
+    row: Count
+    fingerprint: str
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

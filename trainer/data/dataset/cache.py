@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ import torch.distributed as torch_dist
 
 from trainer.console import write_line
 from trainer.data.dataset.documents import list_sources, read_rows
-from trainer.data.dataset.store import ListStore, RowTable, Store, collect
-from trainer.data.rows.findings import parse_findings
+from trainer.data.dataset.store import ANEW, ListStore, RowTable, Store, collect
+from trainer.data.rows.findings import Finding
 from trainer.data.rows.sources import identify
 from trainer.data.tokenize.encode import EncodedRow, encode_rows
 from trainer.data.tokenize.token_file import TokenFile
@@ -29,6 +29,7 @@ from trainer.data.tokenize.tokenizer import tokenizer_hash, vocab_size
 from trainer.dist import Dist, DistError, gather
 from trainer.errors import DataError, UserError
 from trainer.schema import Config
+from trainer.typed import Count, Damage, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -116,16 +117,28 @@ def _is_made(folder: Path, mark: str) -> bool:
         if tokens.header.meta.get("identity") != mark:
             return False
         _, table = _open(folder)
-    except (DataError, KeyError):
+    except DataError:
         return False
     return int((table.document >= 0).sum()) == len(tokens)
 
 
+@dataclass(frozen=True)
+class Meta:
+    """What the token file of a run keeps beside: [row, id] of what was dropped, by reason, and what nobody reads."""
+
+    dropped: dict[str, tuple[tuple[Count, str], ...]]
+    findings: tuple[Finding, ...] = ()
+
+
 def _open(folder: Path) -> tuple[Store, RowTable]:
     tokens = TokenFile.open(folder / TOKENS_FILE)
-    meta = tokens.header.meta
-    table = RowTable.load(folder / ROWS_FILE, meta["dropped"])
-    return tokens, replace(table, findings=parse_findings(meta["findings"], tokens.path))
+    try:
+        meta = from_json(tokens.header.meta, Meta)
+    except Damage as damage:
+        raise DataError(f"{folder / TOKENS_FILE}: meta.{damage}", hint=ANEW) from None
+    listed = {reason: [list(row) for row in rows] for reason, rows in meta.dropped.items()}
+    table = RowTable.load(folder / ROWS_FILE, listed)
+    return tokens, replace(table, findings=list(meta.findings))
 
 
 def telling(rows: Iterable[EncodedRow], *, every_s: float = TELL_EVERY_S) -> Iterator[EncodedRow]:
@@ -178,7 +191,7 @@ def _all_done(dist: Dist, future: Future[None] | None) -> bool:
     return bool(done.item())
 
 
-def _portable(error: Exception | None) -> tuple[type[Exception], str, dict[str, str]] | None:
+def _portable(error: Exception | None) -> tuple[type[Exception], str, dict[str, Any]] | None:
     if error is None:
         return None
     if isinstance(error, UserError):

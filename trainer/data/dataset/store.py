@@ -8,13 +8,11 @@ document but its first is a target exactly once.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, overload
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -24,6 +22,7 @@ from trainer.data.tokenize.encode import EncodedRow
 from trainer.data.tokenize.token_file import TokenFile
 from trainer.errors import DataError
 from trainer.schema import DataConfig
+from trainer.words import first_line
 
 NO_TARGET = "no target token"
 OVERLONG = "longer than seq_len"
@@ -112,6 +111,11 @@ class Selection(Sequence[Encoded]):
         return digest.hexdigest()[:16]
 
 
+ANEW = "remove its folder: the rows are tokenized again"
+KINDS = {"source": "u2", "key": "u8", "document": "i8", "targets": "i8", "truncated": "b1"}
+"""Of the arrays of a RowTable."""
+
+
 @dataclass(frozen=True)
 class RowTable:
     """What became of each row, in the order of reading; all arrays are [rows]."""
@@ -146,11 +150,14 @@ class RowTable:
     def load(cls, path: Path, dropped: dict[str, list[list[Any]]]) -> RowTable:
         """Raises DataError that names the file when it is gone, cut or damaged."""
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return cls(**{name: arrays[name] for name in arrays.files}, dropped=dropped)
-        except (OSError, EOFError, ValueError, TypeError, KeyError, BadZipFile, zlib.error) as error:
-            hint = "remove its folder: the rows are tokenized again"
-            raise DataError(f"{path.absolute()} cannot be read: {error}", hint=hint) from None
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in KINDS}
+        except Exception as error:  # zipfile and numpy have a dozen kinds for what is no such file
+            raise DataError(f"{path.absolute()} cannot be read: {first_line(error)}", hint=ANEW) from None
+        found = {(array.dtype.str[1:], array.shape) for array in arrays.values()}
+        if found != {(kind, (len(arrays["source"]),)) for kind in KINDS.values()}:
+            raise DataError(f"{path.absolute()} holds other arrays than were written", hint=ANEW)
+        return cls(**arrays, dropped=dropped)
 
 
 def collect(rows: Iterable[EncodedRow], sink: Sink, data: DataConfig) -> RowTable:

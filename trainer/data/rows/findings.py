@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import DataError
+from trainer.typed import Count, Damage, from_json
 
 COLUMN, KEY, MARK, LEFT_OUT = "column", "key", "mark", "left out"
 """A column that the schema has no use for; a key of a message that the template does not name; a mark of training
@@ -27,7 +28,7 @@ class Finding:
 
     kind: str
     what: str
-    rows: int
+    rows: Count
     first: str
 
 
@@ -59,12 +60,10 @@ def parse_findings(value: Any, path: Path) -> list[Finding]:
     """What the header of a token file says of the rows that it was made of. DataError when that is nothing of the
     kind: others may have made the file."""
     try:
-        found: list[Finding] | None = [Finding(**one) for one in value]
-    except TypeError:
-        found = None
-    if found is None or not all(isinstance(one.rows, int) and isinstance(one.first, str) for one in found):
-        raise DataError(f"{path.absolute()} is damaged: its account of rows is none", hint="make it anew")
-    return found
+        return from_json(value, list[Finding])
+    except Damage as damage:
+        hint = "make it anew"
+        raise DataError(f"{path.absolute()} is damaged: its account of rows: {damage}", hint=hint) from None
 
 
 def render_findings(findings: Iterable[Finding]) -> list[str]:

@@ -8,13 +8,14 @@ import math
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from trainer.batch import Batch
 from trainer.config.batch import BatchRules
 from trainer.data.batches.micro_batches import Ranks, build_batches, padding_share, rows_of_rank
-from trainer.data.batches.steps import Ahead, global_batch_size
+from trainer.data.batches.steps import Ahead, Place, global_batch_size
 from trainer.data.dataset.documents import Source
 from trainer.data.dataset.report import SplitReport
 from trainer.data.rows.findings import Finding, Findings, render_findings
@@ -23,9 +24,17 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.tokenizer import tokenizer_hash
 from trainer.errors import DataError
 from trainer.schema import Config
+from trainer.typed import Damage, from_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class WindowPlace:
+    """What a checkpoint keeps of a stream beside its `Place`."""
+
+    window: WindowStart
 
 
 class StreamLoader:
@@ -108,16 +117,21 @@ class StreamLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on at the position, also with other ranks or another global batch; its window is tokenized again.
 
-        Raises DataError when sources, seed or lay-out differ from those of the position.
+        Raises DataError when sources, seed or lay-out differ from those of the position, Damage where it is none.
         """
-        if state["fingerprint"] != self.fingerprint():
+        place = from_json(state, Place)
+        if place.fingerprint != self.fingerprint():
             raise DataError(
                 "the checkpoint was made with another stream: files, tokenizer, template, a key of data or train.seed "
-                f"have changed (order {state['fingerprint']}, now {self.fingerprint()})",
+                f"have changed (order {place.fingerprint}, now {self.fingerprint()})",
                 hint="restore them, a file's time too (`touch -r`, `cp -p`), or start anew with train.resume=never",
             )
-        self._first_step, self._first_row = int(state["step"]), int(state["row"])
-        self._begin(WindowStart.from_dict(state["window"]))
+        window = from_json(state, WindowPlace).window
+        position, sources = window.position, len(self._maker.identities)
+        if not len(position.records) == len(position.taken) == sources or window.row > place.row:
+            raise Damage(f"is not of {sources} sources and before row {place.row}", place="window")
+        self._first_step, self._first_row = place.step, place.row
+        self._begin(window)
 
     def fingerprint(self) -> str:
         """Changes with the order of the rows, or with size or time of a file."""

@@ -25,6 +25,7 @@ from trainer.data.tokenize.chat import Encoded
 from trainer.data.tokenize.encode import RowEncoder, content_key
 from trainer.errors import DataError
 from trainer.schema import Config
+from trainer.typed import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,10 +41,10 @@ class Position:
     `records`: read of the present pass; `taken`: rows given in all.
     """
 
-    epoch: int
-    turn: int
-    records: tuple[int, ...]
-    taken: tuple[int, ...]
+    epoch: Count
+    turn: Count
+    records: tuple[Count, ...]
+    taken: tuple[Count, ...]
 
     @classmethod
     def start(cls, count: int) -> Position:
@@ -129,18 +130,12 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 class WindowStart:
     """Where a window begins: `number` within its epoch, `row` in the endless sequence of the run's rows."""
 
-    number: int
-    row: int
+    number: Count
+    row: Count
     position: Position
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> WindowStart:
-        position = state["position"]
-        records, taken = tuple(position["records"]), tuple(position["taken"])
-        return cls(state["number"], state["row"], Position(position["epoch"], position["turn"], records, taken))
 
 
 @dataclass(frozen=True)

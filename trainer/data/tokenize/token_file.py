@@ -8,12 +8,11 @@ each document begins in it; `targets`, a bit for each token, the first one lowes
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from trainer.config.data import TOKEN_SUFFIX
 from trainer.data.tokenize.chat import Encoded
 from trainer.errors import DataError
 from trainer.files import FileChangedError, OpenFile, why_unreadable
+from trainer.typed import Count, Damage, from_json, parse_json
 
 SUFFIX = TOKEN_SUFFIX
 MAGIC = b"TFTOKENS"
@@ -37,21 +37,21 @@ Place = tuple[str, int, int]
 class TokenHeader:
     """What a token file says of itself. `num_targets`: tokens to predict, never a document's first one."""
 
-    dtype: str
-    vocab_size: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Count
     """Of the tokenizer; every id is smaller."""
     tokenizer: str
     """The tokenizer's hash."""
-    num_docs: int
-    num_tokens: int
-    num_targets: int
+    num_docs: Count
+    num_tokens: Count
+    num_targets: Count
     max_id: int
     """-1 without tokens."""
     has_targets: bool
     """Whether the file says which tokens are targets; otherwise all are."""
     content_hash: str
     """BLAKE2b of the arrays."""
-    sections: dict[str, list[int]]
+    sections: dict[str, tuple[Count, Count]]
     """[first byte, bytes] of each array."""
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -100,7 +100,11 @@ class TokenFile:
             self._place_of_targets(first, last),
             self._place_of_name(index),
         )
-        return Encoded(name.decode(), _as_int32(np.frombuffer(ids, self._dtype)), _targets(bits, first, last - first))
+        return Encoded(
+            name.decode(errors="replace"),
+            _as_int32(np.frombuffer(ids, self._dtype)),
+            _targets(bits, first, last - first),
+        )
 
     def __iter__(self) -> Iterator[Encoded]:
         return (self[index] for index in range(len(self)))
@@ -168,7 +172,7 @@ class TokenFile:
         [read] = self._read((section, 0, 8 * (len(self) + 1)))
         borders = np.frombuffer(read, "<i8")
         if borders[0] != 0 or borders[-1] != end or (np.diff(borders) < 0).any():
-            raise _damaged(self.path)
+            raise _damaged(self.path, Damage(f"do not ascend from 0 to {end:,}", place=section))
         return borders
 
     def _first_outside(self, vocab_size: int) -> tuple[int, int, int]:
@@ -225,16 +229,16 @@ def _read_header(file: OpenFile) -> TokenHeader:
     if file.size_bytes != start + size:
         message = f"the token file is truncated: {file.size_bytes:,} of {start + size:,} bytes"
         raise DataError(message, where=where, hint="copy it again")
-    known = {field.name for field in fields(TokenHeader)}
     try:
-        values = json.loads(file.read((start, size))[0])
-        header = TokenHeader(**{name: value for name, value in values.items() if name in known})
-        fits = all(header.sections[name][1] == size for name, size in _section_bytes(header).items())
-        in_order = _end_of_sections(header) == start
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-        raise _damaged(file.path) from None
-    if not fits or not in_order:
-        raise _damaged(file.path)
+        header = from_json(parse_json(file.read((start, size))[0], most=size), TokenHeader)
+        lacking = [name for name in SECTIONS if name not in header.sections]
+        if lacking:
+            raise Damage("is missing", place=f"sections.{lacking[0]}")
+    except Damage as damage:
+        raise _damaged(file.path, damage) from None
+    fits = all(header.sections[name][1] == size for name, size in _section_bytes(header).items())
+    if not fits or _end_of_sections(header) != start:
+        raise _damaged(file.path, Damage("do not fit its numbers", place="sections"))
     return header
 
 
@@ -262,8 +266,8 @@ def _end_of_sections(header: TokenHeader) -> int:
     return at
 
 
-def _damaged(path: Path) -> DataError:
-    return DataError("the token file's header is damaged", where=str(path.absolute()), hint="copy it again")
+def _damaged(path: Path, damage: Damage) -> DataError:
+    return DataError(f"the token file's header is damaged: {damage}", where=str(path.absolute()), hint="copy it again")
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -129,7 +129,7 @@ class TokenWriter:
 
     def _header(self, sections: dict[str, list[int]], content_hash: str) -> TokenHeader:
         return TokenHeader(
-            dtype=self._dtype.name,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer,
             num_docs=self._num_docs,
@@ -138,7 +138,7 @@ class TokenWriter:
             max_id=self._max_id,
             has_targets=self._has_targets,
             content_hash=content_hash,
-            sections=sections,
+            sections={name: (begin, size) for name, (begin, size) in sections.items()},
             meta=self._meta,
         )
 

@@ -45,6 +45,7 @@ CHATML_TEMPLATE = """\
 {%- endif %}"""
 """ChatML; what the assistant says, with its end token, stands in generation tags."""
 CONNECT_TIMEOUT_S = 5.0
+MAX_TEMPLATE = 1 << 20
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
@@ -56,7 +57,17 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerFast:
     tokenizer = build_bytes_tokenizer() if name == BYTES else _load_pretrained(name)
     if config.data.chat_template is not None:
         tokenizer.chat_template = _read_template(expanded(config.data.chat_template))
+    _check_template(tokenizer.chat_template, name)
     return tokenizer
+
+
+def _check_template(template: object, name: str) -> None:
+    """Raise DataError for what can be no template: reading one takes more than time in proportion."""
+    texts = list(template.values()) if isinstance(template, dict) else [template] if template is not None else []
+    for text in texts:
+        wrong = "no text" if not isinstance(text, str) else "too long" if len(text) > MAX_TEMPLATE else None
+        if wrong:
+            raise DataError(f"the chat template of the tokenizer {name!r} is {wrong}", hint="set data.chat_template")
 
 
 def quiet_transformers() -> None:

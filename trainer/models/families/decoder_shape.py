@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
@@ -14,8 +13,10 @@ from trainer.dist import Dist
 from trainer.errors import ModelError
 from trainer.files import expanded
 from trainer.models.families.decoder import Decoder
-from trainer.models.hf import fetch_model
-from trainer.words import first_line
+from trainer.models.generation import read_generation
+from trainer.models.hf import CONFIG_FILE, fetch_model
+from trainer.typed import Damage, Within, from_json, read_json
+from trainer.words import first_few, first_line, shortened
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,16 +26,22 @@ if TYPE_CHECKING:
 FAMILIES = ("qwen2", "qwen3", "llama")
 SUPPORTED = f"{', '.join(FAMILIES[:-1])} and {FAMILIES[-1]}"
 
+# More is no model but a damaged number: even without storage, a module is made for each layer.
+Layers = Annotated[int, Within(1, 4096)]
+Width = Annotated[int, Within(1, 1 << 24)]
+Number = Annotated[int, Within(1, 1 << 31)]
+Positive = Annotated[float, Within(1e-12, 1e12)]
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched for contexts longer than those of pretraining."""
 
     kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position: Number = 8192
 
 
 @dataclass(frozen=True)
@@ -42,18 +49,18 @@ class DecoderShape:
     """Everything that decides a decoder's parameters and its function."""
 
     family: Literal["qwen2", "qwen3", "llama"]
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
+    vocab_size: Number
+    hidden_size: Width
+    intermediate_size: Width
+    num_layers: Layers
+    num_heads: Width
+    num_kv_heads: Width
+    head_dim: Width
+    rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Annotated[float, Within(0, 1)] = 1e-6
     tie_embeddings: bool = True
-    max_position_embeddings: int = 4096
+    max_position_embeddings: Number = 4096
 
     @property
     def qkv_bias(self) -> bool:
@@ -89,6 +96,51 @@ class DecoderShape:
         return self.hf_config().to_dict() | rope_fields(self)
 
 
+@dataclass(frozen=True)
+class RopeFields:
+    """transformers 5's rope_parameters, and 4's rope_scaling."""
+
+    rope_theta: Positive | None = None
+    rope_type: str | None = None
+    type: str | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: Number | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a config.json says of what is read of it here; what it leaves out is its family's default."""
+
+    model_type: Literal["qwen2", "qwen3", "llama"]
+    vocab_size: Number | None = None
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_hidden_layers: Layers | None = None
+    num_attention_heads: Width | None = None
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    rms_norm_eps: Annotated[float, Within(0, 1)] | None = None
+    tie_word_embeddings: bool | None = None
+    max_position_embeddings: Number | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: RopeFields | None = None
+    rope_scaling: RopeFields | None = None
+    layer_types: tuple[str, ...] | None = None
+    hidden_act: str | None = None
+    use_sliding_window: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    attention_dropout: float | None = None
+    quantization_config: Any = None
+    partial_rotary_factor: float | None = None
+
+
 class DecoderFamily:
     """Qwen2, Qwen3 and Llama: `trainer.models.protocol.Family`."""
 
@@ -101,8 +153,7 @@ class DecoderFamily:
         return shape_from_config(config.model, vocab_size, folder=folder)
 
     def read_shape(self, values: Mapping[str, Any]) -> DecoderShape:
-        scaling = values["rope_scaling"]
-        return DecoderShape(**{**values, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+        return from_json(values, DecoderShape)
 
 
 DECODERS = DecoderFamily()
@@ -114,7 +165,12 @@ DECODERS = DecoderFamily()
 def model_folder(name: str, dist: Dist, *, weights: bool = True) -> Path:
     """The local folder of a model given by folder or Hugging Face name. Raises ModelError for one that Decoder does not
     compute."""
-    return fetch_model(name, dist, check=read_model_config, weights=weights)
+
+    def check(folder: Path) -> None:
+        read_model_config(folder)
+        read_generation(folder)  # what the export takes over
+
+    return fetch_model(name, dist, check=check, weights=weights)
 
 
 def shape_from_config(config: ModelConfig, vocab_size: int, *, folder: Path | None = None) -> DecoderShape:
@@ -153,20 +209,23 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     transformers is not asked which class that takes: for a type that it does not know it offers on the terminal to run
     the folder's own code.
     """
+    path = folder / CONFIG_FILE
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        kind = config.get("model_type")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{folder}: no usable config.json: {first_line(error)}") from error
+        config: dict[str, Any] = read_json(path, dict[str, Any])
+    except OSError as error:
+        raise ModelError(f"{folder}: no usable config.json: {error.strerror}") from error
+    except Damage as damage:
+        raise ModelError(f"{path}: {damage}") from None
+    kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise ModelError(f"{folder}: model_type={kind} is not supported; {SUPPORTED} are")
+        raise ModelError(f"{folder}: model_type={shortened(kind)} is not supported; {SUPPORTED} are")
     if config.get("auto_map"):
         raise ModelError(
             f"{folder}: its config.json has auto_map, for code of the model's own, and no such code is ever run; "
             f"models of the types {SUPPORTED} as transformers computes them are supported",
             hint=f"if it is a plain {kind}, take auto_map out of a copy of its config.json",
         )
-    return dict(config)
+    return config
 
 
 def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
@@ -174,34 +233,46 @@ def shape_from_pretrained(source: Path, vocab_size: int) -> DecoderShape:
 
     Raises ModelError for an architecture or a feature that Decoder does not compute, naming the field.
     """
-    config = read_model_config(source)
+    config, path = read_model_config(source), source / CONFIG_FILE
     try:
-        hf = _config_class(config["model_type"]).from_dict(config)
-    except Exception as error:  # transformers 5 checks the types of the values, with errors of its own
-        raise ModelError(f"{source}: no usable config.json: {first_line(error)}") from error
-    _refuse_unsupported(hf, source)
-    theta, scaling = _rope(hf, source)
-    if hf.vocab_size < vocab_size:
+        from_json(config, ModelFile)
+        read = {name: value for name, value in config.items() if name in ModelFile.__dataclass_fields__}
+        hf = _config_class(config["model_type"]).from_dict(read)  # what it leaves out is its class's matter
+        told = from_json({name: getattr(hf, name, None) for name in ModelFile.__dataclass_fields__}, ModelFile)
+    except Damage as damage:
+        raise ModelError(f"{path}: {damage}") from None
+    except Exception as error:  # transformers 5 checks what belongs together, with errors of its own
+        raise ModelError(f"{path} cannot be used: {first_line(error)}") from error
+    _refuse_unsupported(told, source)
+    try:
+        shape = _shape_of(told, path)
+    except Damage as damage:
+        raise ModelError(f"{path}: {damage}") from None
+    if shape.vocab_size < vocab_size:
         raise ModelError(
-            f"{source}: vocab_size={hf.vocab_size} is less than the tokenizer's {vocab_size} tokens;"
+            f"{source}: vocab_size={shape.vocab_size} is less than the tokenizer's {vocab_size} tokens;"
             " use the model's own tokenizer"
         )
-    shape = DecoderShape(
-        family=hf.model_type,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=hf.rms_norm_eps,
-        tie_embeddings=hf.tie_word_embeddings,
-        max_position_embeddings=hf.max_position_embeddings,
-    )
     return _checked(shape, source)
+
+
+def _shape_of(told: ModelFile, path: Path) -> DecoderShape:
+    theta, scaling = _rope(told, path)
+    fields = {
+        "family": told.model_type,
+        "vocab_size": told.vocab_size,
+        "hidden_size": told.hidden_size,
+        "intermediate_size": told.intermediate_size,
+        "num_layers": told.num_hidden_layers,
+        "num_heads": told.num_attention_heads,
+        "num_kv_heads": told.num_key_value_heads,
+        "head_dim": told.head_dim or (told.hidden_size or 0) // (told.num_attention_heads or 1),
+        "rope_theta": theta,
+        "rms_norm_eps": told.rms_norm_eps,
+        "tie_embeddings": told.tie_word_embeddings,
+        "max_position_embeddings": told.max_position_embeddings,
+    }
+    return replace(from_json(fields, DecoderShape), rope_scaling=scaling)
 
 
 def _checked(shape: DecoderShape, where: object) -> DecoderShape:
@@ -212,8 +283,8 @@ def _checked(shape: DecoderShape, where: object) -> DecoderShape:
     return shape
 
 
-def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
-    expected = {
+def _refuse_unsupported(told: ModelFile, source: Path) -> None:
+    expected: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", None),
         "use_sliding_window": (False, None),
         "attention_dropout": (0.0, None),
@@ -221,31 +292,34 @@ def _refuse_unsupported(hf: PretrainedConfig, source: Path | str) -> None:
         "quantization_config": (None,),
         "partial_rotary_factor": (1, None),
     }
-    if hf.model_type != "qwen2":
+    if told.model_type != "qwen2":
         expected["attention_bias"] = (False, None)
     for field, allowed in expected.items():
-        value = getattr(hf, field, None)
+        value = getattr(told, field)
         if value not in allowed:
-            raise ModelError(f"{source}: {field}={value} is not supported; only {allowed[0]} is")
-    other = sorted(set(getattr(hf, "layer_types", None) or []) - {"full_attention"})
+            raise ModelError(f"{source}: {field}={shortened(value)} is not supported; only {allowed[0]} is")
+    other = sorted(set(told.layer_types or ()) - {"full_attention"})
     if other:
-        raise ModelError(f"{source}: layer_types has {', '.join(other)}; only full_attention is supported")
+        raise ModelError(f"{source}: layer_types has {first_few(other, 5)}; only full_attention is supported")
 
 
-def _rope(hf: PretrainedConfig, source: Path | str) -> tuple[float, RopeScaling | None]:
+def _rope(told: ModelFile, path: Path) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from transformers 5's rope_parameters or 4's rope_theta and rope_scaling."""
-    fields: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
-    default: float = getattr(hf, "rope_theta", 10000.0)
-    theta: float = fields.get("rope_theta") or default
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    if kind == "default":
+    fields = told.rope_parameters or told.rope_scaling or RopeFields()
+    theta = fields.rope_theta or told.rope_theta or 10000.0
+    if fields.kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", fields["factor"])
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return theta, RopeScaling("llama3", *(fields[name] for name in names))
-    raise ModelError(f"{source}: rope_type={kind} is not supported; default, linear and llama3 are")
+    if fields.kind not in ("linear", "llama3"):
+        kind = shortened(fields.kind)
+        raise ModelError(f"{path.parent}: rope_type={kind} is not supported; default, linear and llama3 are")
+    needed = {"factor": fields.factor}
+    if fields.kind == "llama3":
+        needed |= {name: getattr(fields, name) for name in ("low_freq_factor", "high_freq_factor")}
+        needed["original_max_position"] = fields.original_max_position_embeddings
+    try:
+        return theta, from_json({"kind": fields.kind, **needed}, RopeScaling)
+    except Damage as damage:
+        raise damage.within("rope_scaling") from None
 
 
 # --- as Hugging Face says it ------------------------------------------------------------------------------------------

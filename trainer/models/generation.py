@@ -1,0 +1,48 @@
+"""What a model's folder says of generating with it: sampling values, and the tokens that begin and end a text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ModelError
+from trainer.models.hf import CONFIG_FILE
+from trainer.typed import Damage, from_json, read_json
+
+GENERATION_FILE = "generation_config.json"
+Ids = int | tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Their ids, of a tokenizer, a config.json or a generation_config.json."""
+
+    bos_token_id: Ids = None
+    eos_token_id: Ids = None
+    pad_token_id: Ids = None
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """What generation_config.json says, and of config.json the special tokens that it leaves out; empty without any.
+
+    Raises ModelError with file and key for a damaged one.
+    """
+    said: dict[str, Any] = {}
+    for name in (CONFIG_FILE, GENERATION_FILE):
+        try:
+            found: dict[str, Any] = read_json(folder / name, dict[str, Any])
+            special = {key: ids for key, ids in asdict(from_json(found, SpecialTokens)).items() if ids is not None}
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"{folder / name} cannot be read: {error.strerror}") from error
+        except Damage as damage:
+            raise ModelError(f"{folder / name}: {damage}") from None
+        said |= (found if name == GENERATION_FILE else {}) | special
+    return {key: value for key, value in said.items() if key not in ("transformers_version", "_from_model_config")}
+
+
+def ids_of(ids: Ids) -> list[int]:
+    """The ids, of which there may be one, several or none."""
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
