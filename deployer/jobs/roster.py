@@ -139,7 +139,7 @@ def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> l
 
 def unreachable(row: SeenJob, error: FerryError) -> SeenJob:
     """A job that was seen before, on a host that cannot be reached now. What had ended then has ended for good."""
-    return row if row.job.state in FINAL else row._replace(trouble=error.message)
+    return row if row.job.state in FINAL or row.trouble else row._replace(trouble=error.message)
 
 
 def _never_seen(job: Row, host: Host) -> SeenJob:

@@ -16,6 +16,7 @@ from ..logs import read
 from ..wire.conversation import Call
 
 if TYPE_CHECKING:
+    from ..gpus.view import QueueView
     from ..logs.grep import LineFilter, Match
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
