@@ -195,11 +195,16 @@ def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
     """The named host, or every host that the records name and this machine, which needs no key."""
-    from deployer.jobs.registry import read_records
+    from deployer.jobs.registry import noted_places, read_records
 
     if ssh is not None or root is not None:
         return [host_of(ssh, root, **access)]
-    places = {(r.ssh, r.root): r for r in read_records(lambda damage: notice(shown(damage)))}
+    damages: list[str] = []
+    records = read_records(damages.append)
+    if damages:
+        notice(*map(shown, damages))
+        records = [*noted_places(), *records]  # which host a damaged one named, nobody else knows
+    places = {(r.ssh, r.root): r for r in records}
     here = {**access, "ssh_key": None}
     hosts = [host_of(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
     return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **here)]

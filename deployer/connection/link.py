@@ -225,12 +225,16 @@ class Link:
         elif control.pong is not None:
             if control.pong == self._asked:
                 self._answered.set()
-        elif control.need == "agent" and not self._agent_sent:
+        elif control.need == "agent":
+            if self._agent_sent:
+                return
             self._agent_sent = True
             # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()
         elif "refused" in head:
             raise error_of(head["refused"])
+        else:  # it may have been an answer, for which somebody would wait for ever
+            raise ProtocolError(f"a frame says nothing: {str(head)[:60]}")
 
     def _send_agent(self) -> None:
         try:

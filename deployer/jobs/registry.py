@@ -87,6 +87,11 @@ def _read(path: Path) -> JobRecord:
     record = read_typed(str(path), JobRecord, most=MAX_RECORD)
     if record.job_id != path.stem or not JOB_ID.match(record.job_id):
         raise Damage(f"is {record.job_id[:60]!r}, not {path.stem[:60]!r}", place="job_id")
+    _check_place(record)
+    return record
+
+
+def _check_place(record: JobRecord) -> None:
     if not record.root.startswith(("/", "~")):
         raise Damage(f"is {record.root[:60]!r}, not a folder from / or ~ on", place="root")
     if record.ssh is None and record.ssh_key is not None:
@@ -99,7 +104,6 @@ def _read(path: Path) -> JobRecord:
             plain = False
         if not plain:
             raise Damage(f"is {text[:60]!r}, which names nothing", place=name)
-    return record
 
 
 def _told(path: Path, error: OSError | Damage) -> str:
@@ -216,6 +220,25 @@ def note_damage(ssh: str | None, root: str) -> str:
 def last_asked(ssh: str | None, root: str) -> float | None:
     """When the host told of all its jobs last; None when it never did."""
     return _read_note(ssh, root).asked_at
+
+
+class _Place(NamedTuple):
+    """Of whom a note is."""
+
+    root: str
+    ssh: str | None = None
+
+
+def noted_places() -> list[JobRecord]:
+    """A record without a job for each host of which there is a note."""
+    found = []
+    for path in (state_dir() / "hosts").glob("*.json"):
+        with suppress(OSError, Damage):
+            place = read_typed(str(path), _Place, most=MAX_NOTE)
+            record = JobRecord("", "", place.ssh, place.root, "", "")
+            _check_place(record)
+            found.append(record)
+    return found
 
 
 def _read_note(ssh: str | None, root: str) -> _Note:

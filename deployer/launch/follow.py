@@ -110,8 +110,8 @@ def follow_to_end(
             watcher.reconnecting(error, wait_s)
         finally:
             view.flush()
-        if link is not None:
-            link.close()
+            if link is not None:
+                link.close()
         link = call = None
         time.sleep(wait_s)
 

@@ -144,7 +144,7 @@ def _leads_out(path: str, target: str) -> bool:
 
 _VERSION = 1
 MAX_BYTES = 256 << 20
-_DIGEST = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]+")
 _STILL_NS = 2 * 10**9
 """A file must have been still for so long when it was hashed: coarser clocks may hide a change made just after."""
 

@@ -46,7 +46,7 @@ def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
     """Whether another process's lock on a file or folder keeps off one of the kind `against`, or nobody can tell; what
     is missing is free."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:

@@ -26,10 +26,10 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     rows = rows_of(hosts, answers, read_records())
     if as_json:
         terminal.say_json([row_as_json(row) for row in rows])
-        return
-    rows = rows if show_all else without_old(rows)
-    if rows:
-        terminal.table(COLUMNS, [_cells(row) for row in rows])
+    else:
+        rows = rows if show_all else without_old(rows)
+        if rows:
+            terminal.table(COLUMNS, [_cells(row) for row in rows])
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
             terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
@@ -37,7 +37,7 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
                 terminal.notice(shown(f"what {host.name} said last is not known: {damage}"))
     said = {answer.message for answer in answers if isinstance(answer, FerryError)}
     terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in rows if row.trouble and row.trouble not in said))
-    if not rows:
+    if not rows and not as_json:
         terminal.notice(shown("no jobs"))
 
 
