@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from deployer import cli
 from deployer.agent.job.status import FINAL
 from deployer.connection.command import agent_hash
-from tests.edges.scene import DAMAGES, ENDED, FAR, RUNS, Damage, Scene, deep, end_scene, huge, make_scene
+from tests.edges.scene import DAMAGES, ENDED, FAR, RUNS, Damage, Scene, absent, deep, end_scene, huge, make_scene
 from tests.edges.warm import Warm
 from tests.support.ferry import Ferry
 from tests.support.limits import patient
@@ -136,11 +136,14 @@ def check(said: Said, words: tuple[str, ...]) -> None:
     assert_tame((said.out + said.err).encode("utf-8", "surrogateescape"))
 
 
-def check_rows(said: Said, before: dict[str, Any], harmed: set[str]) -> None:
+def check_rows(said: Said, before: dict[str, Any], harmed: set[str], *, is_gone: bool) -> None:
     """All rows of others are what they were; what runs is never said to have ended, and the other way round."""
     rows = {row["id"]: row for row in json.loads(said.out)}
-    lost = set(before) - set(rows)  # of a host that does not tell only damaged notes can be left
-    assert not lost or (lost == {FAR} <= harmed and "is damaged" in said.err), (lost, said.err)
+    lost = set(before) - set(rows)
+    if lost == {FAR} <= harmed:  # of a host that does not tell only a damaged note is left, or none
+        assert "is damaged" in said.err or is_gone, said.err
+    else:
+        assert not lost, (lost, said.err)
     for job_id, row in before.items():
         if job_id in lost:
             continue
@@ -200,7 +203,7 @@ def fuzz_files(scene: Scene, warm: Warm, run: Callable[..., Said], numbers: rang
             check(said, words)
             if words[:1] == ("ps",) and "--json" in words:
                 rows = {k: v for k, v in before.items() if words[1] != "--remote-root" or k != FAR}
-                check_rows(said, rows, harmed_by(chosen))
+                check_rows(said, rows, harmed_by(chosen), is_gone=absent in how)
             told(said, words, harmed_by(chosen))
         except BaseException as error:
             raise AssertionError(what) from error
@@ -227,7 +230,7 @@ def fuzz_messages(scene: Scene, warm: Warm, run: Callable[..., Said], numbers: r
         try:
             said = run(*words)
             warm.lie(None)
-            warm.settle()
+            warm.settle(timeout_s=2.0, ends=True)
             check(said, words)
         except BaseException as error:
             raise AssertionError([number, words]) from error

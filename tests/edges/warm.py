@@ -59,11 +59,14 @@ class Warm:
         else:
             note.write_text(f"{seed} {which}")
 
-    def settle(self, *, timeout_s: float = 60.0) -> None:
-        """Returns once no agent is there any more."""
+    def settle(self, *, timeout_s: float = 60.0, ends: bool = False) -> None:
+        """Returns once no agent is there any more; `ends` those that stay, as the end of a client's process would."""
         deadline = time.monotonic() + timeout_s
-        while any((self.folder / "agents").iterdir()):
-            assert time.monotonic() < deadline, "an agent does not end"
+        while marks := list((self.folder / "agents").iterdir()):
+            if time.monotonic() > deadline:
+                assert ends, "an agent does not end"
+                for mark in marks:
+                    os.kill(int(mark.read_text()), signal.SIGKILL)
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -172,6 +175,8 @@ def _be_agent(pid: str, loader: CodeType, call: str, mark: str, lie: list[str]) 
 
             traceback.print_exc()
         os._exit(1)
+    with open(mark, "w") as f:
+        f.write(str(child))
     os.close(0)
     os.close(1)
     if pump:

@@ -30,7 +30,7 @@ MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has n
 MAX_VALUES = 100_000
 MAX_BYTES = 4 << 20
 MAX_PYTHON_BYTES = 256 << 10
-LARGE = 8 << 10  # bytes of YAML that Python reads at once whatever they are; more is for libyaml, ten times as fast
+LARGE = 8 << 10  # bytes of YAML; Python reads them at once whatever they are, and for more libyaml is faster
 TOO_DEEP = "not a config: nested too deeply"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
@@ -45,31 +45,22 @@ def read_source(path: Path) -> bytes:
     """The bytes of a config file; a ConfigError when there is none to read."""
     if not path.exists():
         raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
-    if path.is_dir():
-        raise ConfigError(f"config {path} is a folder", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
+    if not path.is_file():  # a pipe would keep us waiting
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise ConfigError(f"config {path} is {what}", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
     if path.suffix not in (".py", *YAML_SUFFIXES):
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
-    if not path.is_file():
-        raise ConfigError(f"config {path} is no file that can be read as often as needed")
     try:
         with path.open("rb") as f:
-            source = f.read(_most(path.suffix) + 1)
+            source = f.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
-    _check_size(source, str(path), _most(path.suffix))
+    if len(source) > (most := MAX_BYTES if path.suffix in YAML_SUFFIXES else MAX_PYTHON_BYTES):
+        raise ConfigError(f"not a config: more than {most >> 10:,} KiB", where=str(path))
     if not source.strip():
         raise ConfigError(f"config {path} is empty")
     return source
-
-
-def _most(suffix: str) -> int:
-    return MAX_BYTES if suffix in YAML_SUFFIXES else MAX_PYTHON_BYTES
-
-
-def _check_size(source: bytes | str, place: str, most: int = MAX_BYTES) -> None:
-    if len(source) > most:
-        raise ConfigError(f"not a config: more than {most >> 10:,} KiB", where=place)
 
 
 def _nearest_file(path: Path) -> str:
@@ -256,7 +247,8 @@ def read_override(text: str, kind: Any, key: str) -> object:
 def _compose(source: bytes | str, place: str) -> yaml.Node | None:
     import yaml
 
-    _check_size(source, place)
+    if len(source) > MAX_BYTES:
+        raise ConfigError(f"not a config: more than {MAX_BYTES >> 10:,} KiB", where=place)
     loader = yaml.SafeLoader if len(source) < LARGE else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         if len(source) >= LARGE:
@@ -274,12 +266,11 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
 
 def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
     """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own."""
-    import yaml
-
     depth = values = 0
     for event in events:
-        values += isinstance(event, yaml.NodeEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        kind = type(event).__name__
+        values += kind.startswith(("Scalar", "Alias", "Sequence"))
+        depth += kind.startswith(("Sequence", "Mapping")) * (1 if "Start" in kind else -1)
         if depth > MAX_DEPTH + 2:
             raise ConfigError(TOO_DEEP, where=place)
         if values > 2 * MAX_VALUES:  # names and values
