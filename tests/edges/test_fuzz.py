@@ -169,8 +169,9 @@ def told(said: Said, words: tuple[str, ...], harmed: set[str]) -> None:
 
 
 def harmed_by(paths: list[Path]) -> set[str]:
-    """The jobs whose own files these are; the client's notes alone change nothing of what a host says."""
-    return {part for path in paths for part in (*path.parts, path.stem) if part in (RUNS, *ENDED, FAR)}
+    """The jobs whose own files these are; the client's notes change nothing of what a host says that can be asked."""
+    named = {part for path in paths for part in (*path.parts, path.stem) if part in (RUNS, *ENDED, FAR)}
+    return named | {FAR for path in paths if path.parent.name == "hosts"}
 
 
 def targets(scene: Scene) -> list[Path]:

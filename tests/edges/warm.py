@@ -52,7 +52,7 @@ class Warm:
         (self.folder / "load").write_text(str(home))
 
     def lie(self, seed: int | None, which: str = "") -> None:
-        """From now on one message of each agent is damaged, by this seed; None: no more."""
+        """Of the next agent one message comes damaged, by this seed; None: of no one."""
         note = self.folder / "lie"
         if seed is None:
             note.unlink(missing_ok=True)
@@ -131,9 +131,11 @@ def _await_opened(mark: str) -> None:
 def _lie_of(folder: str) -> list[str]:
     try:
         with open(os.path.join(folder, "lie")) as f:
-            return f.read().split(" ")
+            found = f.read().split(" ")
+        os.unlink(os.path.join(folder, "lie"))  # who tries again hears the truth
     except OSError:
         return []
+    return found
 
 
 def _be_agent(pid: str, loader: CodeType, call: str, mark: str, lie: list[str]) -> None:
