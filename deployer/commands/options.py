@@ -18,7 +18,8 @@ from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decor
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
 from deployer.exit_codes import UNREAD
-from deployer.terminal import as_invoked
+from deployer.printable import shown
+from deployer.terminal import as_invoked, notice
 
 if TYPE_CHECKING:
     from deployer.connection.host import Host
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
 WAYS = ("auto", "fabric", "openssh")
-"""How to connect by SSH; `make_transport` says what they are."""
+"""As a record of a job has them."""
 
 
 class Command(click.Command):
@@ -195,11 +196,16 @@ def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host
 
 def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
     """The named host, or every host that the records name and this machine, which needs no key."""
-    from deployer.jobs.registry import read_records
+    from deployer.jobs.registry import noted_places, read_records
 
     if ssh is not None or root is not None:
         return [host_of(ssh, root, **access)]
-    places = {(r.ssh, r.root): r for r in read_records()}
+    damages: list[str] = []
+    records = read_records(damages.append)
+    if damages:
+        notice(*map(shown, damages))
+        records = [*noted_places(), *records]  # which host a damaged one named, nobody else knows
+    places = {(r.ssh, r.root): r for r in records}
     here = {**access, "ssh_key": None}
     hosts = [host_of(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
     return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **here)]

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
+from deployer.agent.job.views import Ack
 from deployer.agent.logs.identity import Change
 from deployer.commands.in_words import attempt_line, telling_log
 from deployer.connection.host import HERE, Host
@@ -71,18 +71,16 @@ class Screen(Watcher):
             self._update = self._bars.enter_context(terminal.progress(shown("sent")))
         self._update(sent, total)
 
-    def started(self, ack: dict[str, Any]) -> None:
+    def started(self, ack: Ack) -> None:
         self.close()
-        self.folder = str(ack["path"])
-        self.stopping = ack.get("stopping") is True
+        self.folder = ack.path
+        self.stopping = ack.stopping
         self.remember()
         if self.stopping:
             return
         if self.keeps is not None:
             threading.Thread(target=self.keeps).start()
-        terminal.notice(
-            shown("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
-        )
+        terminal.notice(shown("queued" if ack.queued else "already running" if ack.already else "started"))
         if self.beginning:
             terminal.notice(shown(self.beginning))
 

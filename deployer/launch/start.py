@@ -10,6 +10,7 @@ from typing import Any
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.plan import Plan
 from deployer.agent.job.status import Status
+from deployer.agent.job.views import Ack
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
@@ -87,7 +88,8 @@ def launch_and_follow(
 def _take_leave(link: Link, call: Call) -> None:
     """Ends the conversation with a host that has acknowledged: a connection that breaks now takes nothing back."""
     try:
-        call.result()
+        for _ in call.events():
+            pass
     except LostConnection:
         pass
     link.close()
@@ -124,7 +126,7 @@ class _Talk:
     cut a frame, behind whose half no host would understand that the launch is cancelled."""
 
     def __init__(self, call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> None:
-        self.ack: dict[str, Any] | None = None
+        self.ack: Ack | None = None
         self.error: BaseException | None = None
         self._ended = threading.Event()  # Ctrl-C may come while the thread is started, which then cannot be joined
         self._thread = threading.Thread(target=self._run, args=(call, shipment, news, watcher), daemon=True)
@@ -141,7 +143,7 @@ class _Talk:
         """Whether it has ended by then."""
         return self._ended.wait(within_s)
 
-    def acknowledgement(self) -> dict[str, Any]:
+    def acknowledgement(self) -> Ack:
         self._thread.start()
         self._ended.wait()
         if self.ack is None:
@@ -150,22 +152,23 @@ class _Talk:
         return self.ack
 
 
-def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> dict[str, Any]:
+def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> Ack:
     """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
     if news is not None:
         send_news(call, news, shipment.sources, watcher.sending)
     entries: tuple[Entry, ...] = ()
     for name, value, _ in call.events():
         if name == "need_tree":
-            if value not in shipment.trees:
-                raise HostError(f"the host asks for {value!r}, which is no tree of this launch")
-            entries = shipment.trees[value]
+            tree = call.read(value, str, name)
+            if tree not in shipment.trees:
+                raise HostError(f"the host asks for {tree[:60]!r}, which is no tree of this launch")
+            entries = shipment.trees[tree]
             call.max_event = max(call.max_event, ASKED_BYTES * len(entries))
             send_tree(call, entries)
         elif name == "need_blobs":
-            send_blobs(call, value, shipment.sources, blobs_of(entries), watcher.sending)
+            send_blobs(call, call.read(value, list[str], name), shipment.sources, blobs_of(entries), watcher.sending)
         elif name == "ack":
-            return dict(value)
+            return call.read(value, Ack, name)
     raise LostConnection("the host ended the launch without an acknowledgement")
 
 

@@ -167,20 +167,20 @@ def test_pull_of_bytes_that_are_not_what_was_listed_brings_no_file(tmp_path, lie
 ANSWERS = f"""
 e = {EVIL!r}
 state = "running"
-job = dict.fromkeys(["id", "name", "reason", "created", "host", "on_host", "damaged"], e)
+job = dict.fromkeys(["name", "reason", "created", "host", "on_host", "damaged"], e)
 status = {{"code": 3, "groups": [{{"nproc": 2}}], "warnings": [e], "stalled": [{{"rank": 0, "last_line": e}}]}}
 status.update(dict.fromkeys(["reason", "phase", "started_at", "hint"], e), state=state)
 status.update(remaining=[{{"pid": 1, "start_time": 1, "cmdline": e}}])
 view = {{"job_id": "j1", "processes": [{{"role": e, "node": 0, "ranks": [0, 1]}}], "was": "running", "path": e}}
 view.update(latest=json.dumps({{e: e}}), status=status)
-gpu = {{**dict.fromkeys(["index", "name"], e), "memory_used_mib": 1, "memory_total_mib": 2}}
+gpu = {{"index": 0, "uuid": e, "name": e, "memory_used_mib": 1, "memory_total_mib": 2}}
 gpu["held"] = [{{"job": e, "user": e, "shared": True, "since": 0}}]
-gpu["processes"] = [{{"pid": e, "user": e, "memory_mib": 1, "command": e}}]
+gpu["processes"] = [{{"gpu_uuid": e, "pid": 7, "user": e, "memory_mib": 1, "command": e}}]
 kept = {{"count": 2, "what": e, "size_bytes": 1}}
 gc = {{"jobs": [{{"id": e, "size_bytes": 1, "ended_s": 1}}], "rest": [dict(kept, kind=e, oldest_s=1)]}}
 check = {{"name": e, "status": "fail", "detail": e, "hint": e}}
 values = {{
-    "ps": ("jobs", [{{**job, "state": state, "gpus": [e]}}]),
+    "ps": ("jobs", [{{**job, "id": "j1", "state": state, "gpus": [e]}}]),
     "status": ("status", view),
     "doctor": ("doctor", {{"facts": {{e: e}}, "checks": [check]}}),
     "stop": ("state", status),
@@ -188,7 +188,7 @@ values = {{
     "gc": ("gc", {{**gc, "kept_jobs": [kept], "remaining": [e], "total_bytes": 1, "free_bytes": 1, "root": e}}),
     "files": ("links", {{"names": [e], "more": 1}}),
     "follow": ("state", status),
-    "launch": ("ack", {{"path": e}}),
+    "launch": ("ack", {{"job_id": e, "path": e}}),
 }}
 """
 SAYS = f"""{ANSWERS}

@@ -28,6 +28,10 @@ YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
 MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
 MAX_VALUES = 100_000
+MAX_BYTES = 4 << 20
+MAX_PYTHON_BYTES = 256 << 10
+LARGE = 8 << 10  # bytes of YAML; Python reads them at once whatever they are, and for more libyaml is faster
+TOO_DEEP = "not a config: nested too deeply"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 UNKNOWN_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -41,15 +45,19 @@ def read_source(path: Path, suffixes: Sequence[str] = (".py", *YAML_SUFFIXES)) -
     """The bytes of a config file; a ConfigError when there is none to read."""
     if not path.exists():
         raise ConfigError(f"config {path} does not exist", hint=_nearest_file(path))
-    if path.is_dir():
-        raise ConfigError(f"config {path} is a folder", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
+    if not path.is_file():  # a pipe would keep us waiting
+        what = "a folder" if path.is_dir() else "no regular file"
+        raise ConfigError(f"config {path} is {what}", hint=f"name a .py or .yaml file, such as {path / 'NAME.py'}")
     if path.suffix not in suffixes:
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
     try:
-        source = path.read_bytes()
+        with path.open("rb") as f:
+            source = f.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
+    if len(source) > (most := MAX_BYTES if path.suffix in YAML_SUFFIXES else MAX_PYTHON_BYTES):
+        raise ConfigError(f"not a config: more than {most >> 10:,} KiB", where=str(path))
     if not source.strip():
         raise ConfigError(f"config {path} is empty")
     return source
@@ -78,9 +86,11 @@ def read_python(path: Path) -> tuple[Config, Places]:
     source = read_source(path)
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
         raise _syntax_error(error, path) from None
-    tree = ast.parse(source)
+    except (RecursionError, MemoryError):
+        raise ConfigError(TOO_DEEP, where=str(path)) from None
     if "config" not in (names := bound_names(tree)) and "*" not in names:
         raise _no_config(path, tree)
     places = Places(str(path), {key: f"{path}:{line}" for key, line in keyword_lines(tree).items()})
@@ -246,16 +256,34 @@ def read_override(text: str, kind: Any, key: str) -> object:
 def _compose(source: bytes | str, place: str) -> yaml.Node | None:
     import yaml
 
+    if len(source) > MAX_BYTES:
+        raise ConfigError(f"not a config: more than {MAX_BYTES >> 10:,} KiB", where=place)
+    loader = yaml.SafeLoader if len(source) < LARGE else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        node: yaml.Node | None = yaml.compose(source, Loader=yaml.SafeLoader)
+        if len(source) >= LARGE:
+            _check_shape(yaml.parse(source, Loader=loader), place)
+        node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         raise ConfigError(f"not valid YAML: {problem}", where=where) from None
     except RecursionError:
-        raise ConfigError("not a config: nested too deeply", where=place) from None
+        raise ConfigError(TOO_DEEP, where=place) from None
     return node
+
+
+def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
+    """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own."""
+    depth = values = 0
+    for event in events:
+        kind = type(event).__name__
+        values += kind.startswith(("Scalar", "Alias", "Sequence"))
+        depth += kind.startswith(("Sequence", "Mapping")) * (1 if "Start" in kind else -1)
+        if depth > MAX_DEPTH + 2:
+            raise ConfigError(TOO_DEEP, where=place)
+        if values > 2 * MAX_VALUES:  # names and values
+            raise ConfigError(f"{place} has more than {MAX_VALUES:,} values", where=place)
 
 
 def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> object:

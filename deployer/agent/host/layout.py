@@ -65,12 +65,12 @@ class Root:
         return Job(os.path.join(self.jobs, job_id))
 
     def all_jobs(self) -> List["Job"]:
-        """Every job folder of this root; what `gc` is removing is none."""
+        """Every job folder of this root; what `gc` is removing, and what has no job's name, is none."""
         try:
             names = os.listdir(self.jobs)
         except OSError:
             return []
-        paths = [os.path.join(self.jobs, name) for name in names if not name.startswith(".")]
+        paths = [os.path.join(self.jobs, name) for name in names if JOB_ID.match(name)]
         return [Job(path) for path in paths if os.path.isdir(path)]
 
 

@@ -4,9 +4,10 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
+from contextlib import suppress
 from typing import Dict, Tuple
 
-from ..host.files import read_json
+from ..host.typed import Damage, read_typed
 
 DROPPED_FILE = "dropped.json"
 """File name -> offset of its first byte that is kept; `log_max_bytes` -> the limit."""
@@ -32,7 +33,7 @@ class Dropped:
             return self._values
         version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
         if version != self._version:
-            found = read_json(self._path) or {}
-            self._values = {name: value for name, value in found.items() if isinstance(value, int)}
             self._version = version
+            with suppress(OSError, Damage):
+                self._values = read_typed(self._path, Dict[str, int])
         return self._values

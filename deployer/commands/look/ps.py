@@ -13,7 +13,7 @@ from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import UNREACHABLE, age_of, state_of
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.jobs.registry import SeenJob, read_records
+from deployer.jobs.registry import SeenJob, note_damage, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
 from deployer.printable import Shown, cells, shown
 
@@ -26,16 +26,18 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     rows = rows_of(hosts, answers, read_records())
     if as_json:
         terminal.say_json([row_as_json(row) for row in rows])
-        return
-    rows = rows if show_all else without_old(rows)
-    if rows:
-        terminal.table(COLUMNS, [_cells(row) for row in rows])
+    else:
+        rows = rows if show_all else without_old(rows)
+        if rows:
+            terminal.table(COLUMNS, [_cells(row) for row in rows])
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
             terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
-        else:
-            terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in answer if row.trouble))
-    if not rows:
+            if damage := note_damage(host.ssh, host.root):
+                terminal.notice(shown(f"what {host.name} said last is not known: {damage}"))
+    said = {answer.message for answer in answers if isinstance(answer, FerryError)}
+    terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in rows if row.trouble and row.trouble not in said))
+    if not rows and not as_json:
         terminal.notice(shown("no jobs"))
 
 

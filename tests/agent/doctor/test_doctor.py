@@ -167,7 +167,7 @@ def test_finding(name: str) -> None:
 
 
 def findings(*contact: Any) -> dict[str, tuple[str, str]]:
-    return {c["name"]: (c["status"], f"{c['detail']} {c['hint']}") for c in check_contact(Contact(*contact))}
+    return {c.name: (c.status, f"{c.detail} {c.hint}") for c in check_contact(Contact(*contact))}
 
 
 def test_a_quick_and_silent_login_is_fine() -> None:

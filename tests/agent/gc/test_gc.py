@@ -18,6 +18,7 @@ from deployer.agent.host.files import remove_folder
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold
 from deployer.agent.host.machine import own_identity
+from deployer.agent.host.typed import from_json
 from deployer.agent.job.status import STOPPED, GroupStatus, Status, write_status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.store import spare
@@ -39,6 +40,9 @@ class Called:
     def __init__(self, root: Root, **head: Any) -> None:
         self.head, self.found = head, {}  # type: dict[str, Any], dict[str, Any]
         collect.gc(root, self)  # type: ignore[arg-type]
+
+    def read(self, kind: type[Any]) -> Any:
+        return from_json(self.head, kind)
 
     def send_event(self, name: str, value: Any) -> None:
         self.found = {kind: row["count"] for kind, row in ((row["kind"], row) for row in value["rest"])}

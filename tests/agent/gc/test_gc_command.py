@@ -18,7 +18,7 @@ from deployer.agent.gc.choose import BLOB, SPARE, TREE
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
 from deployer.agent.host.locks import hold, is_held, store_alone, store_in_use
-from deployer.agent.host.typed import to_json
+from deployer.agent.host.typed import from_json, to_json
 from deployer.agent.job.plan import Plan
 from deployer.agent.requests.launch import launch
 from deployer.agent.store.tree import FILE, Entry, content_hash, dump_entries, root_hash
@@ -130,8 +130,8 @@ class Launching:
         self.cancelled, self.revoked, self.head = threading.Event(), False, {}
         self.free_at: dict[str, bool] = {}
 
-    def request(self) -> dict[str, Any]:
-        return {"plan": to_json(self.plan)}
+    def read(self, kind: type[Any]) -> Any:
+        return from_json({"plan": to_json(self.plan)}, kind)
 
     def send_event(self, name: str, value: Any = None) -> None:
         try:

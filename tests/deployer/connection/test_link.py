@@ -41,8 +41,8 @@ HEADS = st.dictionaries(st.text(max_size=20), st.none() | st.integers() | st.tex
 @given(HEADS, st.binary(max_size=2000))
 def test_frame_any_head_and_body_round_trips(head, body):
     stream = io.BytesIO(encode(head, body) + encode({}, b"next"))
-    assert read_frame(stream) == (head, body)
-    assert read_frame(stream) == ({}, b"next")
+    assert read_frame(stream)[:2] == (head, body)
+    assert read_frame(stream)[:2] == ({}, b"next")
     assert read_frame(stream) is None
 
 
@@ -149,16 +149,16 @@ def test_host_that_ends_before_its_answer_says_so(tmp_path):
 
 
 def test_answer_of_a_host_that_has_gone_since_is_read_to_its_end(tmp_path):
-    code = "for n in range(9): frame({'id': 0, 'data': n}, b'x' * 1000)\nframe({'id': 0, 'ok': 'done'})"
+    code = "for n in range(9): frame({'id': 0, 'data': True, 'n': n}, b'x' * 1000)\nframe({'id': 0, 'ok': 'done'})"
     with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
         wait_for(lambda: link.lost)
         events = list(link.first.events())
-    assert [value["data"] for name, value, _ in events[:-1]] == list(range(9))
+    assert [value["n"] for name, value, _ in events[:-1]] == list(range(9))
     assert events[-1] == ("ok", "done", b"")
 
 
 def test_log_that_breaks_off_ends_with_the_lost_connection(tmp_path):
-    code = "frame({'id': 0, 'data': 0}, b'x' * 1000)"
+    code = "frame({'id': 0, 'data': True}, b'x' * 1000)"
     with Link.open(Lying(code), root=str(tmp_path), request={"op": "ps"}) as link:
         wait_for(lambda: link.lost)
         events = link.first.events()

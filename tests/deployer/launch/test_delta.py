@@ -154,7 +154,7 @@ def test_same_job_asked_for_again_with_news_is_the_running_one(place):
 
     class Acks(Watcher):
         def started(self, ack):
-            acks.append(ack["already"])
+            acks.append(ack.already)
 
     for _ in range(2):
         launch_and_follow(
