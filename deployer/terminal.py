@@ -15,13 +15,12 @@ import re
 import shlex
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -96,17 +95,15 @@ def say_script(text: str) -> None:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
 
 
-def relay(pipe: IO[bytes]) -> None:
-    """Shows what a program that helps us says on its stderr, as it comes, in the background."""
+def relay() -> Callable[[bytes], None]:
+    """Shows what a program that helps us says on its stderr, given as it comes."""
     text = LogText(colours=escapes())
 
-    def show() -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 15):
-                sys.stderr.buffer.write(text.feed(data))
-                sys.stderr.buffer.flush()
+    def show(data: bytes) -> None:
+        sys.stderr.buffer.write(text.feed(data))
+        sys.stderr.buffer.flush()
 
-    threading.Thread(target=show, name="relay", daemon=True).start()
+    return show
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

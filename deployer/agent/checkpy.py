@@ -9,6 +9,8 @@ Stdlib only, Python 3.8; an older Python fails here and is no candidate.
 
 import sys
 
+if sys.version_info < (3, 8):
+    sys.exit("it is Python %d.%d.%d" % sys.version_info[:3])
 sys.path[:] = sys.path[1:]  # this file's own folder
 
 import ast  # noqa: E402

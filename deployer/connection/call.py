@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEAD_AFTER_S = 35.0
-"""Silence of the host, although pinged, after which the connection counts as lost."""
 MAX_EVENT = 4 << 20
 """Bytes of one event's value at most, unless its call expects more."""
 ITEM_BYTES = 20
@@ -132,7 +130,7 @@ class Call:
         for start in range(0, len(data), frames.MAX_BODY) or (0,):
             part = data[start : start + frames.MAX_BODY]
             try:
-                self._window.take(len(part), timeout_s=DEAD_AFTER_S)
+                self._window.take(len(part), timeout_s=self.link.limits.dead_after_s)
             except ProtocolError as error:
                 raise self._refusal or LostConnection(f"{self.link.host}: {error}") from None
             self.link.send({**head, "id": self.id}, part)

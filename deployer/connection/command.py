@@ -22,17 +22,29 @@ _MODULE = re.compile(r"(\w+/)*\w+\.py", re.ASCII)  # no editor's copy beside it:
 
 # The one shell text that is ever sent. No single quote, backslash, exclamation mark or newline inside: every login
 # shell (fish and tcsh too) hands it on unchanged. The job's own interpreter is data, this one only runs the agent. An
-# interpreter that is too old says so by exit status 97 and the next one is tried. `-X utf8`: names are bytes, and a
-# host's locale must not read them otherwise than the client wrote them.
+# interpreter that is too old says so by exit status 97. One that ends before the loader has begun (it cannot start, or
+# is a script that fails) has said why; in both cases the next one is tried. What a signal ended is not tried again.
+# `-X utf8`: names are bytes, and a host's locale must not read them otherwise than the client wrote them.
 _SHELL = (
     "for p in python3 /usr/bin/python3 /usr/local/bin/python3 /opt/conda/bin/python3 "
     "python3.13 python3.12 python3.11 python3.10 python3.9 python3.8 python; do "
     "if command -v $p >/dev/null 2>&1; then "
     '$p -I -S -X utf8 -c "import sys; sys.version_info < (3, 8) and sys.exit(97); '
     'import zlib, base64; exec(zlib.decompress(base64.b64decode(sys.argv[1])))" "$0"; '
-    "r=$?; [ $r = 97 ] || exit $r; fi; done; "
+    "r=$?; case $r in 0|98|99|1[3-9][0-9]|129|2[0-9][0-9]) exit $r;; "
+    "97) echo $p is $($p --version 2>&1), and too old >&2;; "
+    "*) echo $p ended with exit status $r >&2;; esac; fi; done; "
     "echo torchferry-no-python >&2; exit 127"
 )
+
+
+_START = """\
+try:
+    load(json.loads({message!r}))
+except Exception:
+    sys.excepthook(*sys.exc_info())
+    os._exit(98)  # it had begun: no other interpreter is to begin again
+"""
 
 
 def build_command(word: str) -> str:
@@ -42,7 +54,7 @@ def build_command(word: str) -> str:
 
 def build_word(message: dict[str, Any]) -> str:
     """Loader and message as one word of [A-Za-z0-9+/=]."""
-    source = f"{_loader_source()}\nload(json.loads({json.dumps(message)!r}))\n"
+    source = f"{_loader_source()}\n{_START.format(message=json.dumps(message))}"
     return base64.b64encode(zlib.compress(source.encode("utf-8"), 9)).decode("ascii")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.printable import Shown, shown
+from deployer.terminal import notice
 from deployer.transport.protocol import Transport
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 HERE = "this machine"
 GIVE_UP_AFTER_S = 600.0
 """A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
+_told: set[str] = set()
+"""Commands after --ssh whose needless options were told."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 Way = Literal["auto", "fabric", "openssh"]
@@ -48,7 +51,18 @@ class Host:
             )
         if self.ssh is None and self.ssh_key is not None:
             raise UsageError("--ssh-key names a key for --ssh, and there is none: this machine is meant")
+        if self.ssh is not None and " " in self.ssh:  # a whole command, as providers print it
+            self._take_command(self.ssh)
         self._transport = self.begun
+
+    def _take_command(self, text: str) -> None:
+        from deployer.transport.ssh.target import parse_target
+
+        target = parse_target(text)
+        self.ssh, self.ssh_key = target.address, self.ssh_key or target.key
+        if target.ignored and text not in _told:
+            _told.add(text)
+            notice(shown(f"note: without effect in --ssh: {', '.join(target.ignored)}"))
 
     @property
     def name(self) -> str:

@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Any
 from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError
-from deployer.connection.call import DEAD_AFTER_S, Call, error_of
+from deployer.connection.call import Call, error_of
 from deployer.connection.command import MAX_WORD, agent_hash, agent_sources, build_command, build_word
 from deployer.errors import FerryError, HostError, LostConnection, UsageError
 
 if TYPE_CHECKING:
-    from deployer.transport.protocol import Stream, Transport
+    from deployer.transport.protocol import Limits, Stream, Transport
 
-PING_EVERY_S = 10.0
-ANSWER_TIMEOUT_S = 60.0
-"""From the exec to the nonce: login scripts run in between."""
+LOGIN_ENDS_S = 600.0
+"""A login that talks on and on without running our command is given up after so long."""
 LAST_WORDS_S = 5.0
 """How long what a host said before it took no more is waited for."""
 MAX_PAYLOAD = 8 << 20
@@ -39,11 +38,9 @@ MAX_PAYLOAD = 8 << 20
 class Link:
     """An open conversation with the agent of one host. Use `call`; close it when done."""
 
-    def __init__(
-        self, stream: Stream, *, host: str, ping_every_s: float = PING_EVERY_S, dead_after_s: float = DEAD_AFTER_S
-    ) -> None:
+    def __init__(self, stream: Stream, *, host: str, limits: Limits) -> None:
         self.host = host
-        self._ping_every_s, self._dead_after_s = ping_every_s, dead_after_s
+        self.limits = limits
         self.hello: dict[str, Any] = {}
         self._stream = stream
         self._calls: dict[int, Call] = {}
@@ -85,7 +82,7 @@ class Link:
         `ahead`: frames (head, body) of the request's stream that follow at once, within its window.
         `agent_too`: the agent is sent along unasked, so that nothing behind it is lost on a host that has none.
         `asking` is called just before the host can hear of the request.
-        `bounds`: ping_every_s and dead_after_s, other than PING_EVERY_S and DEAD_AFTER_S.
+        `bounds`: Limits other than the transport's.
         """
         transport.connect()
         nonce = secrets.token_hex(16)
@@ -98,18 +95,21 @@ class Link:
             payload = {**request, **(payload or {})}
             word = build_word(message)
         asking()
-        link = cls(transport.open(build_command(word)), host=transport.description, **bounds)
+        link = cls(
+            transport.open(build_command(word)), host=transport.description, limits=transport.limits._replace(**bounds)
+        )
         if request is not None:
             link._calls[0] = Call(link, 0)
         link._payload = (_payload_frames(payload) if payload is not None else b"") + _stream_frames(ahead)
         link._agent_sent = agent_too
+        # before the first bytes: a login that takes none of them is given up too
+        threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
         if first := (_agent_frames() if agent_too else b"") + link._payload:
             # all of it before the reader starts: see _send_agent. A host that takes no more has said why, or is gone
             with suppress(LostConnection):
                 link._stream.write(first)
         link._reader = threading.Thread(target=link._read, args=(nonce,), name="link-reader", daemon=True)
         link._reader.start()
-        threading.Thread(target=link._keep_alive, name="link-keepalive", daemon=True).start()
         return link
 
     @property
@@ -145,8 +145,8 @@ class Link:
         self._answered.clear()
         begun = time.monotonic()
         self.send({"ping": self._asked})
-        if not self._answered.wait(DEAD_AFTER_S):
-            raise self._lost or LostConnection(f"{self.host} has not answered for {DEAD_AFTER_S:g} s")
+        if not self._answered.wait(self.limits.dead_after_s):
+            raise self._lost or LostConnection(f"{self.host} has not answered for {self.limits.dead_after_s:g} s")
         return time.monotonic() - begun
 
     @property
@@ -183,7 +183,7 @@ class Link:
 
     def _read(self, nonce: str) -> None:
         try:
-            self.noise, first = _find_nonce(self._stream, nonce.encode("ascii"))
+            first = self._find_nonce(nonce.encode("ascii"))
             self.answered_s = time.monotonic() - self.opened_at
             self._greeted.set()
             self._heard = time.monotonic()
@@ -247,16 +247,50 @@ class Link:
             self._fail(error)
 
     def _keep_alive(self) -> None:
-        if not self._greeted.wait(ANSWER_TIMEOUT_S):
-            self._fail(LostConnection(f"{self.host} gave no answer within {ANSWER_TIMEOUT_S:g} s"))
+        self._await_first_word()
+        limits = self.limits
         while self._lost is None:
-            time.sleep(self._ping_every_s)
-            if time.monotonic() - self._heard > self._dead_after_s and not self._delivering:
-                self._fail(LostConnection(f"{self.host} has not answered for {self._dead_after_s:g} s"))
+            time.sleep(limits.ping_every_s)
+            if time.monotonic() - self._heard > limits.dead_after_s and not self._delivering:
+                self._fail(LostConnection(f"{self.host} has not answered for {limits.dead_after_s:g} s"))
                 self._stream.close()
                 return
             # in a thread of its own: with a dead network even a ping may block
             threading.Thread(target=self._ping, name="link-ping", daemon=True).start()
+
+    def _await_first_word(self) -> None:
+        """Gives up a login that says nothing for too long. Nothing of ours has begun there: the agent says its first
+        word before it does anything, and ends where it cannot."""
+        limit_s, complained = self.limits.login_s, 0
+        while not self._greeted.wait(max(0.0, self._heard + limit_s - time.monotonic())):
+            said = self._stream.stderr_text()
+            if len(said) > complained:
+                self._heard, complained = time.monotonic(), len(said)
+            if time.monotonic() < min(self._heard + limit_s, self.opened_at + LOGIN_ENDS_S):
+                continue
+            from deployer.transport.ssh.explain import explain_silent_login
+
+            self._fail(explain_silent_login(said, self.noise, host=self.host, silent_s=limit_s))
+            self._stream.close()
+
+    def _find_nonce(self, nonce: bytes) -> bytes:
+        """Reads up to the nonce, at most MAX_NOISE bytes; what was read beyond it."""
+        while nonce not in self.noise:
+            data = self._stream.read(1 << 15)
+            if not data:
+                from deployer.transport.ssh.explain import explain_no_answer
+
+                status = self._stream.exit_status(2.0)  # first: once it has ended, its last words are waited for
+                raise explain_no_answer(self._stream.stderr_text(), self.noise, status)
+            self.noise += data
+            self._heard = time.monotonic()
+            if len(self.noise) > frames.MAX_NOISE:
+                raise HostError(
+                    f"the host's login prints more than {frames.MAX_NOISE >> 10} KiB before it runs a command",
+                    hint="make its shell start-up files silent for sessions without a terminal",
+                )
+        self.noise, _, rest = self.noise.partition(nonce)
+        return rest
 
     def _ping(self) -> None:
         try:
@@ -320,22 +354,3 @@ class _Raw(io.RawIOBase):
         self._first = self._first[len(buffer) :]
         buffer[: len(data)] = data
         return len(data)
-
-
-def _find_nonce(stream: Stream, nonce: bytes) -> tuple[bytes, bytes]:
-    """Reads up to the nonce: the noise before it, at most MAX_NOISE bytes, and what was read beyond it."""
-    from deployer.transport.ssh.explain import explain_no_answer
-
-    seen = b""
-    while nonce not in seen:
-        data = stream.read(1 << 15)
-        if not data:
-            raise explain_no_answer(stream.stderr_text(), seen, stream.exit_status(2.0))
-        seen += data
-        if len(seen) > frames.MAX_NOISE:
-            raise HostError(
-                f"the host's login prints more than {frames.MAX_NOISE >> 10} KiB before it runs a command",
-                hint="make its shell start-up files silent for sessions without a terminal",
-            )
-    noise, _, rest = seen.partition(nonce)
-    return noise, rest

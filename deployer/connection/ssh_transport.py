@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from deployer.errors import UsageError
 from deployer.printable import shown
 from deployer.terminal import notice
-from deployer.transport.protocol import Stream
+from deployer.transport.protocol import Limits, Stream
 from deployer.transport.ssh.attempt import Attempt
+from deployer.transport.ssh.explain import NoCommonAlgorithm
 from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_keys
 from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
 
@@ -44,10 +45,11 @@ class SshTransport:
         self._reason = ""
         self._target = target
         self._way = way
-        self._ssh_key = ssh_key
+        self._ssh_key = ssh_key or target.key
         self._accept_new = accept_new_host_key
-        self._config_file = chosen_config(config_file)
+        self._config_file = target.config or chosen_config(config_file)
         self._connect_timeout_s = connect_timeout_s
+        self._limits = Limits()
         self._chosen: FabricTransport | OpenSSHTransport | None = None
         self._attempt: Attempt | None = None
         self._way_known = threading.Event()
@@ -56,7 +58,12 @@ class SshTransport:
     @property
     def description(self) -> str:
         """See Transport."""
-        return self._chosen.description if self._chosen is not None else self._target.text
+        return self._chosen.description if self._chosen is not None else self._target.address
+
+    @property
+    def limits(self) -> Limits:
+        """See Transport."""
+        return self._limits
 
     def start_connect(self) -> None:
         """Begins to connect unless connected; failures wait for `connect`."""
@@ -78,10 +85,30 @@ class SshTransport:
         """See Transport; connects again when the connection was lost."""
         with self._lock:
             chosen = self._decide()
-            if self._reason not in ("", *_announced):
-                _announced.add(self._reason)
-                notice(shown(f"{self.description}: connecting with the ssh program: {self._reason}"))
-            chosen.connect()
+            self._announce()
+            try:
+                chosen.connect()
+            except NoCommonAlgorithm as error:
+                self._fall_back(error).connect()
+
+    def _announce(self) -> None:
+        if self._reason not in ("", *_announced):
+            _announced.add(self._reason)
+            notice(shown(f"{self.description}: connecting with the ssh program: {self._reason}"))
+
+    def _fall_back(self, error: NoCommonAlgorithm) -> OpenSSHTransport:
+        """The ssh program, which may have an algorithm that paramiko lacks. Raises the error where it is no way."""
+        from deployer.transport.paramiko_ssh.connection import FabricTransport
+
+        if self._way != "auto" or not isinstance(self._chosen, FabricTransport):
+            raise error
+        if shutil.which("ssh") is None:
+            words = "there is no ssh program here, which may have one: install the OpenSSH client"
+            raise NoCommonAlgorithm(error.message, where=words, hint=error.hint) from None
+        self._reason = error.message
+        self._chosen = self._openssh(self._chosen.options, users_master=False)
+        self._announce()
+        return self._chosen
 
     def open(self, command: str) -> Stream:
         """See Transport. HostError when the server runs no commands."""
@@ -120,6 +147,7 @@ class SshTransport:
         options = resolve(
             self._target, self._ssh_key, config_file=self._config_file, connect_timeout_s=self._connect_timeout_s
         )
+        self._limits = limits_of(options)
         lives = self._way != "fabric" and self._users_master_lives(options)
         self._reason = why_openssh(options, users_master=lives) if self._way == "auto" else ""
         if self._way == "openssh" and shutil.which("ssh") is None:
@@ -151,6 +179,15 @@ class SshTransport:
         from deployer.transport.ssh_program.connection import users_master_lives
 
         return users_master_lives(self._target, self._config_file)
+
+
+def limits_of(options: SshOptions) -> Limits:
+    """How long this host's silence is borne."""
+    usual = Limits()
+    limits = usual._replace(login_s=max(usual.login_s, options.connect_timeout_s))
+    if not options.alive_every_s:
+        return limits
+    return limits._replace(ping_every_s=options.alive_every_s, dead_after_s=options.dead_after_s)
 
 
 def why_openssh(options: SshOptions, *, users_master: bool = False) -> str:

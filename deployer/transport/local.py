@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from deployer.errors import ConnectError, LostConnection
-from deployer.transport.protocol import WRITE_TIMEOUT_S, Drain
+from deployer.transport.protocol import WRITE_TIMEOUT_S, Drain, Limits
 
 
 class LocalTransport:
     """Runs commands by /bin/sh in a session of their own, so that Ctrl-C in the terminal does not reach them."""
 
     description = "this machine"
+    limits = Limits()
 
     def __init__(self, *, env: Mapping[str, str] | None = None) -> None:
         self._env = env if env is not None else activated(os.environ)

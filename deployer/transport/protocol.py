@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 WRITE_TIMEOUT_S = 60.0
 """A write that makes no progress for so long counts as a lost connection."""
 STDERR_KEPT = 64 * 1024
+
+
+class Limits(NamedTuple):
+    """How long a host's silence is borne, in seconds."""
+
+    login_s: float = 30.0
+    """A login that says nothing, from the command to the agent's first word: start-up files run in between, and one
+    that reads from a slow network disk takes 20 s."""
+    ping_every_s: float = 10.0
+    dead_after_s: float = 35.0
+    """Silence of the agent, although pinged, after which the connection counts as lost."""
 
 
 class Stream(Protocol):
@@ -39,6 +50,10 @@ class Transport(Protocol):
     @property
     def description(self) -> str:
         """`root@host:22`, or `this machine`."""
+
+    @property
+    def limits(self) -> Limits:
+        """As the user has set them; known once connected."""
 
     def connect(self) -> None:
         """Connects unless connected. ConnectError with a hint."""

@@ -97,6 +97,23 @@ def jump_config(server: SshServer, hop: SshServer, folder: Path, **changes: str)
     return config
 
 
+def relay_command(folder: Path) -> str:
+    """A ProxyCommand that connects its stdin and stdout with the server."""
+    (folder / "relay.py").write_text(_RELAY)
+    return f"{sys.executable} '{folder}/relay.py' %h %p"
+
+
+_RELAY = """
+import os, socket, sys, threading
+peer = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+def up():
+    while data := os.read(0, 65536):
+        peer.sendall(data)
+threading.Thread(target=up, daemon=True).start()
+while data := peer.recv(65536):
+    os.write(1, data)
+"""
+
 _CLIENT = """
 import sys
 from deployer.errors import FerryError

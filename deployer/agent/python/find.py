@@ -27,6 +27,9 @@ _USUAL = (
     "/usr/bin/python3",
 )
 _KEPT_ANSWERS = 64
+_KEPT_FAILURES, _LINE = 3, 200
+_NO_CAUSE = ("Current thread", "<no Python frame>")
+"""How what Python says of a fatal error ends."""
 
 
 def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, str], log: BinaryIO) -> str:
@@ -45,11 +48,14 @@ def resolve_python(spec: PythonSpec, code_dir: str, root: Root, env: Dict[str, s
         unchecked = (spec.lock,)
     with _Answers(root) as answers:
         found = [_lacking(i, unchecked) for i in _inspect_all(spec, env, answers, stop=not unchecked)]
+        why = answers.why_none()
     fitting = [i.path for i in found if not i.unmet]
     if fitting:
         return fitting[0]
     if not found:
-        raise AgentError("host", "no Python 3.8 or newer runs on this host", "install one, or name it with --python P")
+        raise AgentError(
+            "host", "no Python 3.8 or newer runs on this host" + why, "install one, or name it with --python P"
+        )
     return Building(spec, code_dir, root, env, log).environment(found)
 
 
@@ -64,7 +70,7 @@ def find_python(spec: PythonSpec, *, env: Dict[str, str], root: Root) -> str:
             if not interpreter.unmet:
                 return interpreter.path
             found.append(interpreter)
-    lacking = "; ".join(map(str, found[:3])) or "no Python 3.8 or newer runs here"
+        lacking = "; ".join(map(str, found[:3])) or "no Python 3.8 or newer runs here" + answers.why_none()
     raise AgentError("host", "no interpreter of this host has what the job needs: " + lacking, MISSING_HINT)
 
 
@@ -84,7 +90,8 @@ def _explicit(path: str, spec: PythonSpec, env: Dict[str, str], answers: "_Answe
         raise AgentError("host", "--python %s: no such interpreter on this host" % path, "name one that exists there")
     interpreter = answers.inspect(os.path.abspath(located), spec, env)
     if interpreter is None:
-        raise AgentError("host", "--python %s does not run as Python 3.8 or newer" % path, "name another interpreter")
+        text = "--python %s does not run as Python 3.8 or newer" % path
+        raise AgentError("host", text + answers.why_none(), "name another interpreter, or mend this one")
     if interpreter.unmet:
         raise AgentError("host", "--python " + str(interpreter), "install that there, or leave --python out")
     return interpreter.path
@@ -153,6 +160,11 @@ class _Answers:
         self._file = os.path.join(root.envs, "resolved.json")
         self._known: Dict[str, _Known] = {}
         self._changed = False
+        self._failures = []  # type: List[str]  # of interpreters that do not run, with what they said last
+
+    def why_none(self) -> str:
+        """What the interpreters said that do not run; "" when there was none."""
+        return "".join([": ", "; ".join(self._failures[:_KEPT_FAILURES])] if self._failures else [])
 
     def __enter__(self) -> "_Answers":
         with suppress(OSError, Damage):
@@ -183,8 +195,10 @@ class _Answers:
         known = self._known.get(key)
         if known is not None and known.times == _times(known.answer, path):
             return known.answer
-        answer = _ask(path, question, env)
-        if answer is not None:
+        answer, why = _ask(path, question, env)
+        if answer is None:
+            self._failures.append("%s: %s" % (path, why))
+        else:
             self._known.pop(key, None)
             self._known[key] = _Known(_times(answer, path), answer)
             self._changed = True
@@ -203,10 +217,17 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-def _ask(path: str, question: str, env: Dict[str, str]) -> "Optional[_Answer]":
-    options: Dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "timeout": CHECK_TIMEOUT_S}
+def _ask(path: str, question: str, env: Dict[str, str]) -> "Tuple[Optional[_Answer], str]":
+    """What `checkpy.py` prints there; or None, and why: the interpreter's last words."""
+    options: Dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": CHECK_TIMEOUT_S}
     try:
         done = subprocess.run([path, _CHECK], input=question.encode("ascii"), env=env, cwd="/", **options)
-        return parse(done.stdout.splitlines()[-1], _Answer)
-    except (OSError, ValueError, LookupError, Damage, subprocess.TimeoutExpired):
-        return None
+        return parse(done.stdout.splitlines()[-1], _Answer), ""
+    except OSError as e:
+        return None, e.strerror or str(e)
+    except subprocess.TimeoutExpired:
+        return None, "no answer within %d s" % CHECK_TIMEOUT_S
+    except (ValueError, LookupError, Damage):
+        said = done.stderr[-4096:].decode("utf-8", "replace").split("\n")
+        words = [line.strip() for line in said if line.strip() and not line.strip().startswith(_NO_CAUSE)]
+        return None, words[-1][:_LINE] if words else "exit status %d, without a word" % done.returncode

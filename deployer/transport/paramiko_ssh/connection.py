@@ -6,11 +6,11 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from deployer.errors import ConnectError, FerryError, LostConnection
+from deployer.errors import FerryError, LostConnection
 from deployer.transport.paramiko_ssh.sockets import connect_tcp
 from deployer.transport.protocol import WRITE_TIMEOUT_S, Drain
 from deployer.transport.ssh.attempt import Attempt, Deadline, Questions
-from deployer.transport.ssh.explain import explain_no_answer
+from deployer.transport.ssh.explain import explain_no_exec, explain_no_session
 from deployer.transport.ssh.ssh_config import SshOptions
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class FabricTransport:
             _start(channel, command)
         except (paramiko.SSHException, EOFError, OSError):
             if self._session is not None and _outlives_this(self._session):
-                raise explain_no_answer("", b"", None) from None
+                raise explain_no_exec() from None
             raise LostConnection(self.why_lost()) from None
         return SshStream(channel, self)
 
@@ -113,10 +113,8 @@ class FabricTransport:
         try:
             early, session.early = session.early, None
             return early.take() if early is not None else session.open_session(timeout=OPEN_TIMEOUT_S)
-        except paramiko.ChannelException as error:
-            raise ConnectError(
-                f"{self.description} opens no session: {error.text}", hint="the server's MaxSessions may be reached"
-            ) from None
+        except paramiko.ChannelException:
+            raise explain_no_session(self.description) from None
         except (paramiko.SSHException, EOFError, OSError):  # it broke just after the login
             raise LostConnection(self.why_lost()) from None
 

@@ -73,5 +73,5 @@ def _open_tunnel(hop: Session, options: SshOptions) -> paramiko.Channel:
         return hop.open_channel("direct-tcpip", address, ("127.0.0.1", 0), timeout=options.connect_timeout_s)
     except (paramiko.SSHException, EOFError, OSError) as error:
         hop.close()
-        reason = getattr(error, "text", "") or str(error)
+        reason = hop.no_channel or str(error)
         raise explain_no_way_on(reason, hop=hop.options, target=options) from None

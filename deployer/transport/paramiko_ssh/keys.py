@@ -18,7 +18,15 @@ from deployer.errors import ConnectError
 from deployer.paths import state_dir, write_whole
 from deployer.printable import shown
 from deployer.terminal import ask_secret
-from deployer.transport.ssh.key_files import UnusableKey, key_type, public_blob
+from deployer.transport.ssh.key_files import (
+    LockedKey,
+    UnusableKey,
+    agent_trouble,
+    check_key_file,
+    key_label,
+    key_type,
+    public_blob,
+)
 from deployer.transport.ssh.ssh_config import SshOptions
 
 PASSPHRASE_TRIES = 3
@@ -52,7 +60,15 @@ def find_keys(options: SshOptions, ask: Callable[[Callable[[], str]], str] | Non
     agent = _agent_keys(options, wanted, skipped)
     held = {key.asbytes() for key in agent}
     ready, locked = _file_candidates(files, held, ask, skipped)
-    found = [Candidate(f"agent: {key.comment} ({key.get_name()})", lambda key=key: key, True) for key in agent]  # type: ignore[misc]
+    names = {blob: str(path) for path in reversed(files) if (blob := public_blob(path)) is not None}
+    found = [
+        Candidate(
+            key_label(names.get(key.asbytes(), key.comment), key.get_name(), from_agent=True),
+            lambda key=key: key,  # type: ignore[misc]
+            True,
+        )
+        for key in agent
+    ]
     if options.pkcs11:
         skipped.append("PKCS11Provider (smart cards need --transport openssh)")
     return Keyring([*found, *ready, *locked], skipped)
@@ -71,15 +87,13 @@ def _file_candidates(
         if public_blob(path) in held:
             continue
         try:
-            key = load_private_key(path)
-            ready += _with_certificate(path, key)
-        except paramiko.PasswordRequiredException:
-            if ask is None:
-                skipped.append(f"{path} (it has a passphrase and there is no terminal to ask on; ssh-add it)")
-            else:
-                locked.append(Candidate(str(path), lambda path=path: _unlock(path, ask)))  # type: ignore[misc]
+            check_key_file(path)
+            ready += _with_certificate(path, load_private_key(path))
         except UnusableKey as error:
-            skipped.append(f"{path} ({error})")
+            if isinstance(error, LockedKey) and ask is not None:
+                locked.append(Candidate(str(path), lambda path=path: _unlock(path, ask)))  # type: ignore[misc]
+            else:
+                skipped.append(f"{path} ({error})")
     return ready, locked
 
 
@@ -122,7 +136,7 @@ def _class_of(kind: str) -> type[paramiko.PKey]:
 
 def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:
     """The key, behind its certificate when there is one beside it."""
-    plain = Candidate(f"{path} ({key.get_name()})", lambda: key)
+    plain = Candidate(key_label(str(path), key.get_name()), lambda: key)
     certificate = path.with_name(path.name + "-cert.pub")
     if not certificate.is_file():
         return [plain]
@@ -131,7 +145,7 @@ def _with_certificate(path: Path, key: paramiko.PKey) -> list[Candidate]:
         signed.load_certificate(str(certificate))
     except (ValueError, OSError, paramiko.SSHException):
         return [plain]
-    return [Candidate(f"{certificate}", lambda: signed), plain]
+    return [Candidate(key_label(str(path), f"{key.get_name()}-CERT"), lambda: signed), plain]
 
 
 def _unlock(path: Path, ask: Callable[[Callable[[], str]], str]) -> paramiko.PKey:
@@ -166,7 +180,7 @@ def _agent_keys(options: SshOptions, wanted: Sequence[bytes], skipped: list[str]
     try:
         keys = _Agent(options.identity_agent).get_keys()
     except (OSError, paramiko.SSHException) as error:
-        skipped.append(f"agent at {options.identity_agent} ({error})")
+        skipped.append(agent_trouble(options.identity_agent, error))
         return []
     usable = [key for key in keys if key.get_name() in _USABLE]
     odd = [key for key in keys if key not in usable]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -11,17 +12,25 @@ from typing import Any
 
 import paramiko
 from paramiko.auth_handler import AuthHandler
-from paramiko.common import cMSG_SERVICE_REQUEST
+from paramiko.common import MSG_CHANNEL_OPEN_FAILURE, cMSG_SERVICE_REQUEST
 
 from deployer.errors import ConnectError
 from deployer.printable import shown
 from deployer.terminal import ask_secret
 from deployer.transport.paramiko_ssh.keys import Candidate, Keyring, find_keys, may_ask_early, note_key
 from deployer.transport.paramiko_ssh.sockets import CLIENT_VERSION
-from deployer.transport.ssh.attempt import Ask, Deadline, HandshakeCut, has_terminal
+from deployer.transport.ssh.attempt import Ask, Deadline, has_terminal
+from deployer.transport.ssh.causes import TOO_MANY_KEYS
 from deployer.transport.ssh.explain import (
     explain_auth,
-    explain_handshake,
+    explain_broken_handshake,
+    explain_cut,
+    explain_cut_login,
+    explain_incompatible,
+    explain_more_wanted,
+    explain_no_greeting,
+    explain_old_protocol,
+    explain_proxy_ended,
     explain_silence,
     explain_stalled_login,
     without_escapes,
@@ -65,6 +74,9 @@ class EagerAuth(AuthHandler):
     def _parse_service_accept(self, m: paramiko.Message) -> None:
         """The server's acceptance, which was not waited for."""
 
+    def _parse_userauth_banner(self, m: paramiko.Message) -> None:
+        self.transport.said += m.get_text() + "\n"  # type: ignore[attr-defined]
+
     def _parse_userauth_failure(self, m: paramiko.Message) -> None:
         self.methods = m.get_list()
         m.rewind()
@@ -79,9 +91,16 @@ class Session(paramiko.Transport):
         self.local_version = CLIENT_VERSION
         self.options = options
         self.service_requested = False
-        self.goodbye = ""
+        self.partly = False
+        """A key was taken, and the server wants something else besides."""
+        self.said = self.goodbye = ""
         self.proxy: subprocess.Popen[bytes] | None = None
         self.hop: Session | None = None
+        self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_no_channel  # type: ignore[attr-defined]
+        self.no_channel = ""
+        """Why the server opened none, in its own words."""
+        self.offers: dict[str, Any] = {}
+        """The server's algorithms, by paramiko's names of their kinds."""
         self.early: EarlyChannel | None = None
         """The first channel, when it was asked for along with the login."""
         defaults: Any = paramiko.Transport
@@ -93,6 +112,18 @@ class Session(paramiko.Transport):
     def preferred_keys(self) -> tuple[str, ...]:
         """Host-key types without certificates: `@cert-authority` lines are not used."""
         return tuple(self._preferred_keys)
+
+    def _note_no_channel(self, m: paramiko.Message) -> None:
+        """paramiko gives the number's meaning only."""
+        m.get_int()
+        m.get_int()
+        self.no_channel = m.get_text()
+        m.rewind()
+        self._parse_channel_open_failure(m)  # type: ignore[attr-defined]
+
+    def _really_parse_kex_init(self, m: paramiko.Message, **more: Any) -> Any:
+        self.offers = super()._really_parse_kex_init(m, **more)  # type: ignore[misc]
+        return self.offers
 
     def close(self) -> None:
         """Ends the connection, the jump hosts before it, and a ProxyCommand."""
@@ -139,6 +170,15 @@ class EarlyChannel:
         return self._channel
 
 
+_KINDS = {
+    "acceptable kex": ("key exchange method", "kex_algo_list"),
+    "acceptable host key": ("host key type", "server_key_algo_list"),
+    "acceptable cipher": ("cipher", "server_encrypt_algo_list"),
+    "acceptable mac": ("MAC", "server_mac_algo_list"),
+}
+"""paramiko's words for what has no common algorithm -> ours, and where the server's are."""
+
+
 def order_key_types(default: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Host-key algorithms, those of the known key types first."""
     first = [name for kind in known for name in (("rsa-sha2-512", "rsa-sha2-256") if kind == "ssh-rsa" else (kind,))]
@@ -180,14 +220,26 @@ def _shake_hands(session: Session, deadline: Deadline) -> None:
     done.wait(timeout_s)
     if session.is_active() and session.initial_kex_done:
         return
-    where = session.options.description
+    options = session.options
+    where, proxied = options.description, options.proxy_command is not None
+    heard, beside = getattr(session.sock, "heard", b""), getattr(session.sock, "beside", str)
     if time.monotonic() - begun > 0.9 * timeout_s:
-        raise explain_silence(where=where, timeout_s=session.options.connect_timeout_s)
-    error = session.get_exception()
-    if isinstance(error, paramiko.SSHException) and not isinstance(error.__context__, (EOFError, OSError)):
-        raise explain_handshake(session.goodbye or str(error), where=where)
-    cut = explain_handshake(session.goodbye or "end of stream", where=where)
-    raise HandshakeCut(cut.message, hint=cut.hint)
+        raise explain_silence(where=where, timeout_s=options.connect_timeout_s, proxied=proxied, beside=beside())
+    if not session.remote_version:
+        lines = heard.decode("utf-8", "replace").splitlines()
+        raise explain_no_greeting(where=where, heard=lines, proxied=proxied, beside=beside())
+    failure = session.get_exception()
+    error = str(failure) if isinstance(failure, paramiko.SSHException) else ""
+    for words, (kind, offers) in _KINDS.items():
+        if words in error:
+            raise explain_incompatible(kind, ",".join(session.offers[offers]), where=where)
+    if not session.remote_version.startswith(("SSH-2.", "SSH-1.99")):
+        raise explain_old_protocol(where=where)
+    if failure is not None and error and not isinstance(failure.__context__, (EOFError, OSError)):
+        raise explain_broken_handshake(session.goodbye or error, where=where)
+    if proxied:
+        raise explain_proxy_ended(session.goodbye or beside(), where=where)
+    raise explain_cut(where=where, said=session.goodbye)
 
 
 # --- logging in -------------------------------------------------------------------------------------------------------
@@ -204,27 +256,30 @@ def _log_in(session: Session, keyring: Keyring, *, deadline: Deadline, ask: Ask 
         wants_channel = False
         if session.is_authenticated():
             return
+        if session.goodbye:
+            raise _refused(session, tried, skipped, ())
         if not deadline.left_s:
             raise explain_stalled_login(where=session.options.description, timeout_s=deadline.timeout_s)
         if methods and "publickey" not in methods:
             break
+    if not tried:  # no key was offered, so the server was not asked yet
+        methods = _ask_methods(session)
+        if session.is_authenticated():
+            return
     if ask is not None and session.options.password_auth and _try_password(session, methods, ask=ask):
         return
     raise _refused(session, tried, skipped, methods)
 
 
 def _refused(session: Session, tried: list[str], skipped: list[str], methods: Sequence[str]) -> ConnectError:
-    banner = getattr(session.auth_handler, "banner", None) or b""
-    said = (banner.decode("utf-8", "replace") + "\n" + session.goodbye).strip()
+    said = without_escapes(session.said + session.goodbye).strip()
     options = session.options
-    if not methods and not said and not session.is_active():
-        return ConnectError(
-            f"{options.description} closed the connection during the login",
-            hint="try again; if it stays so, the server's own log says why",
-        )
-    return explain_auth(
-        tried, skipped, where=options.description, user=options.user, methods=list(methods), banner=said
-    )
+    where = options.description
+    if session.partly:
+        return explain_more_wanted(where=where, methods=list(methods))
+    if not methods and not re.search(TOO_MANY_KEYS, said) and not session.is_active():
+        return explain_cut_login(where=where, said=said)
+    return explain_auth(tried, skipped, where=where, user=options.user, methods=list(methods), said=said)
 
 
 def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event], None]) -> EagerAuth:
@@ -234,12 +289,19 @@ def _authenticate(session: Session, start: Callable[[EagerAuth, threading.Event]
     session.auth_handler = handler
     try:
         start(handler, done)
-        partial = handler.wait_for_response(done)
-        if partial:
-            handler.methods = partial
+        if more := handler.wait_for_response(done):
+            handler.methods, session.partly = more, True
     except paramiko.AuthenticationException:
         pass
     return handler
+
+
+def _ask_methods(session: Session) -> Sequence[str]:
+    """What the server would accept; it may also let somebody in who shows nothing."""
+    try:
+        return _authenticate(session, lambda handler, done: handler.auth_none(session.options.user, done)).methods
+    except (paramiko.SSHException, EOFError, OSError):
+        raise _refused(session, [], [], ()) from None
 
 
 def _try_key(
@@ -287,8 +349,6 @@ def _try_password(session: Session, methods: Sequence[str], *, ask: Ask) -> bool
     def with_dialogue(handler: EagerAuth, done: threading.Event) -> None:
         handler.auth_interactive(options.user, reply, done)
 
-    if not methods:  # no key was offered, so the server was not asked yet
-        methods = _authenticate(session, lambda handler, done: handler.auth_none(options.user, done)).methods
     for _ in range(PASSWORD_TRIES):
         start = with_dialogue if "keyboard-interactive" in methods else with_password
         if not session.is_active() or not {"keyboard-interactive", "password"} & set(methods):

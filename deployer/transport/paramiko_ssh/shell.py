@@ -10,7 +10,7 @@ from invoke.exceptions import UnexpectedExit
 from deployer.transport.paramiko_ssh.session import Session
 
 KEEP_ALIVE_S = 15
-"""Without data of its own a dead connection would never be found out: see UNACKNOWLEDGED_MS."""
+"""Without data of its own a dead connection would never be found out: see UNACKNOWLEDGED_S."""
 
 
 class _Typing(Remote):  # type: ignore[misc]
@@ -32,7 +32,7 @@ def run_shell(session: Session, command: str | None) -> int:
 
     Fabric gets a connection that was made here, with the host key checked: its own would accept any key.
     """
-    session.set_keepalive(KEEP_ALIVE_S)
+    session.set_keepalive(int(session.options.alive_every_s) or KEEP_ALIVE_S)
     client = paramiko.SSHClient()
     client.set_missing_host_key_policy(paramiko.RejectPolicy())
     client._transport = session  # type: ignore[attr-defined]

@@ -7,10 +7,14 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError
 from deployer.terminal import relay
+from deployer.transport.protocol import Drain
+from deployer.transport.ssh.attempt import has_terminal
 from deployer.transport.ssh.explain import explain_socket_error
 from deployer.transport.ssh.ssh_config import SshOptions
 
@@ -21,8 +25,13 @@ QUICK_RECEIPTS = 300
 """Receipts after which the kernel may delay acknowledgements again: the handshake and first exec are over by then."""
 CLIENT_VERSION = "SSH-2.0-Torchferry"
 """The line with which this client begins every SSH connection (RFC 4253, 4.2)."""
-UNACKNOWLEDGED_MS = 45_000
-"""Data that the other side's kernel does not confirm for so long breaks the connection."""
+UNACKNOWLEDGED_S = 45.0
+"""Data that the other side's kernel does not confirm for so long breaks the connection, unless the user has set how
+often a server is asked whether it lives."""
+ATTEMPTS_APART_S = 1.0
+HEARD_BYTES = 4096
+LAST_WORDS_S = 0.5
+"""How long the words of a ProxyCommand that has ended are waited for."""
 
 
 class SshSocket(socket.socket):
@@ -33,15 +42,21 @@ class SshSocket(socket.socket):
     it is set again after each of the first receipts.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(
+        self, connected: socket.socket, *, keep_alive: bool = True, unacknowledged_s: float = UNACKNOWLEDGED_S
+    ) -> None:
         super().__init__(connected.family, connected.type, connected.proto, fileno=connected.detach())
         self._said = b""
+        self.heard = b""
+        """The first bytes that came: what a server says instead of SSH's first line."""
+        self.beside: Callable[[], str] = str
+        """What the ProxyCommand that makes this connection has said on its stderr."""
         self._quick = QUICK_RECEIPTS if self.family != socket.AF_UNIX and hasattr(socket, "TCP_QUICKACK") else 0
         if self.family != socket.AF_UNIX:
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, keep_alive)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)
+                self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * unacknowledged_s))
         self._acknowledge()
 
     def greet(self) -> None:
@@ -62,7 +77,16 @@ class SshSocket(socket.socket):
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
         data = super().recv(bufsize, flags)
         self._acknowledge()
+        if len(self.heard) < HEARD_BYTES:
+            self.heard += data[:HEARD_BYTES]
         return data
+
+    def close(self) -> None:
+        if not self.heard:  # whoever hung up at once may have said why; writing to it has failed before it was read
+            with contextlib.suppress(OSError):
+                self.setblocking(False)
+                self.heard = super().recv(HEARD_BYTES)
+        super().close()
 
     def _acknowledge(self) -> None:
         if self._quick > 0:
@@ -82,29 +106,34 @@ def connect_tcp(options: SshOptions, *, timeout_s: float) -> SshSocket:
     except OSError as error:
         raise explain_socket_error(error, host=options.hostname, port=options.port, timeout_s=timeout_s) from None
     failure: OSError = TimeoutError()
-    for left, (family, _, _, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-        share_s = max(0.05, (deadline - time.monotonic()) / left)
-        try:
-            return _connect_one(family, address, options.bind_address, timeout_s=share_s)
-        except OSError as error:
-            failure = error
+    for attempt in range(options.connection_attempts):  # as ssh: each with all of the time, a second apart
+        if attempt:
+            time.sleep(ATTEMPTS_APART_S)
+            deadline = time.monotonic() + timeout_s
+        for left, (family, _, _, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+            share_s = max(0.05, (deadline - time.monotonic()) / left)
+            try:
+                return _connect_one(family, address, options, timeout_s=share_s)
+            except OSError as error:
+                failure = error
     raise explain_socket_error(failure, host=options.hostname, port=options.port, timeout_s=timeout_s)
 
 
 def _connect_one(
     family: socket.AddressFamily,
     address: tuple[str | int, ...] | tuple[int, bytes],
-    bind: str | None,
+    options: SshOptions,
     *,
     timeout_s: float,
 ) -> SshSocket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
-        if bind:
-            sock.bind((bind, 0))
+        if options.bind_address:
+            sock.bind((options.bind_address, 0))
         sock.connect(address)
-        return SshSocket(sock)
+        dead_after_s = options.dead_after_s or UNACKNOWLEDGED_S
+        return SshSocket(sock, keep_alive=options.tcp_keepalive, unacknowledged_s=dead_after_s)
     except BaseException:
         sock.close()
         raise
@@ -124,5 +153,19 @@ def start_proxy(command: str) -> tuple[SshSocket, subprocess.Popen[bytes]]:
     finally:
         theirs.close()
     assert process.stderr is not None
-    relay(process.stderr)
-    return SshSocket(ours), process
+    show = relay() if has_terminal() else None  # it may ask somebody to log in by a browser
+
+    def keep(data: bytes) -> bytes:
+        if show is not None:
+            show(data)
+        return data
+
+    words = Drain(partial(os.read, process.stderr.fileno(), 1 << 15), keep)
+
+    def beside() -> str:
+        words.wait(LAST_WORDS_S)
+        return words.text()
+
+    pipe = SshSocket(ours)
+    pipe.beside = beside
+    return pipe, process

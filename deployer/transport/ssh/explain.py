@@ -8,63 +8,98 @@ import socket
 from typing import TYPE_CHECKING
 
 from deployer.errors import ConnectError, FerryError, HostError
+from deployer.transport.ssh.attempt import HandshakeCut
+from deployer.transport.ssh.causes import (
+    ACCOUNT,
+    CROWDED,
+    KEYS,
+    LOGIN,
+    MORE_KEYS,
+    NO_EXEC,
+    TOO_MANY_KEYS,
+    cause_of,
+)
 
 if TYPE_CHECKING:
     from deployer.transport.ssh.ssh_config import SshOptions
 
-_NO_EXEC = (
-    r"(?i)(doesn't|does not) support PTY|requires? a (pty|tty|terminal)|not a tty|interactive (session|shell) only"
-    r"|exec(ution)? (request )?(is )?not (supported|allowed|permitted)|command execution is (disabled|not)"
-    r"|exec request failed|does not provide shell access|only sftp|This service allows sftp connections only"
-)
-_NO_LOGIN = (
-    r"(?i)account is (currently )?not available|account (has|is) (been )?(disabled|expired|locked)|/nologin|/bin/false"
-)
-_EXPIRED = r"(?i)password (has|is) expired|required to change your password"
-_OTHER_USER = r"(?i)login as the user [\"']([^\"']+)[\"']"
 _NO_PYTHON = "torchferry-no-python"
+NO_OUTPUT = 99
+"""The loader's exit status where its output goes to no client."""
+LOST = 255
+"""The ssh program's exit status for failures of its own, and for a command that a signal ended."""
+QUOTED_BYTES = 8192
+HEARD_LINES = 3
+"""Of what came in the place of SSH's first line."""
 _ESCAPES = r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)|[^\x20-\x7e\n\t\xa0-\U0010ffff]"
 
 
 def explain_no_answer(stderr_text: str, noise: bytes, exit_status: int | None) -> FerryError:
     """The error for an exec that ended before our agent answered; `noise` is what came on stdout."""
-    said = without_escapes(noise.decode("utf-8", "replace") + "\n" + stderr_text)
-    if _NO_PYTHON in said:
+    said = _words(noise, stderr_text)
+    if re.search(rf"(?m)^{_NO_PYTHON}$", said):
+        return _no_python(re.sub(rf"(?m)^{_NO_PYTHON}$", "", said))
+    if exit_status == NO_OUTPUT:
+        return HostError(
+            "the host's login leads the output of commands elsewhere (exec >FILE), so no answer can come",
+            where=quote(said),
+            hint="make its shell start-up files do so for terminals alone",
+        )
+    if known := cause_of(said, LOGIN):
+        return HostError(known[0], where=quote(said), hint=known[1])
+    return _ended_without_answer(said, exit_status)
+
+
+def _words(noise: bytes, stderr_text: str) -> str:
+    return without_escapes(noise[-QUOTED_BYTES:].decode("utf-8", "replace") + "\n" + stderr_text)
+
+
+def explain_no_exec() -> FerryError:
+    """The error for a server that refuses to run a command, or ends it at once without a word and without a status: by
+    the ssh program the one looks like the other."""
+    return HostError(
+        "this SSH endpoint runs no commands: it ended ours without a word and without an exit status",
+        hint=f"{NO_EXEC.hint}; or the login shell is missing there (ChrootDirectory) or was killed",
+    )
+
+
+def explain_silent_login(stderr_text: str, noise: bytes, *, host: str, silent_s: float) -> FerryError:
+    """The error for a login that goes on and does not come to our command."""
+    said = _words(noise, stderr_text)
+    if known := cause_of(said, LOGIN):
+        return HostError(known[0], where=quote(said), hint=known[1])
+    return HostError(
+        f"the login on {host} has not come to our command: it says nothing for {silent_s:g} s; nothing was started",
+        where=quote(said),
+        hint="a start-up file, a menu or a forced command waits there, or a slow disk; --connect-timeout waits longer",
+    )
+
+
+def _no_python(said: str) -> FerryError:
+    where = quote(said)
+    if not where:
         return HostError(
             "the host has no Python 3.8 or newer",
             hint="install python3 there; the job's own interpreter may be another one (--python)",
         )
-    if found := re.search(_OTHER_USER, said):
-        return HostError(f"the host wants another user: {found[0]}", hint=f"use --ssh {found[1]}@…")
-    if re.search(_EXPIRED, said):
-        return HostError("the account's password on the host has expired", hint="log in once with `ssh` and change it")
-    if re.search(_NO_LOGIN, said):
-        return HostError(
-            "the account on the host may not log in (disabled, or its shell is nologin)",
-            where=quote(said),
-            hint="use another user, or have the account enabled",
-        )
-    if re.search(_NO_EXEC, said) or (not said.strip() and exit_status is None):
-        return _relay_without_exec(said)
-    return _ended_without_answer(said, exit_status)
-
-
-def _relay_without_exec(said: str) -> FerryError:
     return HostError(
-        "this SSH endpoint runs no commands, it only opens interactive terminals",
-        where=quote(said),
-        hint="it is a relay: use the machine's direct SSH address (root@IP:PORT, 'SSH over exposed TCP') instead",
+        "none of the host's interpreters runs as Python 3.8 or newer",
+        where=where,
+        hint="repair python3 there, or install one as /usr/bin/python3; the job's own may be another one (--python)",
     )
 
 
 def _ended_without_answer(said: str, exit_status: int | None) -> FerryError:
-    if re.search(r"/bin/sh(: | not |'?: )*(No such file|not found)", said):
-        return HostError("the host has no /bin/sh", where=quote(said))
-    status = "without an exit status" if exit_status is None else f"with exit status {exit_status}"
+    # one of the two ways cannot tell 255 from an end by a signal
+    known = exit_status is not None and exit_status != LOST
+    status = f"with exit status {exit_status}" if known else "without an exit status"
+    if not known and not said.strip():
+        return explain_no_exec()
+    hint = "a start-up file that calls exec or exit, or a forced command, may be why"
     return HostError(
         f"the host's shell ended {status} before it started our agent",
         where=quote(said),
-        hint="try `ssh HOST /bin/sh -c true`: a start-up file that calls exec or exit, or a forced command, may be why",
+        hint=f"try `ssh HOST /bin/sh -c true`: {hint}",
     )
 
 
@@ -119,11 +154,46 @@ def explain_no_way_on(reason: str, *, hop: SshOptions, target: SshOptions) -> Co
     )
 
 
-def explain_silence(*, where: str, timeout_s: float) -> ConnectError:
-    """The error for a port that accepts a connection and does not speak SSH in time."""
+def explain_silence(*, where: str, timeout_s: float, proxied: bool = False, beside: str = "") -> ConnectError:
+    """The error for a port that accepts a connection and does not speak SSH in time; `proxied`: a ProxyCommand leads
+    there, and said what is in `beside`."""
+    if proxied:
+        return ConnectError(
+            f"the ProxyCommand to {where} brought no SSH handshake within {timeout_s:g} s",
+            where=quote(beside),
+            hint="try the command by hand: a server's first line must come; --connect-timeout waits longer",
+        )
     return ConnectError(
         f"{where} accepted the connection, but no SSH handshake came within {timeout_s:g} s",
         hint="is this the SSH port? An overloaded server may also be slow",
+    )
+
+
+def explain_no_greeting(*, where: str, heard: list[str], proxied: bool, beside: str = "") -> ConnectError:
+    """The error for a connection that ended before the server's first line; `heard` came in its place."""
+    heard = [line for line in heard[:HEARD_LINES] if line.strip() and line.isprintable() and line[:4] != "SSH-"]
+    if proxied:
+        return explain_proxy_ended("\n".join([*heard, beside]), where=where)
+    if heard and not re.search(CROWDED, heard[0]):
+        return ConnectError(f"{where} does not speak SSH", where=quote("\n".join(heard)), hint="check the port")
+    return explain_cut(where=where, said="\n".join(heard))
+
+
+def explain_proxy_ended(said: str, *, where: str) -> ConnectError:
+    """The error for a ProxyCommand that ended before a login. It is not run again: with ssh it runs once too."""
+    return ConnectError(
+        f"the ProxyCommand to {where} ended amid the SSH handshake, or before it",
+        where=quote(said),
+        hint="try the command by hand: it has to connect its stdin and stdout with the server",
+    )
+
+
+def explain_cut(*, where: str, said: str = "") -> ConnectError:
+    """The error for a connection that ended inside the handshake."""
+    return HandshakeCut(
+        f"{where} closed the connection during the SSH handshake",
+        where=quote(said),
+        hint="too many connections at once (MaxStartups), or this address is blocked there (fail2ban, a firewall)",
     )
 
 
@@ -135,43 +205,86 @@ def explain_stalled_login(*, where: str, timeout_s: float) -> ConnectError:
     )
 
 
-def explain_handshake(reason: str, *, where: str) -> ConnectError:
-    """The error for a connection that ended inside the handshake."""
-    if "Indecipherable" in reason or "Invalid SSH banner" in reason:
-        return ConnectError(f"{where} does not speak SSH", hint="check the port")
-    if "Incompatible" in reason or "no acceptable" in reason:
-        return ConnectError(f"{where}: no common SSH algorithm: {reason}", hint="the server may be too old")
+def explain_no_session(where: str) -> ConnectError:
+    """The error for a server that lets us in and opens no session."""
+    return ConnectError(f"{where} opens no session", hint="the server's MaxSessions is reached, or 0")
+
+
+class NoCommonAlgorithm(ConnectError):
+    """The server and this side's SSH have no algorithm for something in common; another SSH may have."""
+
+
+def explain_incompatible(what: str, offered: str, *, where: str) -> ConnectError:
+    """The error for a server whose algorithms for `what` are all foreign to this side."""
+    return NoCommonAlgorithm(
+        f"{where} offers no {what} that this side has: {offered}",
+        hint="update the older side, or allow one more in its settings (sshd_config there, ssh_config here)",
+    )
+
+
+def explain_broken_handshake(reason: str, *, where: str) -> ConnectError:
+    """The error for a server that breaks the protocol, or does not prove to have the key that it shows."""
+    return ConnectError(f"{where}: the SSH handshake failed: {reason}", hint="try `ssh` by hand")
+
+
+def explain_old_protocol(*, where: str) -> ConnectError:
+    """The error for a server of the SSH of before 2006."""
+    return ConnectError(f"{where} speaks version 1 of SSH, which is not safe", hint="update the server")
+
+
+def explain_cut_login(*, where: str, said: str = "") -> ConnectError:
+    """The error for a server that hung up amid the login, without a refusal."""
+    known = cause_of(said, ACCOUNT)
+    message = f"{where} closed the connection during the login"
     return ConnectError(
-        f"{where} closed the connection during the SSH handshake: {reason}",
-        hint="too many connections at once (MaxStartups), or this address is blocked there",
+        f"{message}: {known[0]}" if known else message,
+        where=quote(said),
+        hint=known[1] if known else "try again; if it stays so, the server's own log says why",
     )
 
 
 def explain_auth(
-    tried: list[str], skipped: list[str], *, where: str, user: str, methods: list[str], banner: str = ""
+    tried: list[str], skipped: list[str], *, where: str, user: str, methods: list[str], said: str = ""
 ) -> ConnectError:
-    """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept."""
-    lines = [f"offered: {name}" for name in tried] + [f"not offered: {name}" for name in skipped]
-    if banner:
-        lines += quote(without_escapes(banner))
+    """The error for a host that let nobody in: which keys were offered, which could not be, what it would accept, what
+    it said."""
+    lines = [f"offered: {name}" for name in tried] + [f"not usable: {name}" for name in skipped]
+    too_many = re.search(TOO_MANY_KEYS, said)
+    lines += quote(said)
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
+    if too_many:
+        return ConnectError(
+            f"{where} lets nobody try more than {_keys(len(tried))}, and none of them was the right one",
+            where=lines,
+            hint=MORE_KEYS,
+        )
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
         return ConnectError(
             f"{where} only accepts {', '.join(methods)}",
+            where=lines,
             hint="a Kerberos login needs a ticket (kinit) and the ssh program (--transport openssh)",
         )
+    known = cause_of(said, ACCOUNT)
     if not tried:
+        hint = "make one with ssh-keygen and install it with ssh-copy-id, or name one with --ssh-key"
         return ConnectError(
             f"{where}: there is no key to log in with{accepts}",
             where=lines,
-            hint="make one with ssh-keygen and install it with ssh-copy-id, or name one with --ssh-key",
+            hint="make the key usable, or name another one with --ssh-key" if skipped else hint,
         )
+    offered = "the key offered" if len(tried) == 1 else f"any of {_keys(len(tried))}"
+    cause = f": {known[0]}" if known else ""
+    message = f"{where} does not let {user!r} in with {offered}{accepts}{cause}"
+    return ConnectError(message, where=lines, hint=known[1] if known else KEYS)
+
+
+def explain_more_wanted(*, where: str, methods: list[str]) -> ConnectError:
+    """The error for a host that takes the key and wants something else besides, for which nobody can be asked."""
     return ConnectError(
-        f"{where} does not let {user!r} in with {_count(tried)}{accepts}",
-        where=lines,
-        hint="wrong user (root? ubuntu?), or the key is not in its ~/.ssh/authorized_keys; --ssh-key names a key",
+        f"{where} takes the key and wants more: {', '.join(methods)}",
+        hint="run this at a terminal, where you can be asked for it",
     )
 
 
-def _count(tried: list[str]) -> str:
-    return "the key offered" if len(tried) == 1 else f"any of {len(tried)} keys"
+def _keys(count: int) -> str:
+    return "1 key" if count == 1 else f"{count} keys"

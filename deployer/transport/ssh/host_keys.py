@@ -52,11 +52,7 @@ class HostKeys:
             verdict, lines = self._judge_without_port(blob)
         revoked = self.options.revoked_host_keys
         if verdict is Verdict.REVOKED or (revoked is not None and is_revoked_by(revoked, key_type, blob)):
-            raise ConnectError(
-                f"the key of {self.name} is marked as revoked: {key_type} {fingerprint(blob)}",
-                where=lines[0].place if verdict is Verdict.REVOKED else str(revoked),
-                hint="do not connect: somebody may have got hold of this key",
-            )
+            raise self.revoked(f"{key_type} {fingerprint(blob)}")
         if verdict is Verdict.CHANGED:
             raise self._changed(f"{key_type} {fingerprint(blob)}", lines)
         if verdict is Verdict.UNKNOWN:
@@ -71,6 +67,15 @@ class HostKeys:
         """The error for a key that the ssh program has refused; `key`: its type and fingerprint."""
         lines = [key for key in [*self.known, *self.portless] if not key.marker]
         return self._changed(key, lines) if changed else self._unknown(key)
+
+    def revoked(self, key: str) -> ConnectError:
+        """The error for a key that must not be trusted any more; `key`: its type and fingerprint."""
+        lines = [line for line in self.known if line.marker == "@revoked" and fingerprint(line.blob) == key.split()[-1]]
+        return ConnectError(
+            f"the key of {self.name} is marked as revoked: {key}",
+            where=lines[0].place if lines else str(self.options.revoked_host_keys),
+            hint="do not connect: somebody may have got hold of this key",
+        )
 
     def _changed(self, key: str, lines: list[KnownKey]) -> ConnectError:
         files = dict.fromkeys(line.path for line in lines)

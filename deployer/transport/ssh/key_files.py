@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
+import stat
 import struct
 from pathlib import Path
 
@@ -12,6 +14,45 @@ _MAGIC = b"openssh-key-v1\x00"
 
 class UnusableKey(Exception):
     """A key that cannot be offered; the text says why."""
+
+
+class LockedKey(UnusableKey):
+    """One that has a passphrase."""
+
+
+def check_key_file(path: Path) -> None:
+    """Returns for a private key that can be used as it is. LockedKey, or UnusableKey with the reason."""
+    try:
+        text = path.read_text(encoding="ascii")
+        kind = key_type(text)
+        info = path.stat()
+    except UnicodeDecodeError:
+        raise UnusableKey("it is no private key") from None
+    except OSError as error:
+        raise UnusableKey(error.strerror or str(error)) from None
+    mode = stat.S_IMODE(info.st_mode)
+    if info.st_uid == os.getuid() and mode & 0o077:  # as ssh, which takes no such file
+        raise UnusableKey(f"its mode {mode:04o} opens it to others: chmod 600 it")
+    if _is_locked(text, kind):
+        raise LockedKey("it has a passphrase and there is no terminal to ask on: ssh-add it")
+
+
+def _is_locked(text: str, kind: str) -> bool:
+    if "BEGIN OPENSSH PRIVATE KEY" not in text:
+        return "ENCRYPTED" in text
+    data = base64.b64decode(text.split("PRIVATE KEY-----")[1].split("-----END")[0])
+    return first_string(data[len(_MAGIC) :]) != b"none"
+
+
+def key_label(name: str, kind: str, *, from_agent: bool = False) -> str:
+    """How an offered key is told: its file, or what the agent calls it, and its type as ssh shows it."""
+    short = "ECDSA" if kind.startswith("ecdsa") else kind.removeprefix("ssh-").upper()
+    return f"{name} ({short}{', agent' if from_agent else ''})"
+
+
+def agent_trouble(path: str, error: Exception) -> str:
+    """How an agent that cannot be asked is told among the keys that cannot be used."""
+    return f"agent at {path} ({getattr(error, 'strerror', None) or error})"
 
 
 def key_type(text: str) -> str:

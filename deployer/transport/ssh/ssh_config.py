@@ -59,6 +59,13 @@ class SshOptions:
     """Where the user's own ControlMaster would listen, `%C` and the like not expanded."""
     known_hosts_command: bool = False
     proxy_passes_socket: bool = False
+    alive_every_s: float = 0.0
+    """ServerAliveInterval; 0: the user has set none."""
+    alive_count: int = 3
+    tcp_keepalive: bool = True
+    connection_attempts: int = 1
+    as_read: str = ""
+    """What `ssh -G` printed, where reading the configuration runs commands of the user's (`Match exec`)."""
     resets: tuple[str, ...] = ()
     """`Keyword=value` for settings of the user's that would change what our `ssh HOST COMMAND` does."""
 
@@ -66,6 +73,11 @@ class SshOptions:
     def hops(self) -> tuple[SshOptions, ...]:
         """The jump hosts, the one nearest to the target first."""
         return () if self.jump is None else (self.jump, *self.jump.hops)
+
+    @property
+    def dead_after_s(self) -> float:
+        """Silence of the server after which the user gives the connection up; 0: the user has not said."""
+        return self.alive_every_s * self.alive_count
 
     @property
     def description(self) -> str:
@@ -83,11 +95,12 @@ def resolve(
 ) -> SshOptions:
     """The options by which `ssh` itself would connect, asked from `ssh -G`; a short list of them where no ssh exists.
 
-    `ssh_key` replaces the identity files of the target (not those of its jump hosts), `connect_timeout_s` the
-    ConnectTimeout of all. UsageError when the key file is missing or ssh rejects its configuration.
+    `ssh_key` is offered to the target (not to its jump hosts) before the identity files of the configuration, as by
+    `ssh -i`, and no others; `connect_timeout_s` replaces the ConnectTimeout of all. UsageError when the key file is
+    missing or ssh rejects its configuration.
     """
     key = key_path(ssh_key)
-    config_file = chosen_config(config_file)
+    config_file = target.config or chosen_config(config_file)
     if shutil.which("ssh") is None:
         options = _resolve_without_ssh(target, key, config_file)
     else:
@@ -119,8 +132,9 @@ def _resolve_by_ssh(
 ) -> SshOptions:
     if depth > MAX_HOPS:
         raise UsageError(f"{target.text!r} is reached through more than {MAX_HOPS} jump hosts", hint="see ProxyJump")
-    settings = parse_settings(_ask_ssh(target, config_file, jump=jump))
-    options = build_options(target, settings, key=key)
+    output, ran_commands = _ask_ssh(target, config_file, jump=jump, key=key)
+    settings = parse_settings(output)
+    options = replace(build_options(target, settings), as_read=output if ran_commands else "")
     hops = settings.get("proxyjump", ["none"])[0]
     if hops.lower() == "none":
         return options
@@ -131,15 +145,26 @@ def _resolve_by_ssh(
 
 def ssh_argv(*flags: str, target: Target, config_file: str | None, jump: str | None = None) -> list[str]:
     """`ssh` with these flags for a target; a command may follow."""
-    argv = ["ssh", *flags]
+    argv = ["ssh", *flags, *target.flags]
     for flag, value in (("-F", config_file), ("-J", jump), ("-l", target.user), ("-p", target.port)):
         if value is not None:
             argv += [flag, str(value)]
     return [*argv, "--", target.host]
 
 
-def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None) -> str:
-    argv = ssh_argv("-G", target=target, config_file=config_file, jump=jump)
+def key_flags(key: Path | None) -> list[str]:
+    """The options of ssh for a key of our own: it is offered first, and no key but those that are named."""
+    return [] if key is None else ["-i", _quoted(key), "-o", "IdentitiesOnly=yes"]
+
+
+def _quoted(path: Path) -> str:
+    """A path in which ssh expands nothing."""
+    return str(path).replace("%", "%%")
+
+
+def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None, key: Path | None) -> tuple[str, bool]:
+    """What `ssh -G` prints, and whether it ran a command for it."""
+    argv = ssh_argv("-G", "-v", *key_flags(key), target=target, config_file=config_file, jump=jump)
     try:
         answer = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
@@ -147,9 +172,10 @@ def _ask_ssh(target: Target, config_file: str | None, *, jump: str | None) -> st
             f"`{' '.join(argv)}` did not end within 30 s", hint="a `Match exec` command in ssh_config may hang"
         ) from None
     if answer.returncode != 0:
-        reason = answer.stderr.strip() or f"exit status {answer.returncode}"
+        said = [line.strip() for line in answer.stderr.splitlines() if not re.match(r"debug\d: |OpenSSH_", line)]
+        reason = " ".join(filter(None, said)) or f"exit status {answer.returncode}"
         raise UsageError(f"ssh rejects {target.text!r} or its configuration: {reason}")
-    return answer.stdout
+    return answer.stdout, "debug1: Executing command: " in answer.stderr
 
 
 def parse_settings(output: str) -> dict[str, list[str]]:
@@ -161,7 +187,7 @@ def parse_settings(output: str) -> dict[str, list[str]]:
     return settings
 
 
-def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key: Path | None = None) -> SshOptions:
+def build_options(target: Target, settings: Mapping[str, Sequence[str]]) -> SshOptions:
     """SshOptions out of the settings of `ssh -G`, tokens and `~` expanded as OpenSSH does."""
 
     def one(name: str, default: str = "none") -> str:
@@ -176,8 +202,7 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
     hostname, port, user = one("hostname", target.host), int(one("port", "22")), one("user", _local_user())
     alias = none_or("hostkeyalias")
     tokens = _tokens(target.host, hostname, port=port, user=user, host_key_alias=alias)
-    files = [key] if key else [_expand_path(name, tokens) for name in settings.get("identityfile", ())]
-    timeout = one("connecttimeout")
+    files = [_expand_path(name, tokens) for name in settings.get("identityfile", ())]
     command, revoked, control = none_or("proxycommand"), none_or("revokedhostkeys"), none_or("controlpath")
     return SshOptions(
         alias=target.host,
@@ -185,7 +210,7 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
         port=port,
         user=user,
         identity_files=tuple(files) if on("pubkeyauthentication", "yes") else (),
-        identities_only=on("identitiesonly") or key is not None,
+        identities_only=on("identitiesonly"),
         identity_agent=_agent_socket(one("identityagent", "SSH_AUTH_SOCK"), tokens),
         user_known_hosts=_split_paths(one("userknownhostsfile", " ".join(_DEFAULT_USER_HOSTS)), tokens),
         global_known_hosts=_split_paths(one("globalknownhostsfile", " ".join(_DEFAULT_GLOBAL_HOSTS)), tokens),
@@ -194,7 +219,7 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
         strict_host_key=_STRICTNESS.get(one("stricthostkeychecking", "ask").lower(), "ask"),
         hash_known_hosts=on("hashknownhosts"),
         proxy_command=_expand_tokens(command, tokens) if command else None,
-        connect_timeout_s=float(timeout) if timeout.isdigit() and int(timeout) > 0 else DEFAULT_CONNECT_TIMEOUT_S,
+        connect_timeout_s=_seconds(one("connecttimeout")) or DEFAULT_CONNECT_TIMEOUT_S,
         address_family=_FAMILIES.get(one("addressfamily", "any"), socket.AF_UNSPEC),
         bind_address=none_or("bindaddress"),
         batch_mode=on("batchmode"),
@@ -205,10 +230,19 @@ def build_options(target: Target, settings: Mapping[str, Sequence[str]], *, key:
         control_path=str(_expand_path(control, tokens)) if control else None,
         known_hosts_command=none_or("knownhostscommand") is not None,
         proxy_passes_socket=on("proxyusefdpass"),
+        alive_every_s=_seconds(one("serveraliveinterval", "0")),
+        alive_count=max(1, int(_seconds(one("serveralivecountmax", "3")))),
+        tcp_keepalive=on("tcpkeepalive", "yes"),
+        connection_attempts=max(1, int(_seconds(one("connectionattempts", "1")))),
         resets=tuple(
             f"{name}={value}" for name, value in _RESETS.items() if one(name, value).lower() not in (value, "false")
         ),
     )
+
+
+def _seconds(value: str) -> float:
+    """A number as `ssh -G` prints it; 0 for `none`."""
+    return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
 _RESETS = {
@@ -295,13 +329,19 @@ _KNOWN_WITHOUT_SSH = ("hostname", "port", "user", "identityfile", "identitiesonl
 
 def _resolve_without_ssh(target: Target, key: Path | None, config_file: str | None) -> SshOptions:
     path = Path(config_file) if config_file else _home() / ".ssh" / "config"
-    settings: dict[str, list[str]] = {"identityfile": list(_DEFAULT_KEYS)}
-    if path.is_file():
-        settings.update(_read_config(path, target.host))
+    settings: dict[str, list[str]] = _read_config(path, target.host) if path.is_file() else {}
+    if key is not None:
+        settings.update(identityfile=[_quoted(key), *settings.get("identityfile", ())], identitiesonly=["yes"])
+    settings.setdefault("identityfile", list(_DEFAULT_KEYS))
+    for option in target.flags[1::2]:
+        name, _, text = option.partition("=")
+        if name.lower() == "proxyjump":
+            raise UsageError(f"{target.text!r}: a jump host needs ssh here", hint="install the OpenSSH client")
+        settings[name.lower()] = [text]
     for name, value in (("user", target.user), ("port", target.port)):
         if value is not None:
             settings[name] = [str(value)]
-    return build_options(target, settings, key=key)
+    return build_options(target, settings)
 
 
 def _read_config(path: Path, host: str) -> dict[str, list[str]]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 
 from deployer.errors import UsageError
 
 _FORBIDDEN = frozenset("'\"`$\\;&<>|(){}[]%/,*?!#")
 """What OpenSSH refuses in a host name, and what would be a pattern or a token in its files."""
+
+
+_FLAGS = "1246AaCfGgKkMNnqsTtVvXxYyB:b:c:D:E:e:F:I:i:J:L:l:m:O:o:P:p:Q:R:S:W:w:"
+"""The options of ssh, as getopt has them."""
+_OPTIONS = (
+    "addressfamily bindaddress connectionattempts connecttimeout hostname identitiesonly identityfile port proxyjump "
+    "serveralivecountmax serveraliveinterval stricthostkeychecking tcpkeepalive user userknownhostsfile"
+)
+"""What `-o` may set. What runs a command here belongs into the user's own file; the rest would have no effect."""
+
+_SHORT = {"-J": "ProxyJump=", "-b": "BindAddress=", "-4": "AddressFamily=inet", "-6": "AddressFamily=inet6"}
 
 
 @dataclass(frozen=True)
@@ -19,10 +31,30 @@ class Target:
     user: str | None
     port: int | None
     text: str
+    key: str | None = None
+    """The file after `-i`."""
+    config: str | None = None
+    """The file after `-F`."""
+    flags: tuple[str, ...] = ()
+    """`-o` for ssh, each with its `Keyword=value`."""
+    ignored: tuple[str, ...] = ()
+    """What of a whole ssh command has no effect here: forwards and the like."""
+
+    @property
+    def address(self) -> str:
+        """The shortest text that means the same; `key` and `ignored` are not in it."""
+        host = f"[{self.host}]" if ":" in self.host and self.port is not None else self.host
+        user = f"{self.user}@" if self.user is not None else ""
+        place = f"{user}{host}" + (f":{self.port}" if self.port is not None else "")
+        config = ("-F", self.config) if self.config else ()
+        return shlex.join(["ssh", *config, *self.flags, place]) if config or self.flags else place
 
 
 def parse_target(text: str) -> Target:
-    """The parts of `[user@]host[:port]`, `[::1]:22`, `user@::1`, `ssh://…` or an alias. UsageError when it is none."""
+    """The parts of `[user@]host[:port]`, `[::1]:22`, `user@::1`, `ssh://…` or an alias; or of a whole command as
+    providers print it, `ssh -p 22 -i KEY user@host`. UsageError when it is none."""
+    if " " in text:
+        return _parse_command(text)
     rest = text.removeprefix("ssh://").rstrip("/") if text.startswith("ssh://") else text
     user, at, address = rest.rpartition("@")
     if at:
@@ -30,6 +62,65 @@ def parse_target(text: str) -> Target:
     host, port = _split_port(address, text)
     _check_host(host, text)
     return Target(host=host, user=user if at else None, port=port, text=text)
+
+
+def _parse_command(text: str) -> Target:
+    import getopt  # few addresses are commands
+
+    try:
+        words = shlex.split(text)
+        options, rest = getopt.getopt(words[words[:1] == ["ssh"] :], _FLAGS)
+        more, command = getopt.getopt(rest[1:], _FLAGS)  # ssh takes options behind the host too
+    except (ValueError, getopt.GetoptError) as error:
+        raise UsageError(f"{text!r} is no ssh command: {error}", hint="write [user@]host[:port]") from None
+    if not rest:
+        raise UsageError(f"{text!r} names no host", hint="write [user@]host[:port] or an alias of ~/.ssh/config")
+    options += more
+    given = dict(reversed(options))  # for ssh the first one counts
+    target = parse_target(rest[0])
+    if "-p" in given:
+        target = replace(target, port=_parse_port(given["-p"], text))
+    if "-l" in given:
+        _check_user(given["-l"], text)
+        target = replace(target, user=given["-l"])
+    if command:
+        if command[0].isdigit() and target.port is None:
+            target = replace(target, port=_parse_port(command[0], text))
+        raise UsageError(
+            f"--ssh takes an address and no more: {shlex.join(command)!r}", hint=f"write --ssh {target.address}"
+        )
+    target = replace(target, text=text, key=given.get("-i"), config=given.get("-F"), flags=())
+    for flag, value in options:
+        if flag in _SHORT:
+            target = _with_option(target, _SHORT[flag] + value)
+        elif flag == "-o":
+            target = _with_option(target, value)
+        elif flag not in ("-p", "-l", "-i", "-F"):
+            target = replace(target, ignored=(*target.ignored, f"{flag} {value}".strip()))
+    return target
+
+
+def _with_option(target: Target, option: str) -> Target:
+    name, _, value = (part.strip() for part in re.sub(r"[ =]+", "=", option.strip(), count=1).partition("="))
+    if name.lower().endswith("command"):
+        raise UsageError(
+            f"{target.text!r}: {name} is not taken from an address",
+            hint="put it into ~/.ssh/config, under a Host of its own",
+        )
+    if name.lower() not in _OPTIONS.split() or not value.isprintable():
+        return replace(target, ignored=(*target.ignored, f"-o {option}"))
+    if name.lower() == "proxyjump":
+        _check_jumps(value, target.text)
+    return replace(target, flags=(*target.flags, "-o", f"{name}={value}"))
+
+
+def _check_jumps(jumps: str, text: str) -> str:
+    for jump in jumps.split(","):
+        if jump.startswith("-") or parse_target(jump).flags:
+            raise UsageError(
+                f"{text!r}: {jump!r} is no jump host", hint="-J takes [user@]host[:port], several with commas"
+            )
+    return jumps
 
 
 def _split_port(address: str, text: str) -> tuple[str, int | None]:

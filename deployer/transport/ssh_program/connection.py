@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from pathlib import Path
 
-from deployer.errors import ConnectError, HostError, LostConnection
+from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.printable import shown
 from deployer.terminal import notice
 from deployer.transport.local import PipeStream
 from deployer.transport.protocol import Drain
 from deployer.transport.ssh.attempt import AT_TERMINAL, Attempt, has_terminal, retry_cuts
-from deployer.transport.ssh.explain import explain_no_answer, quote, without_escapes
+from deployer.transport.ssh.explain import LOST, blame_hop, explain_no_exec, explain_no_session, without_escapes
+from deployer.transport.ssh.frozen import freeze
 from deployer.transport.ssh.known_hosts import host_name_in_files
-from deployer.transport.ssh.ssh_config import SshOptions, key_path, ssh_argv
+from deployer.transport.ssh.ssh_config import SshOptions, key_flags, key_path, ssh_argv
 from deployer.transport.ssh.target import Target
 from deployer.transport.ssh_program.control import control_path
-from deployer.transport.ssh_program.stderr import NeedsPerson, SshWords, explain_late, explain_ssh
+from deployer.transport.ssh_program.stderr import HopFailed, NeedsPerson, SshWords, explain_late, explain_ssh
 
 ALIVE_EVERY_S, ALIVE_COUNT = 15, 2
 PERSON_TIMEOUT_S = 300.0
@@ -31,8 +33,6 @@ USERS_MASTER_TIMEOUT_S = 5.0
 """A user's own master that opens no session within this has lost its connection and does not know it yet."""
 DYING_S = 1.0
 REAP_AFTER_S = 10.0
-LOST = 255
-"""ssh's exit status for failures of its own."""
 
 # Runs ssh beside a shell that waits for the end of its input, which comes when we end, however we end. A background
 # command ignores the terminal's interrupt, so Ctrl-C does not cost the connection by which the host is told of it.
@@ -56,10 +56,12 @@ class OpenSSHTransport:
         ssh_key: str | None = None,
         accept_new_host_key: bool = False,
         users_master: bool = False,
+        jump: str | None = None,
     ) -> None:
         self.description = options.description
         self.options = options
         self._target = target
+        self._jump = jump
         self._config_file = config_file
         self._key = key_path(ssh_key)
         self._accept_new = accept_new_host_key
@@ -118,14 +120,12 @@ class OpenSSHTransport:
         self._streams = [*(other for other in self._streams if not other.closed), stream]
         return stream
 
-    def _no_session(self, said: str) -> ConnectError | HostError | LostConnection:
+    def _no_session(self, said: str) -> FerryError:
         if not self.alive(DYING_S):
             return LostConnection(self.why_lost())
         if "session request failed" in said:
-            hint = "the server's MaxSessions may be reached"
-            return ConnectError(f"{self.description} opens no session", where=quote(without_escapes(said)), hint=hint)
-        error = explain_no_answer(said, b"", None)
-        return error if isinstance(error, HostError) else HostError(error.message, hint=error.hint)
+            return explain_no_session(self.description)
+        return explain_no_exec()
 
     def close(self) -> None:
         """See Transport."""
@@ -149,11 +149,34 @@ class OpenSSHTransport:
     # --- connecting ---------------------------------------------------------------------------------------------------
 
     def _connect(self, *, ask: bool) -> None:
-        self._master = retry_cuts(lambda: self._connect_once(ask=ask))
+        try:
+            self._master = retry_cuts(lambda: self._connect_once(ask=ask))
+        except HopFailed as error:
+            raise self._reason_of_hop(error) from None
+
+    def _reason_of_hop(self, failed: HopFailed) -> ConnectError:
+        """Why a jump host let us not through, as it says to who wants nothing but it."""
+        hop = failed.hop
+        if hop.proxy_command is not None:
+            return failed  # a command of the user's runs once
+        jump = ",".join(_target_of(before).address for before in reversed(hop.hops)) or None
+        alone = OpenSSHTransport(
+            _target_of(hop), hop, config_file=self._config_file, accept_new_host_key=self._accept_new, jump=jump
+        )
+        try:
+            alone.connect()
+        except ConnectError as error:
+            return blame_hop(error, before=failed.before)
+        finally:
+            alone.close()
+        return failed
 
     def _connect_once(self, *, ask: bool) -> _Master:
         socket_path = control_path()
-        master = _Master(self._argv_to_connect(socket_path, ask=ask), socket_path, ask=ask)
+        config, frozen = self._config_file, Path(f"{socket_path}.config")
+        if self.options.as_read and self.options.jump is None and freeze(self.options.as_read, frozen):
+            config = str(frozen)
+        master = _Master(self._argv_to_connect(socket_path, config, ask=ask), socket_path, ask=ask)
         timeout_s = PERSON_TIMEOUT_S if ask else self.options.connect_timeout_s * (1 + len(self.options.hops))
         try:
             words = master.words
@@ -168,13 +191,15 @@ class OpenSSHTransport:
         except BaseException:
             master.stop()
             raise
+        finally:
+            frozen.unlink(missing_ok=True)
 
     def _tell_new_key(self, master: _Master) -> None:
         if "Permanently added" in master.said() and self._accept_new:
             name = host_name_in_files(self.options)
             notice(shown(f"New host key of {name} accepted: {master.words.host_key}"))
 
-    def _argv_to_connect(self, socket_path: str, *, ask: bool) -> list[str]:
+    def _argv_to_connect(self, socket_path: str, config: str | None, *, ask: bool) -> list[str]:
         strictness = "accept-new" if self._accept_new else self.options.strict_host_key
         options = [
             *self._common_options(),
@@ -185,11 +210,15 @@ class OpenSSHTransport:
             f"BatchMode={'no' if ask else 'yes'}",
             f"StrictHostKeyChecking={strictness}",
             f"ConnectTimeout={max(1, round(self.options.connect_timeout_s))}",
-            f"ServerAliveInterval={ALIVE_EVERY_S}",
-            f"ServerAliveCountMax={ALIVE_COUNT}",
+            *self._alive_options(),
         ]
-        key = ["-i", str(self._key).replace("%", "%%"), "-o", "IdentitiesOnly=yes"] if self._key else []
-        return ssh_argv("-N", "-T", *_set(options), *key, target=self._target, config_file=self._config_file)
+        argv = ["-N", "-T", *_set(options), *key_flags(self._key)]
+        return ssh_argv(*argv, target=self._target, config_file=config, jump=self._jump)
+
+    def _alive_options(self) -> list[str]:
+        if self.options.alive_every_s:
+            return []  # the user's own
+        return [f"ServerAliveInterval={ALIVE_EVERY_S}", f"ServerAliveCountMax={ALIVE_COUNT}"]
 
     def _argv_over_users_master(self, command: str | None, *, terminal: bool = False) -> list[str]:
         options = [*self._common_options(), *_stream_options(terminal)]
@@ -199,6 +228,11 @@ class OpenSSHTransport:
     def _common_options(self) -> list[str]:
         off = ("ClearAllForwardings", "ForwardAgent", "ForwardX11", "PermitLocalCommand")
         return [*self.options.resets, f"{off[0]}=yes", *(f"{name}=no" for name in off[1:])]
+
+
+def _target_of(options: SshOptions) -> Target:
+    """The address by which the configuration gave these options."""
+    return Target(options.alias, options.user, options.port, options.description)
 
 
 def _stream_options(terminal: bool) -> list[str]:

@@ -13,12 +13,19 @@ import threading
 from collections.abc import Callable
 
 from deployer.errors import ConnectError
-from deployer.transport.ssh.attempt import HandshakeCut
+from deployer.transport.ssh.causes import TOO_MANY_KEYS
 from deployer.transport.ssh.explain import (
+    HEARD_LINES,
     blame_hop,
     explain_auth,
-    explain_handshake,
+    explain_cut,
+    explain_cut_login,
+    explain_incompatible,
+    explain_more_wanted,
+    explain_no_greeting,
     explain_no_way_on,
+    explain_old_protocol,
+    explain_proxy_ended,
     explain_silence,
     explain_socket_error,
     explain_stalled_login,
@@ -26,15 +33,20 @@ from deployer.transport.ssh.explain import (
     without_escapes,
 )
 from deployer.transport.ssh.host_keys import HostKeys
+from deployer.transport.ssh.key_files import UnusableKey, agent_trouble, check_key_file, key_label
 from deployer.transport.ssh.ssh_config import SshOptions
 
 MAX_LINE = 8192
 _READY = r"debug1: (Entering interactive session|mux_client_request_session: master session id)"
 _HOST_KEY = r"debug1: Server host key: (\S+ SHA256:\S+)"
-_OFFERED = r"debug1: Offering (?:\S+ )?public key: (.+?)(?: SHA256:\S+)?( \S+)?$"
+_OFFERED = r"debug1: Offering public key: (.+) (\S+) SHA256:\S+((?: \w+)*)$"
+_OFFERED_EARLIER = r"debug1: Offering public key: (\S+) SHA256:\S+ (.+)$"  # before OpenSSH 8
 _METHODS = r"debug1: Authentications that can continue: (.*)"
-_INSTEAD = r"debug1: (?:kex|ssh)_exchange_identification: (?:banner line \d+: )?(.*)"
-_NO_NEWS = r"debug\d: |Authenticated to .+ (\(\[|\(via proxy\))|Transferred: sent \d+|Bytes per second: sent [\d.]+"
+_INSTEAD = r"debug1: (?:kex|ssh)_exchange_identification: (?!write: )(?:banner line \d+: )?(.*)"
+_NO_NEWS = (
+    r"Authenticated using |debug\d: |Authenticated to .+ (\(\[|\(via proxy\))"
+    r"|Transferred: sent \d+|Bytes per second: sent [\d.]+"
+)
 
 
 class SshWords:
@@ -49,11 +61,14 @@ class SshWords:
         """The TCP connection was there."""
         self.greeted = False
         """The server itself has answered, not only a hop before it."""
-        self.instead = ""
+        self.instead: list[str] = []
         """What the server said in the place of SSH's first line."""
+        self.partly = False
+        """A key was taken, and the server wants something else besides."""
         self.host_key = ""
         """Type and fingerprint of the key that the server showed."""
-        self.offered: list[str] = []
+        self.offered: list[tuple[str, str, bool]] = []
+        """Name, type as ssh shows it, and whether it is the agent's."""
         self.accepted = ""
         """The last key that the server would take."""
         self.methods: list[str] = []
@@ -74,6 +89,8 @@ class SshWords:
 
     def _is_news(self, line: bytes) -> bool:
         text = line.decode("utf-8", "replace").rstrip("\r")
+        if text.startswith("Authenticated using ") and text.endswith("with partial success."):
+            self.partly = True
         if not re.match(_NO_NEWS, text):
             if self._show is not None and not self.ready:
                 self._show(text)
@@ -86,13 +103,16 @@ class SshWords:
         if found := re.match(_HOST_KEY, text):
             self.host_key = found[1]
         elif found := re.match(_OFFERED, text):
-            self.offered.append(found[1])
+            self.offered.append((found[1], found[2], "agent" in found[3].split()))
+        elif found := re.match(_OFFERED_EARLIER, text):
+            self.offered.append((found[2], found[1], False))
         elif found := re.match(_METHODS, text):
             self.methods = found[1].split(",")
         elif text.startswith("debug1: Server accepts key: "):
-            self.accepted = self.offered[-1] if self.offered else ""
+            self.accepted = self.offered[-1][0] if self.offered else ""
         elif found := re.match(_INSTEAD, text):
-            self.instead = self.instead or found[1]
+            if len(self.instead) < HEARD_LINES:
+                self.instead.append(found[1])
         elif text == "debug1: Connection established.":
             self.connected = True
         elif text.startswith("debug1: Authenticating to "):
@@ -105,12 +125,33 @@ class SshWords:
 # --- why it could not connect -----------------------------------------------------------------------------------------
 
 _CUT = r"kex_exchange_identification|ssh_exchange_identification|Connection (closed|reset) by|Broken pipe|MaxStartups"
-_TOO_MANY = r"MaxStartups|Not allowed at this time"
-_NO_SSH = r"(?i)banner line contains invalid|no ssh identification string|Bad remote protocol version|invalid SSH ident"
+_NO_SSH = r"banner line contains invalid|[Nn]o ssh identification string|Bad remote protocol version|nvalid SSH ident"
+_OWN = (
+    rf"{_CUT}|Permission denied \(|Load key |Received disconnect from|Disconnected from|@{{10}}|^@ +WARNING"
+    r"|^Permissions \d|^It is required that your private|^This private key will be ignored"
+    r"|sign_and_send_pubkey|no such identity: |Warning: Permanently added"
+)
+"""Lines that are ssh's own, not the server's or a ProxyCommand's."""
+_MISMATCH = r"Unable to negotiate .*?: no matching (.+?)(?: (?:method|type))? found\. Their offer: (\S+)"
+_KINDS = {"key exchange": "key exchange method", "host key": "host key type", "cipher": "cipher", "MAC": "MAC"}
+
+
+def _foreign(said: str) -> str:
+    """What somebody else than ssh said: a server's banner and its reason to hang up, a ProxyCommand's complaint."""
+    lines = [line for line in said.splitlines() if line.strip() and not re.search(_OWN, line)]
+    goodbyes = re.findall(r"(?m)^Received disconnect from .*?:\d+: (.*)$", said)
+    return "\n".join([*lines, *goodbyes])
 
 
 class NeedsPerson(ConnectError):
     """A login that may succeed when somebody can be asked for a password, a passphrase, a PIN, or about a key."""
+
+
+class HopFailed(ConnectError):
+    """A jump host failed. ssh tells less of it than of the target, so it is asked alone for the reason."""
+
+    hop: SshOptions
+    before: SshOptions
 
 
 def explain_ssh(text: str, words: SshWords, options: SshOptions, *, asked: bool) -> ConnectError:
@@ -124,10 +165,15 @@ def explain_ssh(text: str, words: SshWords, options: SshOptions, *, asked: bool)
     behind = 0 if words.greeted else len(re.findall(r"(?m)^Connection closed by UNKNOWN port", said))
     number = min(behind, len(parties) - 1)
     party = parties[number]
-    if number and (found := re.search(r"open failed: (?:.*?: )?(.+)", said)):
+    if number and (found := re.search(r"open failed: (?:[\w ]+: )?(.+)", said)):
         return explain_no_way_on(found[1], hop=party, target=parties[number - 1])
-    error = _explain(said, words if number == 0 else SshWords(), party, asked=asked)
-    return blame_hop(error, before=parties[number - 1]) if number else error
+    if number:
+        before = parties[number - 1]
+        error = blame_hop(_explain(said, SshWords(), party, asked=asked), before=before)
+        failed = HopFailed(error.message, where=error.where, hint=error.hint)
+        failed.hop, failed.before = party, before
+        return failed
+    return _explain(said, words, party, asked=asked)
 
 
 def explain_late(words: SshWords, text: str, options: SshOptions, *, timeout_s: float) -> ConnectError:
@@ -142,7 +188,8 @@ def explain_late(words: SshWords, text: str, options: SshOptions, *, timeout_s: 
         )
     if not words.connected and options.proxy_command is None:
         return explain_socket_error(TimeoutError(), host=options.hostname, port=options.port, timeout_s=timeout_s)
-    return explain_silence(where=options.description, timeout_s=timeout_s)
+    proxied, beside = options.proxy_command is not None, _foreign(without_escapes(text))
+    return explain_silence(where=options.description, timeout_s=timeout_s, proxied=proxied, beside=beside)
 
 
 def _explain(said: str, words: SshWords, party: SshOptions, *, asked: bool) -> ConnectError:
@@ -154,22 +201,25 @@ def _explain(said: str, words: SshWords, party: SshOptions, *, asked: bool) -> C
         return explain_socket_error(
             _socket_error(found[2].strip()), host=found[1], port=party.port, timeout_s=party.connect_timeout_s
         )
-    if re.search(r"(?i)timed out|timeout", said):
+    foreign, proxied = _foreign(said), party.proxy_command is not None
+    if not proxied and re.search(r"(?i)timed out|timeout", said):
         return explain_silence(where=where, timeout_s=party.connect_timeout_s)
     if "Host key verification failed" in said or re.search(r"(?i)\brevoked\b", said):
         return _explain_host_key(said, words, party, asked=asked)
-    if (found := re.search(r"Permission denied \(([^)]*)\)", said)) or "Too many authentication failures" in said:
-        return _explain_refusal(said, words, party, methods=found[1].split(",") if found else words.methods)
-    if found := re.search(r"Unable to negotiate .*?: (.*)", said):
-        return explain_handshake(f"Incompatible: {found[1]}", where=where)
-    if re.search(_NO_SSH, said) or (words.instead and not words.greeted and not re.search(_TOO_MANY, words.instead)):
-        return explain_handshake("Invalid SSH banner", where=where)
-    own = [line for line in said.splitlines() if line.strip() and not re.search(_CUT, line)]
-    if re.search(_CUT, said) and not (party.proxy_command and own):
+    if (found := re.search(r"Permission denied \(([^)]*)\)", said)) or re.search(TOO_MANY_KEYS, said):
+        methods = found[1].split(",") if found else words.methods
+        return _explain_refusal(foreign, words, party, methods=methods)
+    if found := re.search(_MISMATCH, said):
+        return explain_incompatible(_KINDS.get(found[1], found[1]), found[2], where=where)
+    if "Protocol major versions differ" in said:
+        return explain_old_protocol(where=where)
+    if words.greeted and re.search(_CUT, said):
         if words.methods:
-            return ConnectError(f"{where} closed the connection during the login", where=quote(said))
-        cut = explain_handshake("end of stream", where=where)
-        return HandshakeCut(cut.message, where=cut.where, hint=cut.hint)
+            return explain_cut_login(where=where, said=foreign)
+        return explain_proxy_ended(foreign, where=where) if proxied else explain_cut(where=where, said=foreign)
+    if re.search(f"{_CUT}|{_NO_SSH}", said) and not words.greeted:
+        heard = words.instead or (["?"] if re.search(_NO_SSH, said) else [])
+        return explain_no_greeting(where=where, heard=heard, proxied=proxied, beside=foreign)
     return ConnectError(f"ssh could not connect to {where}", where=quote(said), hint="try `ssh` by hand")
 
 
@@ -189,25 +239,49 @@ def _explain_host_key(said: str, words: SshWords, party: SshOptions, *, asked: b
         shown = shown or f"{found[1]} {found[2]}"
     changed = "IDENTIFICATION HAS CHANGED" in said
     if not changed and re.search(r"(?i)\brevoked\b", said):
-        return ConnectError(
-            f"the key of {keys.name} is marked as revoked: {shown}",
-            where=quote(said),
-            hint="do not connect: somebody may have got hold of this key",
-        )
+        return keys.revoked(shown)
     if asked and not changed:
         return ConnectError(f"the host key of {keys.name} was not accepted")
     error = keys.refusal(shown or "(ssh does not say which)", changed=changed)
     return error if changed or party.strict_host_key == "yes" else NeedsPerson(error.message, hint=error.hint)
 
 
-def _explain_refusal(said: str, words: SshWords, party: SshOptions, *, methods: list[str]) -> ConnectError:
-    if words.accepted:
+def _explain_refusal(foreign: str, words: SshWords, party: SshOptions, *, methods: list[str]) -> ConnectError:
+    where = party.description
+    if words.partly:
+        error = explain_more_wanted(where=where, methods=methods)
+        return NeedsPerson(error.message, hint=error.hint)
+    unusable = _unusable_files(party, held=[name for name, _, from_agent in words.offered if from_agent])
+    if words.accepted and words.accepted not in unusable:
         return NeedsPerson(
-            f"{party.description} would take the key {words.accepted}, but it could not be used",
-            hint="it has a passphrase or needs a PIN: unlock it with ssh-add, or run this at a terminal",
+            f"{where} would take the key {words.accepted}, but it could not be used",
+            hint="it needs a PIN, or the agent refuses it: unlock it with ssh-add, or run this at a terminal",
         )
-    banner = "\n".join(line for line in said.splitlines() if "Permission denied" not in line)
-    error = explain_auth(
-        words.offered, [], where=party.description, user=party.user, methods=methods, banner=banner.strip()
-    )
+    offered = [key_label(name, kind, from_agent=of) for name, kind, of in words.offered if of or name not in unusable]
+    skipped = _trouble_with_agent(party) + [f"{name} ({reason})" for name, reason in unusable.items()]
+    error = explain_auth(offered, skipped, where=where, user=party.user, methods=methods, said=foreign)
     return NeedsPerson(error.message, where=error.where, hint=error.hint)
+
+
+def _unusable_files(party: SshOptions, *, held: list[str]) -> dict[str, str]:
+    """Identity files from which ssh could offer no key without a person, and why; `held`: those that the agent has."""
+    reasons = {}
+    for path in party.identity_files:
+        if path.is_file() and str(path) not in held:
+            try:
+                check_key_file(path)
+            except UnusableKey as error:
+                reasons[str(path)] = str(error)
+    return reasons
+
+
+def _trouble_with_agent(party: SshOptions) -> list[str]:
+    """What keeps the agent from being asked."""
+    if party.identity_agent is None:
+        return []
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(party.identity_agent)
+    except OSError as error:
+        return [agent_trouble(party.identity_agent, error)]
+    return []

@@ -83,6 +83,44 @@ def test_an_explicit_interpreter_that_does_not_do_is_an_error(root: Root, explic
         find_python(spec("ferry-none>=3", explicit=explicit), env={"PATH": ""}, root=root)
 
 
+@pytest.mark.parametrize(
+    ("script", "env", "last"),
+    [
+        (None, {"PYTHONPATH": "{}"}, "AttributeError: module 'enum' has no attribute"),  # the old backport
+        (None, {"PYTHONHOME": "{}/nowhere"}, "ModuleNotFoundError: No module named 'encodings'"),
+        ("#!/bin/sh\necho 'load a module first' >&2\nexit 1\n", {}, "load a module first"),
+        ("#!/bin/sh\nexit 3\n", {}, "exit status 3, without a word"),
+        ("#!/nowhere/python\n", {}, "No such file or directory"),
+        (
+            "#!/bin/sh\necho 'libpython3.11.so.1.0: cannot open shared object file' >&2\nexit 127\n",
+            {},
+            "libpython3.11.so",
+        ),
+        ("#!/bin/sh\necho 'it is Python 3.6.8' >&2\nexit 1\n", {}, "it is Python 3.6.8"),
+    ],
+)
+def test_an_interpreter_that_does_not_run_is_told_with_its_last_words(
+    tmp_path: Path, root: Root, script: str | None, env: dict[str, str], last: str
+) -> None:
+    (tmp_path / "enum.py").write_text("class Enum: pass\n")
+    python = tmp_path / "python3"
+    if script is None:
+        python.symlink_to(sys.executable)
+    else:
+        python.write_text(script)
+        python.chmod(0o755)
+    here = {"PATH": "", **{name: value.format(tmp_path) for name, value in env.items()}}
+    with pytest.raises(AgentError) as caught:
+        find_python(spec(explicit=str(python)), env=here, root=root)
+    assert last in caught.value.message and str(python) in caught.value.message
+
+
+def test_host_whose_every_interpreter_is_broken_says_what_they_said(tmp_path: Path, root: Root) -> None:
+    (tmp_path / "enum.py").write_text("class Enum: pass\n")
+    with pytest.raises(AgentError, match=r"no Python 3.8 or newer runs .*AttributeError: module 'enum'"):
+        resolve_python(spec(), str(tmp_path), root, {"PATH": "/usr/bin", "PYTHONPATH": str(tmp_path)}, io.BytesIO())
+
+
 def test_a_marker_for_another_python_does_not_count(tmp_path: Path, root: Root) -> None:
     requires = ["ferry-none>=1; python_version < '3'", "pytest[extra]>=1"]
     assert find_python(spec(*requires, explicit=sys.executable), env={}, root=root) == sys.executable

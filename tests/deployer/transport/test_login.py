@@ -122,6 +122,7 @@ def test_encrypted_key_at_a_terminal_asks_for_its_passphrase_until_it_is_right(
 )
 def test_unusable_key_file_is_named_with_the_reason(server: SshServer, tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "odd").write_text(text)
+    (tmp_path / "odd").chmod(0o600)
     error = refusal(with_config(server, tmp_path, IdentityFile=f"{tmp_path}/odd"))
     assert f"{tmp_path}/odd" in " ".join(error.where) and reason in " ".join(error.where)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from deployer.errors import ConnectError
 from deployer.transport.protocol import Transport
 from tests.support.limits import FOREVER_S, PATIENCE, patient
 from tests.support.sshd import ALIAS, SshServer, free_port, login_user, start_sshd
-from tests.support.ways import address_config, both_ways, jump_config, read_all, refusal, with_config
+from tests.support.ways import address_config, both_ways, jump_config, read_all, refusal, relay_command, with_config
 
 # --- jumps ------------------------------------------------------------------------------------------------------------
 
@@ -115,13 +114,7 @@ def test_target_that_the_jump_host_cannot_reach_is_named(
 
 @both_ways
 def test_proxy_command_carries_the_connection(server: SshServer, tmp_path: Path, way: str) -> None:
-    relay = "import socket,sys,threading,shutil\ns=socket.create_connection((sys.argv[1],int(sys.argv[2])))\n" + (
-        "def up():\n while d:=__import__('os').read(0,65536): s.sendall(d)\n"
-        "threading.Thread(target=up,daemon=True).start()\n"
-        "while d:=s.recv(65536): __import__('os').write(1,d)\n"
-    )
-    (tmp_path / "relay.py").write_text(relay)
-    command = f"{sys.executable} '{tmp_path}/relay.py' %h %p"
+    command = relay_command(tmp_path)
     transport = make_transport(ALIAS, config_file=with_config(server, tmp_path, ProxyCommand=command), way=way)
     transport.connect()
     assert read_all(transport.open("echo through")) == b"through\n"

@@ -148,12 +148,12 @@ def test_resolve_of_a_proxy_command_expands_its_tokens(tmp_path: Path) -> None:
 
 
 @needs_ssh
-def test_resolve_with_a_key_named_uses_only_that_key(tmp_path: Path) -> None:
+def test_resolve_with_a_key_named_offers_it_first_as_ssh_does(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("")
     config = write_config(tmp_path, f"Host gpu\n IdentityFile {tmp_path}/other\n ProxyJump hop\n")
     options = resolve(parse_target("gpu"), str(key), config_file=config)
-    assert options.identity_files == (key,) and options.identities_only
+    assert options.identity_files == (key, tmp_path / "other") and options.identities_only
     assert options.jump is not None and key not in options.jump.identity_files
 
 
@@ -211,4 +211,4 @@ def test_resolve_runs_no_shell_for_the_host_name(tmp_path: Path) -> None:
         resolve(parse_target("ada@gpu:7"))
     finally:
         os.environ["PATH"] = old
-    assert (tmp_path / "ssh.argv").read_text().split() == ["-G", "-l", "ada", "-p", "7", "--", "gpu"]
+    assert (tmp_path / "ssh.argv").read_text().split() == ["-G", "-v", "-l", "ada", "-p", "7", "--", "gpu"]
