@@ -20,6 +20,7 @@ from pathlib import Path
 from lab import Lab, SshServer, judged, parser_of, require, start_sshd
 from ps import client_config
 
+from deployer.agent.job.views import Ack
 from deployer.connection.host import Host
 from deployer.launch.follow import Watcher
 from deployer.launch.start import launch_and_follow
@@ -34,7 +35,7 @@ class Clock(Watcher):
 
     started_at = 0.0
 
-    def started(self, ack: dict[str, object]) -> None:
+    def started(self, ack: Ack) -> None:
         self.started_at = time.perf_counter()
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any, BinaryIO, Callable, Dict, Mapping, Optional
 
+from .host.disk import fail, is_full
 from .host.layout import AGENT_DIR, Root
 from .host.locks import hold
 from .wire import frames
@@ -92,7 +93,12 @@ def handlers(root: Root) -> Dict[str, Handler]:
     def ask(place: str) -> Handler:
         def handler(call: Any) -> Optional[Mapping[str, Any]]:
             _write_bytecode_where_there_is_room(root)
-            return load_handler(place)(root, call)
+            try:
+                return load_handler(place)(root, call)
+            except OSError as error:
+                if is_full(error):
+                    fail(error.filename or root.path, error)
+                raise
 
         return handler
 

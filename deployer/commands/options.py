@@ -17,7 +17,8 @@ import click
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
-from deployer.terminal import as_invoked
+from deployer.printable import shown
+from deployer.terminal import as_invoked, notice
 
 if TYPE_CHECKING:
     from deployer.connection.host import Host
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
 WAYS = ("auto", "fabric", "openssh")
-"""How to connect by SSH; `make_transport` says what they are."""
+"""As a record of a job has them."""
 
 
 class Command(click.Command):
@@ -198,7 +199,7 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
 
     if ssh is not None or root is not None:
         return [host_of(ssh, root, **access)]
-    places = {(r.ssh, r.root): r for r in read_records()}
+    places = {(r.ssh, r.root): r for r in read_records(lambda damage: notice(shown(damage)))}
     here = {**access, "ssh_key": None}
     hosts = [host_of(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
     return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **here)]

@@ -6,12 +6,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
 from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
+from deployer.agent.job.views import Ack
 from deployer.commands.in_words import attempt_line, failing_rank
 from deployer.connection.host import HERE
 from deployer.errors import FerryError
@@ -47,13 +47,11 @@ class Screen(Watcher):
             self._update = self._bars.enter_context(terminal.progress(shown("sent")))
         self._update(sent, total)
 
-    def started(self, ack: dict[str, Any]) -> None:
+    def started(self, ack: Ack) -> None:
         self.close()
-        self.folder = str(ack["path"])
+        self.folder = ack.path
         self.remember()
-        terminal.notice(
-            shown("queued" if ack.get("queued") else "already running" if ack.get("already") else "started")
-        )
+        terminal.notice(shown("queued" if ack.queued else "already running" if ack.already else "started"))
         if self.beginning:
             terminal.notice(shown(self.beginning))
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
+from deployer.agent.host.typed import Damage, from_json, load_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError, Window
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
 
 if TYPE_CHECKING:
     from deployer.connection.link import Link
+
+T = TypeVar("T")
 
 DEAD_AFTER_S = 35.0
 """Silence of the host, although pinged, after which the connection counts as lost."""
@@ -40,8 +42,8 @@ class Call:
         self._refusal: FerryError | None = None
 
     def deliver(self, frame: Frame) -> None:
-        if "grant" in frame.head:
-            self._window.grant(int(frame.head["grant"]))
+        if frame.control.grant is not None:
+            self._window.grant(frame.control.grant)
             return
         self._received += len(frame.body)
         if self._received - self._consumed > frames.WINDOW:
@@ -76,7 +78,7 @@ class Call:
                 return
             try:
                 event = self._event(frame)
-            except (KeyError, ValueError, RecursionError, ProtocolError) as error:
+            except (Damage, ProtocolError) as error:
                 raise self.link.not_understood(error) from error
             if event is not None:
                 yield event
@@ -87,28 +89,43 @@ class Call:
 
     def _event(self, frame: Frame) -> tuple[str, Any, bytes] | None:
         """None for a part of a value that is not complete yet."""
-        head = frame.head
-        if head.get("json"):
+        head, control = frame.head, frame.control
+        if control.json:
             self._json += frame.body
             if len(self._json) > self.max_event:
                 raise ProtocolError(f"a value of more than {self.max_event >> 20} MiB")
             return None
-        if "data" in head:
+        if control.data:
             return "data", head, frame.body
+        if control.event is None:
+            raise Damage("a frame says nothing")
         if "value" in head:
-            return head["event"], head["value"], b""
+            return control.event, head["value"], b""
         text, self._json = self._json, bytearray()
         if sum(map(text.count, (b"[", b"{", b","))) > self.max_event // ITEM_BYTES:
             raise ProtocolError("a value of too many items")
-        return head["event"], json.loads(text.decode("ascii")), b""
+        return control.event, load_json(bytes(text), most=self.max_event), b""
 
-    def result(self, event: str | None = None) -> Any:
-        """The answer, or the value of the one event of that name; other events are passed over."""
+    @overload
+    def result(self, event: str = "ok") -> Any: ...
+
+    @overload
+    def result(self, event: str, kind: type[T]) -> T: ...
+
+    def result(self, event: str = "ok", kind: Any = Any) -> Any:
+        """The value of the last event of that name (`ok`: the answer); other events are passed over."""
         found = None
         for name, value, _ in self.events():
-            if name == (event or "ok"):
+            if name == event:
                 found = value
-        return found
+        return self.read(found, kind, event)
+
+    def read(self, value: Any, kind: type[T], what: str) -> T:
+        """A value that came, as what it must be. HostError for another one."""
+        try:
+            return from_json(value, kind)
+        except Damage as damage:
+            raise self.link.not_understood(damage.within(what)) from None
 
     def send_data(self, data: bytes, **head: Any) -> None:
         """Sends bytes up this call's stream, as fast as the host takes them."""
@@ -171,13 +188,23 @@ class _Inbox:
         return len(self._frames)
 
 
+class _Refusal(NamedTuple):
+    """A host's error."""
+
+    kind: str = ""
+    message: str = "the host gave no reason"
+    hint: str = ""
+
+
+_ERRORS: dict[str, type[FerryError]] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}
+
+
 def error_of(data: Any) -> FerryError:
     """The host's error as one of ours, with its exit code."""
-    if not isinstance(data, dict):
-        return HostError(f"the host refused: {data}")
-    kind = data.get("kind")
-    cls: type[FerryError] = {"usage": UsageError, "unknown_job": UnknownJob, "lost": LostConnection}.get(
-        str(kind), HostError
-    )
-    message, *more = str(data.get("message", "the host gave no reason")).split("\n")
-    return cls(message, where=[f"host: {line}" for line in more[-30:]], hint=str(data.get("hint", "")))
+    try:
+        refusal = from_json(data, _Refusal)
+    except Damage as damage:
+        return HostError(f"the host refused, and why is not understood: {damage}")
+    message, *more = refusal.message.split("\n")
+    kind = _ERRORS.get(refusal.kind, HostError)
+    return kind(message, where=[f"host: {line}" for line in more[-30:]], hint=refusal.hint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.printable import Shown, shown
@@ -20,6 +20,9 @@ GIVE_UP_AFTER_S = 600.0
 """A broken connection is tried again for so long; the job runs on meanwhile, and afterwards."""
 BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
+Way = Literal["auto", "fabric", "openssh"]
+"""How to connect by SSH; `make_transport` says what they are."""
+
 Tell = Callable[[Shown], None]
 
 
@@ -31,8 +34,7 @@ class Host:
     root: str
     ssh_key: str | None = None
     accept_new_host_key: bool = False
-    transport: str = "auto"
-    """`auto`, `fabric` or `openssh`."""
+    transport: Way = "auto"
     connect_timeout_s: float | None = None
     begun: Transport | None = field(default=None, repr=False)
     """A connection to `ssh` that began before all of this was known."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError
 from deployer.connection.call import DEAD_AFTER_S, Call, error_of
@@ -205,25 +206,26 @@ class Link:
 
     def not_understood(self, error: Exception) -> HostError:
         """The error for what no agent of ours would send; trying again would not help."""
-        words = error if isinstance(error, ProtocolError) else repr(error)
+        words = error if isinstance(error, (ProtocolError, Damage)) else repr(error)
         return HostError(f"{self.host} sent what is not understood: {words}")
 
     def _dispatch(self, frame: Frame) -> None:
-        head = frame.head
-        if "id" in head:
+        head, control = frame.head, frame.control
+        if control.id is not None:
             with self._lock:
-                call = self._calls.get(head["id"])
+                call = self._calls.get(control.id)
                 issued = self._issued
             if call is not None:
                 call.deliver(frame)
-            elif type(head["id"]) is not int or not 0 <= head["id"] <= issued:
+            elif control.id > issued:
                 raise ProtocolError("an answer to what was not asked")
         elif "hello" in head:
-            self.hello = head["hello"]
+            self.hello = from_json(head["hello"], dict[str, Any])
             self._ready.set()
-        elif head.get("pong") == self._asked:
-            self._answered.set()
-        elif head.get("need") == "agent" and not self._agent_sent:
+        elif control.pong is not None:
+            if control.pong == self._asked:
+                self._answered.set()
+        elif control.need == "agent" and not self._agent_sent:
             self._agent_sent = True
             # from here on the host takes nothing but the agent; a thread of its own, for this one must go on reading
             threading.Thread(target=self._send_agent, daemon=True).start()

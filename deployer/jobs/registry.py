@@ -6,25 +6,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
-from deployer.agent.host.typed import Damage, from_json, load_json, to_json
-from deployer.agent.job.status import State
+from deployer.agent.host.typed import Damage, from_json, read_typed, to_json
+from deployer.agent.job.status import LOST, State
 from deployer.agent.job.views import Row
+from deployer.connection.host import Way
 from deployer.errors import UnknownJob
 from deployer.paths import state_dir, write_whole
 
 MAX_NOTE = 64 << 20
+MAX_RECORD = 1 << 20
 
 
-@dataclass(frozen=True)
-class JobRecord:
+class JobRecord(NamedTuple):
     """What a short id is enough for."""
 
     job_id: str
@@ -36,13 +37,13 @@ class JobRecord:
     """Absolute folder on this machine."""
     created: str
     ssh_key: str | None = None
-    transport: str = "auto"
+    transport: Way = "auto"
     secrets: tuple[str, ...] = ()
     """Names of the secrets that this client has given the job: a host is given no others."""
 
 
 def write_record(record: JobRecord) -> None:
-    write_whole(_file_of(record), json.dumps(asdict(record), indent=1).encode("ascii"))
+    write_whole(_file_of(record), json.dumps(to_json(record), indent=1).encode("ascii"))
 
 
 def forget(job_id: str, ssh: str | None, root: str) -> bool:
@@ -56,10 +57,17 @@ def forget(job_id: str, ssh: str | None, root: str) -> bool:
     return bool(mine)
 
 
-def read_records() -> list[JobRecord]:
-    """Every readable record, oldest first."""
-    records = [_read(path) for path in (state_dir() / "jobs").glob("*.json")]
-    return sorted((r for r in records if r is not None), key=lambda r: (r.created, r.job_id))
+def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobRecord]:
+    """Every readable record, oldest first; `tell` hears a line about each other one."""
+    records = []
+    for path in (state_dir() / "jobs").glob("*.json"):
+        try:
+            records.append(_read(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, Damage) as error:
+            tell(_told(path, error))
+    return sorted(records, key=lambda r: (r.created, r.job_id))
 
 
 def written_at(record: JobRecord) -> float:
@@ -74,15 +82,29 @@ def _file_of(record: JobRecord) -> Path:
     return state_dir() / "jobs" / f"{record.job_id}.json"
 
 
-def _read(path: Path) -> JobRecord | None:
-    known = {f.name for f in fields(JobRecord)}
-    try:
-        data = json.loads(path.read_text())
-        record = JobRecord(**{key: value for key, value in data.items() if key in known})
-        texts = record.job_id, record.name, record.ssh or "", record.root, record.results, record.created
-        return record if all(isinstance(text, str) for text in texts) else None
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None  # a record of another version or a torn file: the host still knows the job
+def _read(path: Path) -> JobRecord:
+    """OSError; Damage for what does not say which job of which host it is of."""
+    record = read_typed(str(path), JobRecord, most=MAX_RECORD)
+    if record.job_id != path.stem or not JOB_ID.match(record.job_id):
+        raise Damage(f"is {record.job_id[:60]!r}, not {path.stem[:60]!r}", place="job_id")
+    if not record.root.startswith(("/", "~")):
+        raise Damage(f"is {record.root[:60]!r}, not a folder from / or ~ on", place="root")
+    if record.ssh is None and record.ssh_key is not None:
+        raise Damage("is there, and no host", place="ssh_key")
+    for name in ("ssh", "root", "results", "ssh_key"):
+        text = getattr(record, name) or ""
+        try:
+            plain = b"\0" not in os.fsencode(text)
+        except UnicodeEncodeError:
+            plain = False
+        if not plain:
+            raise Damage(f"is {text[:60]!r}, which names nothing", place=name)
+    return record
+
+
+def _told(path: Path, error: OSError | Damage) -> str:
+    why = error.strerror if isinstance(error, OSError) else error
+    return f"this client's record of {path.stem}, {path}, is damaged: {why}"
 
 
 def find_record(job_id: str) -> JobRecord:
@@ -90,15 +112,16 @@ def find_record(job_id: str) -> JobRecord:
     job_id = job_id.lower()
     if not JOB_ID.match(job_id):
         raise UnknownJob(f"{job_id!r} is not a job id", hint="deploy.py ps lists the jobs")
-    records = read_records()
-    by_id = {r.job_id: r for r in reversed(records)}
+    damages: list[str] = []
+    by_id = {r.job_id: r for r in reversed(read_records(damages.append))}
     found = matching_ids(job_id, by_id)
     if len(found) == 1:
         return by_id[found[0]]
     if found:
         raise UnknownJob(f"{job_id} matches {name_ids(found)}", hint="give more of the id, or how it ends")
+    told = "".join(f"; {damage}" for damage in damages[:3])
     raise UnknownJob(
-        f"no job {job_id} was launched from here",
+        f"no job {job_id} was launched from here{told}",
         hint="deploy.py ps lists the jobs; --ssh HOST names the host of a job that was launched from another machine",
     )
 
@@ -157,16 +180,37 @@ def note_state(record: JobRecord, where: str, state: State) -> None:
 
 
 def recall_rows(ssh: str | None, root: str) -> list[SeenJob]:
-    """What the host said last, as far as it is understood; nothing when it was never seen or the note is torn."""
+    """What the host said last. Of a job whose note is damaged the id alone, and the damage; nothing when the host was
+    never seen, or all of its note is damaged."""
     rows = [_seen_job(value) for value in _read_note(ssh, root).jobs]
-    return [row for row in rows if row is not None and row.seen_at]
+    return [row for row in rows if row is not None and JOB_ID.match(row.job.id)]
 
 
 def _seen_job(value: dict[str, Any]) -> SeenJob | None:
     try:
-        return from_json({**value, "job": value}, SeenJob)
-    except Damage:
-        return None
+        seen = from_json({**value, "job": value}, SeenJob)
+        if seen.seen_at is None:
+            raise Damage("is missing", place="seen_at")
+    except Damage as damage:
+        job_id, where = value.get("id"), value.get("where")
+        if not isinstance(job_id, str) or not isinstance(where, str):
+            return None
+        return SeenJob(Row(job_id, LOST), where, trouble=f"what this client has noted of it is damaged: {damage}")
+    return seen
+
+
+def note_damage(ssh: str | None, root: str) -> str:
+    """Why what the host said last is not known; empty where it is, or the host was never seen."""
+    path = _file_of_rows(ssh, root)
+    try:
+        read_typed(str(path), _Note, most=MAX_NOTE)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except Damage as damage:
+        return f"{path} is damaged: {damage}"
+    return ""
 
 
 def last_asked(ssh: str | None, root: str) -> float | None:
@@ -176,7 +220,7 @@ def last_asked(ssh: str | None, root: str) -> float | None:
 
 def _read_note(ssh: str | None, root: str) -> _Note:
     try:
-        return from_json(load_json(_file_of_rows(ssh, root).read_bytes(), most=MAX_NOTE), _Note)
+        return read_typed(str(_file_of_rows(ssh, root)), _Note, most=MAX_NOTE)
     except (OSError, Damage):
         return _Note([])
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from deployer.agent.host.layout import JOB_ID, GroupName
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import Damage
 from deployer.agent.job.status import Status
 from deployer.agent.job.views import JobView, StopReport
 from deployer.connection.call import Call
@@ -22,20 +22,15 @@ AT_ONCE = 16
 def read_status(host: Host, job_id: str) -> JobView:
     """A job as its host judges it, with its whole id. HostError for an answer that is none."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
-        found = link.first.result("status")
-    return _understood(found, JobView, host.name)
+        return _named(link.first, link.first.result("status", JobView))
 
 
 V = TypeVar("V", JobView, StopReport)
 
 
-def _understood(found: Any, kind: type[V], host: str) -> V:
-    try:
-        view = from_json(found, kind)
-    except Damage as damage:
-        raise HostError(f"{host} sent a status that is not understood: {damage}") from None
+def _named(call: Call, view: V) -> V:
     if not JOB_ID.match(view.job_id):  # it stands in commands that people copy, and in a path
-        raise HostError(f"{host} sent a status that is not understood: job_id is {view.job_id[:60]!r}")
+        raise call.link.not_understood(Damage(f"is {view.job_id[:60]!r}", place="status.job_id"))
     return view
 
 
@@ -88,11 +83,9 @@ def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
     try:
         for name, value, _ in call.events():
             if name == "state":
-                on_state(from_json(value, Status))
+                on_state(call.read(value, Status, name))
             elif name == "status":
-                return _understood(value, StopReport, host)
-    except Damage as damage:
-        return HostError(f"{host} sent a status that is not understood: {damage}")
+                return _named(call, call.read(value, StopReport, name))
     except FerryError as error:
         return error
     return HostError(f"{host} ended the stop without a status")

@@ -11,6 +11,7 @@ from deployer.agent.host.layout import JOB_ID
 from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.status import FINAL, LOST
 from deployer.agent.job.views import Row
+from deployer.connection.call import Call
 from deployer.connection.host import HERE, Host
 from deployer.connection.link import Link
 from deployer.errors import FerryError, HostError
@@ -51,35 +52,34 @@ class Asker:
     def _ask(self) -> None:
         asked_at = time.time()
         try:
-            rows = self._rows(self._call().result("jobs"))
+            call = self._call()
+            rows = self._rows(call, call.result("jobs", list[dict[str, Any]]))
         except FerryError as error:
             self.answer = error
-            self.close()
-        except Damage as damage:
-            self.answer = HostError(f"{self.host.name} sent a list of jobs that is not understood: {damage}")
             self.close()
         else:
             self.answer = rows
             remember_rows(self.host.ssh, self.host.root, rows, asked_at=asked_at)
 
-    def _rows(self, jobs: Any) -> list[SeenJob]:
+    def _rows(self, call: Call, jobs: list[dict[str, Any]]) -> list[SeenJob]:
         """A job of which only the id is understood is shown as it was seen last."""
         rows: list[SeenJob] = []
-        for value in from_json(jobs, list[dict[str, Any]]):
+        for value in jobs:
+            job_id = call.read(value, _Named, "jobs").id
+            if not JOB_ID.match(job_id):  # it stands in commands that people copy
+                raise call.link.not_understood(Damage(f"is {job_id[:60]!r}", place="jobs.id"))
             try:
                 rows.append(SeenJob(from_json(value, Row), self.host.name, stamp()))
             except Damage as damage:
                 trouble = f"what {self.host.name} says of it is not understood: {damage}"
-                rows.append(self._seen_before(from_json(value, _Named).id)._replace(trouble=trouble))
+                rows.append(self._seen_before(job_id)._replace(trouble=trouble))
         return rows
 
     def _seen_before(self, job_id: str) -> SeenJob:
-        if not JOB_ID.match(job_id):
-            raise Damage(f"id is {job_id[:60]!r}")
         seen = (row for row in recall_rows(self.host.ssh, self.host.root) if row.job.id == job_id)
         return next(seen, _never_seen(Row(job_id, LOST), self.host))
 
-    def _call(self) -> Any:
+    def _call(self) -> Call:
         if self._link is not None and not self._link.lost:
             return self._link.call("ps")
         self._link = self.host.connect(request={"op": "ps"})
@@ -139,7 +139,7 @@ def _last_rows(host: Host, error: FerryError, records: Sequence[JobRecord]) -> l
 
 def unreachable(row: SeenJob, error: FerryError) -> SeenJob:
     """A job that was seen before, on a host that cannot be reached now. What had ended then has ended for good."""
-    return row if row.job.state in FINAL else row._replace(trouble=error.message)
+    return row if row.job.state in FINAL or row.trouble else row._replace(trouble=error.message)
 
 
 def _never_seen(job: Row, host: Host) -> SeenJob:

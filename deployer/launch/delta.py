@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deployer.agent.store.tree import Entry, dump_entries, load_entries, new_blobs, root_hash
+from deployer.agent.host.files import read_whole
+from deployer.agent.host.typed import Damage, to_json
+from deployer.agent.store.tree import Changes, Entry, dump_entries, load_entries, new_blobs, root_hash, unpacked
 from deployer.agent.wire import frames
 from deployer.connection.call import Call
 from deployer.errors import HostError, UsageError
@@ -72,7 +75,7 @@ def news_for(last: LastTree | None, name: str, entries: tuple[Entry, ...]) -> Ne
         return None
     put = sorted(set(entries) - set(base))
     gone = sorted({entry.path for entry in base} - {entry.path for entry in entries})
-    words = json.dumps({"base": known, "put": [list(entry) for entry in put], "gone": gone}, separators=(",", ":"))
+    words = json.dumps(to_json(Changes(known, put, gone)), separators=(",", ":"))
     return News(zlib.compress(words.encode("ascii"), 1), new_blobs(base, put))
 
 
@@ -165,6 +168,7 @@ MAX_BYTES = 4 << 20
 KEPT = 64
 """Projects and hosts that are remembered, the latest ones."""
 _NAME_SIZE = 40
+_NAME = re.compile(rb"[0-9a-f]{40}\Z")
 
 
 @dataclass(frozen=True)
@@ -182,19 +186,19 @@ class LastTree:
     def name(self) -> str | None:
         """Its root hash; None when nothing of the project was ever sent there."""
         try:
-            with self.file.open("rb") as f:
-                return f.read(_NAME_SIZE).decode("ascii") or None
-        except (OSError, UnicodeError):
+            name = read_whole(str(self.file), _NAME_SIZE)
+        except OSError:
             return None
+        return name.decode("ascii") if _NAME.match(name) else None
 
     def entries(self) -> tuple[Entry, ...]:
         """Its files; none when they are not known."""
         try:
-            data = self.file.read_bytes()
-            entries = tuple(load_entries(zlib.decompress(data[_NAME_SIZE:])))
-            return entries if root_hash(entries).encode("ascii") == data[:_NAME_SIZE] else ()
-        except (OSError, ValueError, TypeError, zlib.error):
+            data = read_whole(str(self.file), MAX_BYTES)
+            entries = tuple(load_entries(unpacked(data[_NAME_SIZE:])))
+        except (OSError, Damage):
             return ()
+        return entries if root_hash(entries).encode("ascii") == data[:_NAME_SIZE] else ()
 
     def remember(self, name: str, entries: tuple[Entry, ...]) -> None:
         """Notes what the host has now."""

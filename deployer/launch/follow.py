@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.status import Status
-from deployer.agent.job.views import JobView
+from deployer.agent.job.views import Ack, JobView
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
 from deployer.connection.link import Link
@@ -26,7 +25,7 @@ class Watcher:
     def sending(self, sent: int, total: int) -> None:
         """An upload's progress in bytes."""
 
-    def started(self, ack: dict[str, Any]) -> None:
+    def started(self, ack: Ack) -> None:
         """The host has acknowledged the job."""
 
     def state(self, status: Status) -> None:
@@ -121,26 +120,37 @@ def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> S
     for name, value, data in call.events():
         contact.hear()
         watcher.heard()
-        try:
-            if name == "status":
-                view.finish()
-                return from_json(value, JobView).status
-            _take(name, value, data, view=view, watcher=watcher)
-        except (KeyError, TypeError, ValueError, AttributeError, Damage) as error:
-            raise call.link.not_understood(error) from error
+        if name == "status":
+            view.finish()
+            return call.read(value, JobView, name).status
+        _take(call, name, value, data, view=view, watcher=watcher)
         if name == "data" and not call.pending():
             view.flush()
     raise LostConnection("the host ended the log without a status")
 
 
-def _take(name: str, value: Any, data: bytes, *, view: LogView, watcher: Watcher) -> None:
+class _Chunk(NamedTuple):
+    """Of which log data is."""
+
+    file: str
+    offset: int
+
+
+class _LeftOut(NamedTuple):
+    file: str
+    size: int
+    limit: int | None
+
+
+def _take(call: Call, name: str, value: Any, data: bytes, *, view: LogView, watcher: Watcher) -> None:
     if name == "data":
-        view.feed(value["file"], value["offset"], data)
+        view.feed(*call.read(value, _Chunk, name), data)
     elif name == "from":
-        view.offsets = {str(file): int(offset) for file, offset in value.items()}
+        view.offsets = call.read(value, dict[str, int], name)
     elif name == "left_out":
-        if value["limit"] is None:
-            view.end_line(value["file"])
-        watcher.left_out(value["file"], value["size"], limit=value["limit"])
+        file, size, limit = call.read(value, _LeftOut, name)
+        if limit is None:
+            view.end_line(file)
+        watcher.left_out(file, size, limit=limit)
     elif name == "state":
-        watcher.state(from_json(value, Status))
+        watcher.state(call.read(value, Status, name))

@@ -10,6 +10,7 @@ from typing import Any
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.plan import Plan
 from deployer.agent.job.status import Status
+from deployer.agent.job.views import Ack
 from deployer.agent.store.tree import Entry, blobs_of
 from deployer.connection.call import Call
 from deployer.connection.host import BACKOFF_S, GIVE_UP_AFTER_S
@@ -81,7 +82,8 @@ def launch_and_follow(
 def _take_leave(link: Link, call: Call) -> None:
     """Ends the conversation with a host that has acknowledged: a connection that breaks now takes nothing back."""
     try:
-        call.result()
+        for _ in call.events():
+            pass
     except LostConnection:
         pass
     link.close()
@@ -112,22 +114,23 @@ def _until_acknowledged(
     raise AssertionError("unreachable")
 
 
-def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> dict[str, Any]:
+def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> Ack:
     """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
     if news is not None:
         send_news(call, news, shipment.sources, watcher.sending)
     entries: tuple[Entry, ...] = ()
     for name, value, _ in call.events():
         if name == "need_tree":
-            if value not in shipment.trees:
-                raise HostError(f"the host asks for {value!r}, which is no tree of this launch")
-            entries = shipment.trees[value]
+            tree = call.read(value, str, name)
+            if tree not in shipment.trees:
+                raise HostError(f"the host asks for {tree[:60]!r}, which is no tree of this launch")
+            entries = shipment.trees[tree]
             call.max_event = max(call.max_event, ASKED_BYTES * len(entries))
             send_tree(call, entries)
         elif name == "need_blobs":
-            send_blobs(call, value, shipment.sources, blobs_of(entries), watcher.sending)
+            send_blobs(call, call.read(value, list[str], name), shipment.sources, blobs_of(entries), watcher.sending)
         elif name == "ack":
-            return dict(value)
+            return call.read(value, Ack, name)
     raise LostConnection("the host ended the launch without an acknowledgement")
 
 
@@ -147,7 +150,7 @@ def _cancel(link: Link, watcher: Watcher) -> None:
         link.first.cancel()
         for name, value, _ in link.first.events():
             if name == "ack":
-                watcher.started(dict(value))
+                watcher.started(link.first.read(value, Ack, name))
                 return
     except FerryError:
         pass  # it is cancelled, or the host is gone; if the launch got through, `ps` shows it

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from deployer.agent.host.typed import Damage, from_json
+from deployer.agent.host.typed import Damage
 from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
+from deployer.agent.job.views import PlanView
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
 from deployer.plan.kept_config import read_kept
@@ -32,18 +33,10 @@ class Resumable:
     """The newest complete checkpoint; None without one."""
 
 
-class _Found(NamedTuple):
-    job_id: str
-    plan: dict[str, Any]
-    attempt: int
-    from_step: int | None = None
-
-
 def read_resumable(host: Host, job_id: str) -> Resumable:
     with host.connect(request={"op": "plan", "job": job_id}) as link:
-        answer = link.first.result("plan")
+        found = link.first.result("plan", PlanView)
     try:
-        found = from_json(answer, _Found)
         return Resumable(found.job_id, parse_plan(found.plan), found.attempt, found.from_step)
     except Damage as damage:
         raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None

@@ -8,12 +8,15 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from deployer.agent.host.typed import Damage, read_typed
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
 from deployer.paths import write_whole
@@ -140,6 +143,8 @@ def _leads_out(path: str, target: str) -> bool:
 # --- hashes -----------------------------------------------------------------------------------------------------------
 
 _VERSION = 1
+MAX_BYTES = 256 << 20
+_DIGEST = re.compile(r"[0-9a-f]{40}")
 _STILL_NS = 2 * 10**9
 """A file must have been still for so long when it was hashed: coarser clocks may hide a change made just after."""
 
@@ -163,20 +168,23 @@ class HashCache:
     def __init__(self, folder: Path, root: Path, *, now_ns: int | None = None) -> None:
         self._file = folder / (hashlib.blake2b(os.fsencode(root), digest_size=12).hexdigest() + ".json")
         self._old = self._read()
-        self._new: dict[str, list[int | str]] = {}
+        self._new: dict[str, list[Any]] = {}
         self._now_ns = now_ns or time.time_ns()
 
-    def _read(self) -> dict[str, list[int | str]]:
+    def _read(self) -> dict[str, Any]:
         try:
-            content = json.loads(self._file.read_text(encoding="ascii"))
-            return dict(content["files"]) if content["version"] == _VERSION else {}
-        except (OSError, ValueError, LookupError, TypeError):
+            kept = read_typed(str(self._file), _Kept, most=MAX_BYTES)
+        except (OSError, Damage):
             return {}
+        return kept.files if kept.version == _VERSION else {}
 
     def get(self, path: bytes, status: os.stat_result) -> tuple[str, int] | None:
         """(hash, bytes) of a file that is as it was, else None."""
         known = self._old.get(os.fsdecode(path))
-        return (str(known[4]), status.st_size) if known and known[:4] == _key(status) else None
+        if not isinstance(known, list) or known[:4] != _key(status):  # looked at now: there may be very many
+            return None
+        digest = known[-1]
+        return (digest, status.st_size) if isinstance(digest, str) and _DIGEST.fullmatch(digest) else None
 
     def put(self, path: bytes, status: os.stat_result, digest: str, size: int) -> None:
         """Remembers a hash unless the file changed just now or while it was read; `status` is from before that."""
@@ -192,5 +200,13 @@ class HashCache:
             write_whole(self._file, json.dumps({"version": _VERSION, "files": self._new}).encode("ascii"))
 
 
-def _key(status: os.stat_result) -> list[int | str]:
+class _Kept(NamedTuple):
+    """The file of a cache."""
+
+    version: int
+    files: dict[str, Any]
+    """Path -> what changes with the file, and its hash."""
+
+
+def _key(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

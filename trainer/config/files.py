@@ -28,6 +28,10 @@ YAML_SUFFIXES = (".yaml", ".yml")
 MODULE_NAME = "torchferry_config"
 MAX_DEPTH = 8  # a config is three levels deep; an alias that holds itself has no end
 MAX_VALUES = 100_000
+MAX_BYTES = 4 << 20
+MAX_PYTHON_BYTES = 256 << 10
+LARGE = 8 << 10  # bytes of YAML that Python reads at once whatever they are; more is for libyaml, ten times as fast
+TOO_DEEP = "not a config: nested too deeply"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
 UNKNOWN_KEYWORD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
@@ -46,13 +50,26 @@ def read_source(path: Path) -> bytes:
     if path.suffix not in (".py", *YAML_SUFFIXES):
         ending = f"ends in {path.suffix}" if path.suffix else "has no suffix"
         raise ConfigError(f"config {path} {ending}", hint="a config is a .py, .yaml or .yml file")
+    if not path.is_file():
+        raise ConfigError(f"config {path} is no file that can be read as often as needed")
     try:
-        source = path.read_bytes()
+        with path.open("rb") as f:
+            source = f.read(_most(path.suffix) + 1)
     except OSError as error:
         raise ConfigError(f"config {path} cannot be read: {error.strerror}") from None
+    _check_size(source, str(path), _most(path.suffix))
     if not source.strip():
         raise ConfigError(f"config {path} is empty")
     return source
+
+
+def _most(suffix: str) -> int:
+    return MAX_BYTES if suffix in YAML_SUFFIXES else MAX_PYTHON_BYTES
+
+
+def _check_size(source: bytes | str, place: str, most: int = MAX_BYTES) -> None:
+    if len(source) > most:
+        raise ConfigError(f"not a config: more than {most >> 10:,} KiB", where=place)
 
 
 def _nearest_file(path: Path) -> str:
@@ -78,9 +95,11 @@ def read_python(path: Path) -> tuple[Config, Places]:
     source = read_source(path)
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
         raise _syntax_error(error, path) from None
-    tree = ast.parse(source)
+    except (RecursionError, MemoryError):
+        raise ConfigError(TOO_DEEP, where=str(path)) from None
     if "config" not in (names := bound_names(tree)) and "*" not in names:
         raise _no_config(path, tree)
     places = Places(str(path), {key: f"{path}:{line}" for key, line in keyword_lines(tree).items()})
@@ -237,16 +256,34 @@ def read_override(text: str, kind: Any, key: str) -> object:
 def _compose(source: bytes | str, place: str) -> yaml.Node | None:
     import yaml
 
+    _check_size(source, place)
+    loader = yaml.SafeLoader if len(source) < LARGE else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        node: yaml.Node | None = yaml.compose(source, Loader=yaml.SafeLoader)
+        if len(source) >= LARGE:
+            _check_shape(yaml.parse(source, Loader=loader), place)
+        node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         raise ConfigError(f"not valid YAML: {problem}", where=where) from None
     except RecursionError:
-        raise ConfigError("not a config: nested too deeply", where=place) from None
+        raise ConfigError(TOO_DEEP, where=place) from None
     return node
+
+
+def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
+    """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own."""
+    import yaml
+
+    depth = values = 0
+    for event in events:
+        values += isinstance(event, yaml.NodeEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH + 2:
+            raise ConfigError(TOO_DEEP, where=place)
+        if values > 2 * MAX_VALUES:  # names and values
+            raise ConfigError(f"{place} has more than {MAX_VALUES:,} values", where=place)
 
 
 def node_value(node: yaml.Node, key: str, file: str, lines: dict[str, str]) -> object:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 from ..gpus import leases, places
 from ..host.cgroups import read_limits
@@ -32,10 +32,14 @@ from .findings import Check, Found, run_check
 Examination = Tuple[str, Callable[[], Found]]
 
 
+class _Asked(NamedTuple):
+    client_time: Optional[float] = None
+
+
 def doctor(root: Root, call: Call) -> None:
     """Facts about this host and checks of it, each with what to do."""
     env = job_environment(dict(os.environ), container_env())
-    facts, checks = examine(root, env, client_time=call.head.get("client_time"))
+    facts, checks = examine(root, env, client_time=call.read(_Asked).client_time)
     call.send_event("doctor", {"facts": facts, "checks": checks})
 
 

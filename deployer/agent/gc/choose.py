@@ -5,7 +5,9 @@ the ids of jobs whose checkpoints it began from. Whatever a kept job names stays
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-from typing import Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, FrozenSet, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from .view import GoneThings
 
 TREE, BLOB, PACK, DATA, ENV, AGENT = "tree", "blob", "pack", "data", "env", "agent"
 SPARE, TMP, CACHE = "spare", "tmp", "cache"
@@ -175,7 +177,9 @@ def _stays(thing: Thing, needed: Optional[Set[str]]) -> bool:
     return needed is None or thing.name in needed or thing.in_use or thing.age_s < MIN_AGE_S[thing.kind]
 
 
-def totals(things: Sequence[Thing]) -> List[Tuple[str, int, int, float]]:
-    """(kind, how many, bytes, seconds since the oldest was touched), in the order of MIN_AGE_S."""
+def totals(things: Sequence[Thing]) -> Tuple[GoneThings, ...]:
+    """In the order of MIN_AGE_S."""
     kinds = [(kind, [t for t in things if t.kind == kind]) for kind in MIN_AGE_S]
-    return [(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of]
+    return tuple(
+        GoneThings(kind, len(of), sum(t.size for t in of), max(t.age_s for t in of)) for kind, of in kinds if of
+    )

@@ -6,12 +6,13 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..host.disk import existing_folder
 from ..host.files import remove, remove_folder
 from ..host.layout import Job, Root
 from ..host.locks import store_alone, take_lock
+from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
 from ..wire.conversation import Call
@@ -35,16 +36,25 @@ from .choose import (
     totals,
 )
 from .inventory import read_inventory
+from .view import GcReport, GoneJob, KeptJobs
+
+
+class _Asked(NamedTuple):
+    dry_run: bool = False
+    older_than_s: Optional[float] = None
+    max_bytes: Optional[int] = None
+    keep_jobs: Optional[int] = None
+    only: Optional[List[str]] = None
 
 
 def gc(root: Root, call: Call) -> None:
     """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to."""
-    head = call.head
-    only = None if head.get("only") is None else frozenset(head["only"])
-    policy = Policy(head.get("older_than_s"), head.get("max_bytes"), head.get("keep_jobs"), only)
+    asked = call.read(_Asked)
+    only = None if asked.only is None else frozenset(asked.only)
+    policy = Policy(asked.older_than_s, asked.max_bytes, asked.keep_jobs, only)
     seen = read_inventory(root)
-    chosen, remaining = (choose(seen, policy), []) if head.get("dry_run") else collect(root, seen, policy)
-    call.send_event("gc", report(root, seen, chosen, remaining))
+    chosen, remaining = (choose(seen, policy), []) if asked.dry_run else collect(root, seen, policy)
+    call.send_event("gc", to_json(report(root, seen, chosen, remaining)))
 
 
 def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:
@@ -151,30 +161,26 @@ def _take(root: Root, path: str) -> Optional[str]:
 # --- what is said of it -----------------------------------------------------------------------------------------------
 
 
-def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) -> Dict[str, Any]:
+def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) -> GcReport:
     """For the client: what goes or went, why other jobs stay, and how much room there is now."""
     disk = os.statvfs(existing_folder(root.path))
-    rest = [
-        {"kind": kind, "count": count, "size_bytes": size, "oldest_s": oldest_s}
-        for kind, count, size, oldest_s in totals(chosen.things)
-    ]
     stay = [job for job in seen.jobs if job.id not in {gone.id for gone in chosen.jobs}]
     groups = (
         ("not ended yet", [job for job in stay if not job.foreign and job.ended_s is None]),
         ("of other machines", [job for job in stay if job.foreign]),
         ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
     )
-    return {
-        "jobs": [{"id": job.id, "size_bytes": job.size, "ended_s": job.ended_s} for job in chosen.jobs],
-        "rest": rest,
-        "total_bytes": sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
-        "kept_jobs": [_summary(what, jobs) for what, jobs in groups if jobs],
-        "remaining": remaining,
-        "free_bytes": disk.f_bavail * disk.f_frsize,
-        "root": root.path,
-    }
+    return GcReport(
+        jobs=tuple(GoneJob(job.id, job.size, job.ended_s) for job in chosen.jobs),
+        rest=totals(chosen.things),
+        total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
+        kept_jobs=tuple(_summary(what, jobs) for what, jobs in groups if jobs),
+        remaining=tuple(remaining),
+        free_bytes=disk.f_bavail * disk.f_frsize,
+        root=root.path,
+    )
 
 
-def _summary(what: str, jobs: List[JobItem]) -> Dict[str, Any]:
+def _summary(what: str, jobs: List[JobItem]) -> KeptJobs:
     oldest: Optional[float] = max((job.ended_s or 0.0 for job in jobs), default=None)
-    return {"what": what, "count": len(jobs), "size_bytes": sum(job.size for job in jobs), "oldest_s": oldest}
+    return KeptJobs(what, len(jobs), sum(job.size for job in jobs), oldest)

@@ -7,20 +7,21 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import calendar
-import json
 import os
 import re
 import time
 from typing import Callable, FrozenSet, Iterator, List, NamedTuple, Optional, Pattern, Set, Tuple
 
-from ..host.files import read_whole
+from ..host.files import open_regular, read_whole
 from ..host.layout import AGENT_DIR, JOB_ID, JOB_ID_ENV, Job, Root
 from ..host.locks import is_held
 from ..host.machine import this_machine
+from ..host.typed import Damage
 from ..job.judge import judge
 from ..job.status import FINAL, Status, slot_of
 from ..store import packs
-from ..store.tree import LINK, Entry, blobs_of, root_hash
+from ..store.spare import read_record
+from ..store.tree import LINK, Entry, blobs_of, load_entries, root_hash
 from .choose import AGENT, BLOB, CACHE, DATA, ENV, PACK, SPARE, TMP, TREE, Inventory, JobItem, Thing
 
 MAX_TEXT = 32 << 20
@@ -190,8 +191,8 @@ def _read_trees(root: Root) -> Iterator[Tuple[str, List[Entry]]]:
     """The trees that can be read; a damaged one is of no use to anybody."""
     for name, path in _children(root.trees, _TREE):
         try:
-            yield name, [Entry(*row) for row in json.loads(_text(path).decode("ascii"))]
-        except (ValueError, TypeError, RecursionError):
+            yield name, load_entries(_text(path))
+        except Damage:
             continue
 
 
@@ -211,17 +212,16 @@ def _blobs(root: Root, now: float) -> Iterator[Thing]:
 
 def _packed(path: str) -> FrozenSet[str]:
     try:
-        with open(path, "rb") as f:
+        with open_regular(path) as f:
             return frozenset(digest for digest, _, _ in packs.read_index(f.fileno()))
-    except (OSError, ValueError):
+    except OSError:
         return frozenset()  # damaged: its blobs are asked for again
 
 
 def _spare_tree(spare: str) -> Optional[str]:
     try:
-        record = json.loads(_text(os.path.join(spare, "record.json")).decode("ascii"))
-        return root_hash([Entry(*row) for row in record["entries"]])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return root_hash(read_record(spare).entries)
+    except (OSError, Damage):
         return None
 
 

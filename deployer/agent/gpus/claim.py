@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Collection, Dict, Iterator, List, Optional, Se
 
 from ..host.errors import AgentError
 from ..host.layout import Root
+from ..host.typed import to_json
 from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
-from .view import LEASE, SHARED, TICKET, Claim, ClaimKind, Handed, QueueView, Wanted, auto_count
+from .report import GpuClaim, GpuReport, GpuRow, GpuTicket
+from .view import (
+    LEASE,
+    SHARED,
+    TICKET,
+    Claim,
+    ClaimKind,
+    Handed,
+    QueueView,
+    Wanted,
+    auto_count,
+)
 
 if TYPE_CHECKING:
     from ..wire.conversation import Call
@@ -67,27 +79,16 @@ def report(root: Root, call: "Call") -> None:
     rows = []
     for gpu in sight.gpus:
         holding = [c for c in claims if c.kind != TICKET and any_overlap(gpu.device, c.devices)]
-        rows.append(
-            {
-                **gpu._asdict(),
-                "held": [
-                    {"job": c.job, "user": c.user, "since": c.since, "shared": c.kind == SHARED, "devices": c.devices}
-                    for c in holding
-                ],
-                "processes": [h._asdict() for h in sight.using if h.gpu_uuid == gpu.uuid],
-            }
-        )
+        held = tuple(GpuClaim(c.job, c.user, c.since, c.kind == SHARED, c.devices) for c in holding)
+        rows.append(GpuRow(*gpu, held=held, processes=tuple(h for h in sight.using if h.gpu_uuid == gpu.uuid)))
     index_of = {gpu.uuid: str(gpu.index) for gpu in sight.gpus}
     queue = [
-        {
-            "job": t.job,
-            "user": t.user,
-            "since": t.since,
-            "wants": "auto:%d" % t.auto if t.auto else ",".join(index_of.get(d, d) for d in t.devices),
-        }
+        GpuTicket(
+            t.job, t.user, t.since, "auto:%d" % t.auto if t.auto else ",".join(index_of.get(d, d) for d in t.devices)
+        )
         for t in queue_of(claims)
     ]
-    call.send_event("gpus", {"gpus": rows, "queue": queue})
+    call.send_event("gpus", to_json(GpuReport(tuple(rows), tuple(queue))))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -181,18 +181,22 @@ def _finish(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str
 
 def _parse_gpus(text: str) -> List[Gpu]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") >= 4]
-    return [Gpu(int(r[0]), r[1], ",".join(r[2:-2]), _number(r[-2]), _number(r[-1])) for r in rows if r[0].isdigit()]
+    return [Gpu(int(r[0]), r[1], ",".join(r[2:-2]), _number(r[-2]), _number(r[-1])) for r in rows if _is_number(r[0])]
 
 
 def _parse_holders(text: str) -> List[Holder]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
-    seen = [(uuid, int(pid), _number(memory)) for uuid, pid, memory in rows if pid.isdigit()]
+    seen = [(uuid, int(pid), _number(memory)) for uuid, pid, memory in rows if _is_number(pid)]
     return [Holder(uuid, pid, _user_of(pid), _command_of(pid), memory) for uuid, pid, memory in seen]
 
 
 def _number(cell: str) -> int:
     """MiB; 0 for what the driver does not tell ("[N/A]")."""
-    return int(cell) if cell.isdigit() else 0
+    return int(cell) if _is_number(cell) else 0
+
+
+def _is_number(cell: str) -> bool:
+    return re.match(r"[0-9]{1,15}\Z", cell) is not None
 
 
 def _user_of(pid: int) -> str:

@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import errno
 import os
 from typing import List, NamedTuple, NoReturn, Sequence, Tuple
 
@@ -65,17 +66,32 @@ def no_room(path: str, why: str, free: int) -> AgentError:
     )
 
 
-def fail(path: str, error: OSError) -> NoReturn:
-    """Raises the AgentError for what a file system refused: which path, why, how much is free, what to do."""
+def is_full(error: OSError) -> bool:
+    """Whether there was no room: no space, no inode, or none for this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def room(path: str) -> str:
+    """How much is free where a path lies, and what has run out: `3.2 MB are free on /mnt (ext4), and no inode of 100`.
+    Empty where nobody can tell."""
     try:
-        status = os.statvfs(existing_folder(path))
-        room = ", %s are free there" % megabytes(status.f_bavail * status.f_frsize)
-        if status.f_files and not status.f_favail:
-            room += ", but no inode"
+        folder = existing_folder(path)
+        status = os.statvfs(folder)
+        top = os.path.realpath(folder)
+        while not os.path.ismount(top):
+            top = os.path.dirname(top)
+        kind, _ = mount_of(folder, read_text("/proc/mounts"))
     except OSError:
-        room = ""
+        return ""
+    free = "%s are free on %s (%s)" % (megabytes(status.f_bavail * status.f_frsize), top, kind)
+    return free + (", and no inode of %d" % status.f_files if status.f_files and not status.f_favail else "")
+
+
+def fail(path: str, error: OSError) -> NoReturn:
+    """Raises the AgentError for what a file system refused: which path, why, how much is free where, what to do."""
+    free = room(path)
     raise AgentError(
         "host",
-        "cannot write %s: %s%s" % (path, error.strerror or error, room),
+        "cannot write %s: %s%s" % (path, error.strerror or error, ", " + free if free else ""),
         "free some space or the right to write there, or choose another folder with --remote-root DIR",
     )

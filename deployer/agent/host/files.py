@@ -7,8 +7,9 @@ import errno
 import json
 import os
 import stat
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Any, BinaryIO, Dict, Iterator
 
 if TYPE_CHECKING:
     from hashlib import blake2b as blake2b
@@ -26,9 +27,6 @@ def read_text(path: str, size: int = 1 << 20) -> str:
             return f.read(size)
     except OSError:
         return ""
-
-
-MAX_JSON = 64 << 20
 
 
 def read_whole(path: str, most: int) -> bytes:
@@ -51,16 +49,6 @@ def open_regular(path: str) -> Iterator[BinaryIO]:
         os.close(fd)
 
 
-def read_json(path: str) -> Optional[Dict[str, Any]]:
-    """None when the file is missing, damaged, too large for a record of ours, or no object."""
-    try:
-        data = read_whole(path, MAX_JSON + 1)
-        value = json.loads(data.decode("utf-8")) if len(data) <= MAX_JSON else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def write_json(path: str, value: Dict[str, Any]) -> None:
     """Whole or not at all, also through a power cut."""
     write_whole(path, json.dumps(value, indent=1).encode("ascii"), sync=True)
@@ -78,10 +66,19 @@ def write_whole(path: str, data: bytes, *, sync: bool = False, aside: str = "") 
             f.flush()
             if sync:
                 os.fsync(f.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except OSError:
         remove(temporary)
         raise
+
+
+def put_in_place(temporary: str, path: str) -> None:
+    """Renames a file to `path`. A folder of that name, whose place no file can take, goes aside."""
+    try:
+        os.replace(temporary, path)
+    except IsADirectoryError:
+        os.rename(path, "%s.%d.aside" % (path, time.time_ns()))
+        os.replace(temporary, path)
 
 
 def _sync_folder(path: str) -> None:

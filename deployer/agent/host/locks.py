@@ -7,7 +7,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import fcntl
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Dict, Iterator, List, Optional
 
 from .errors import AgentError
@@ -62,10 +62,19 @@ def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
 @contextmanager
 def locked(job: Job) -> Iterator[None]:
     """Holds the job against a launch, a resume or a sweep at the same moment."""
-    os.makedirs(job.control, mode=0o700, exist_ok=True)
-    with open(job.lock, "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    try:
+        os.makedirs(job.control, mode=0o700, exist_ok=True)
+        fd = os.open(job.lock, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError:
+        with suppress(OSError):  # no half job stays on a full disk; one that has files is somebody's
+            os.rmdir(job.control)
+            os.rmdir(job.path)
+        raise
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 from typing import NamedTuple
 
+from .files import read_text
 from .processes import Process, is_running, process_of
 
 
@@ -23,21 +24,13 @@ def this_machine() -> str:
     """A name for this host that survives reboots. The host name is part of it: cloned images share /etc/machine-id."""
     text = ""
     for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
-        try:
-            with open(path) as f:
-                text = text or f.read().strip()
-        except OSError:
-            continue
+        text = text or read_text(path, 4096).strip()
     return "%s/%s" % (text, os.uname().nodename)
 
 
 def boot_id() -> str:
     """Differs after a reboot; empty where the kernel does not tell."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            return f.read().strip()
-    except OSError:
-        return ""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def own_identity() -> Identity:

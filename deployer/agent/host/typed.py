@@ -2,7 +2,8 @@
 
 A type is a NamedTuple whose fields are of str, bool, int (0 or more), float, Literal, Optional, Union, Tuple[T, ...],
 List, Dict[str, T], Any, and further NamedTuples; nothing is converted. A key that is missing or null takes the field's
-default; one that the type lacks is passed over, unless the reader is `strict`.
+default; one that the type lacks is passed over, unless the reader is `strict`. A NamedTuple made by
+`as_row` is a list of all its fields.
 Stdlib only, Python 3.8: both ends use it.
 """
 
@@ -36,6 +37,7 @@ MAX_DEPTH = 32
 """Of what has no type (Any)."""
 MAX_INT = (1 << 63) - 1
 """A time in ns is larger than what a float could tell exactly."""
+_AS_ROW = "is_written_as_a_row"
 
 
 class Damage(Exception):
@@ -56,6 +58,12 @@ class Damage(Exception):
         dot = "." if self.place and not self.place.startswith("[") else ""
         words = self.words[3:] if not self.place and self.words.startswith("it is ") else self.words
         return Damage(words, place=place + dot + self.place, expected=self.expected)
+
+
+def as_row(kind: Type[T]) -> Type[T]:
+    """Marks a NamedTuple as one that is written as a list of its fields, in their order."""
+    setattr(kind, _AS_ROW, True)
+    return kind
 
 
 def parse(data: bytes, kind: Type[T], *, most: int = MAX_BYTES) -> T:
@@ -87,7 +95,7 @@ def from_json(value: Any, kind: Type[T], *, strict: bool = False) -> T:
 
 def to_json(value: Any, *, sparse: bool = False) -> Any:
     """What `from_json` reads as this value again. sparse: without fields that are at their default."""
-    if hasattr(value, "_asdict"):
+    if hasattr(value, "_asdict") and not hasattr(value, _AS_ROW):
         defaults = value._field_defaults if sparse else {}
         fields: Dict[str, Any] = value._asdict()
         return {k: to_json(v, sparse=sparse) for k, v in fields.items() if k not in defaults or v != defaults[k]}
@@ -131,6 +139,8 @@ def _record_parser(kind: Any, strict: bool) -> _Parser:
     if any(isinstance(hint, (str, ForwardRef)) for hint in hints.values()):  # asking it of all takes twice as long
         hints = get_type_hints(kind)
     parsers: Dict[str, _Parser] = {name: _parser(hints[name], strict) for name in kind._fields}
+    if hasattr(kind, _AS_ROW):
+        return _row_parser(kind, parsers)
     nullable = frozenset(name for name, hint in hints.items() if hint is Any or type(None) in get_args(hint))
     defaults = kind._field_defaults
     required = frozenset(kind._fields) - frozenset(defaults)
@@ -157,6 +167,23 @@ def _record_parser(kind: Any, strict: bool) -> _Parser:
         return kind(**found)
 
     return parse_record
+
+
+def _row_parser(kind: Any, parsers: Dict[str, _Parser]) -> _Parser:
+    names, own = list(parsers), list(parsers.values())
+
+    def parse_row(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(own):
+            _fail(value, "a list of " + ", ".join(names))
+        found: List[Any] = []
+        try:
+            for parser, given in zip(own, value):  # noqa: B905 - as Python 3.8 has it
+                found.append(parser(given))
+        except Damage as damage:
+            raise damage.within(names[len(found)]) from None
+        return kind(*found)
+
+    return parse_row
 
 
 def _union_parser(parsers: List[_Parser]) -> _Parser:

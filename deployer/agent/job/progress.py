@@ -3,7 +3,6 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import json
 import os
 import re
 import time
@@ -11,6 +10,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 from ..host.files import open_regular
 from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
+from ..host.typed import Damage, parse
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
@@ -18,6 +18,12 @@ MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
 _RESUMES_ELSEWHERE = re.compile(r"^  resume: (?!auto$)", re.MULTILINE)  # as trainer/config/files.py writes it
+
+
+class _Metrics(NamedTuple):
+    """What is looked at of a line of metrics.jsonl."""
+
+    step: Optional[int] = None
 
 
 class Mark(NamedTuple):
@@ -70,8 +76,8 @@ def last_metrics(job: Job) -> Optional[str]:
 def last_step(job: Job) -> Optional[int]:
     """The step of the last line of metrics.jsonl."""
     try:
-        return int(json.loads(last_metrics(job) or "{}")["step"])
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+        return parse((last_metrics(job) or "{}").encode("utf-8"), _Metrics).step
+    except Damage:
         return None
 
 

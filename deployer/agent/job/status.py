@@ -193,8 +193,6 @@ def read_status(job: Job) -> Optional[Status]:
 
 
 def write_status(job: Job, status: Status) -> None:
-    if os.path.isdir(job.status) and not os.path.islink(job.status):  # no file can take a folder's place
-        os.rename(job.status, "%s.%d.aside" % (job.status, time.time_ns()))
     plain = status._replace(**{name: Status._field_defaults[name] for name in _JUDGED})
     write_json(job.status, status_to_json(plain, sparse=True))
 

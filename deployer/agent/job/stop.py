@@ -4,13 +4,13 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import errno
-import math
 import os
 import time
 from typing import NamedTuple, Optional
 
-from ..host.files import read_json, write_json
+from ..host.files import write_json
 from ..host.layout import Job
+from ..host.typed import Damage, read_typed
 
 DEFAULT_GRACE_S = 120.0
 
@@ -60,13 +60,8 @@ def read_stop(job: Job) -> Optional[StopRequest]:
     except OSError:
         return None
     try:
-        data = read_json(job.stop) or {}
-        times = [float(data[key]) for key in ("grace_s", "requested_at", "requested_mono", "deadline_mono")]
-        if not all(map(math.isfinite, times)):
-            raise ValueError("times that never come")
-        reason, force = str(data.get("reason", "")), data.get("force") is True
-        return StopRequest(times[0], times[1], times[2], times[3], reason, force)
-    except (KeyError, TypeError, ValueError, OverflowError):
+        return read_typed(job.stop, StopRequest)
+    except (OSError, Damage):
         mono = time.monotonic() - max(0.0, time.time() - touched_at)
         return StopRequest(DEFAULT_GRACE_S, touched_at, mono, mono + DEFAULT_GRACE_S)
 

@@ -3,10 +3,43 @@
 Stdlib only, Python 3.8: both ends use it.
 """
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 from ..gpus.view import QueueView
 from .status import State, Status
+
+
+class OfJob(NamedTuple):
+    """A question about one job."""
+
+    job: str
+
+
+class Ack(NamedTuple):
+    """The host has the job; this very call has started it, or not."""
+
+    job_id: str
+    path: str
+    already: bool = False
+    queued: bool = False
+
+
+class SlotValues(NamedTuple):
+    """What a plan's slots would be filled with."""
+
+    slots: Dict[str, str]
+    no_python: str = ""
+    """Why an environment would be built, whose interpreter is not known yet."""
+
+
+class PlanView(NamedTuple):
+    """What a client needs to resume a job."""
+
+    job_id: str
+    plan: Dict[str, Any]
+    attempt: int
+    from_step: Optional[int] = None
+    """The newest complete checkpoint; None without one."""
 
 
 class Processes(NamedTuple):

@@ -9,10 +9,11 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import os
 import re
+from contextlib import suppress
 from typing import Collection, Dict, List, NamedTuple, Optional, Tuple
 
-from ..host.files import read_json
 from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log
+from ..host.typed import Damage, read_typed
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
@@ -159,9 +160,9 @@ class Dropped:
             return self._values
         version = (info.st_ino, info.st_mtime_ns)  # it is replaced, never written in place
         if version != self._version:
-            found = read_json(self._path) or {}
-            self._values = {name: value for name, value in found.items() if isinstance(value, int)}
             self._version = version
+            with suppress(OSError, Damage):
+                self._values = read_typed(self._path, Dict[str, int])
         return self._values
 
 

@@ -11,6 +11,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional
 
 from ..host.files import read_whole, write_whole
 from ..host.layout import ALONE, Job, group_files, is_log
+from ..host.typed import Damage, as_row, parse
 from .read import attempts, line_start, log_names, log_path
 
 TIMES_FILE = "times.jsonl"
@@ -19,6 +20,7 @@ MAX_BYTES = 1 << 20
 """An index that exceeds this gives up every other line of its older three quarters."""
 
 
+@as_row
 class Entry(NamedTuple):
     unix_s: float
     boot_s: float
@@ -122,9 +124,8 @@ def _indices(job: Job, attempt: int) -> Dict[str, List[Entry]]:
 
 def _parse(line: bytes) -> Optional[Entry]:
     try:
-        unix_s, boot_s, sizes = json.loads(line.decode("ascii"))
-        return Entry(float(unix_s), float(boot_s), {str(name): int(size) for name, size in sizes.items()})
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):  # cut by a full disk or a power cut
+        return parse(line, Entry)
+    except Damage:  # cut by a full disk or a power cut
         return None
 
 

@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, BinaryIO, Dict, Iterator, List, Optional, Sequence, Tuple
+from contextlib import suppress
+from typing import Any, BinaryIO, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
-from ..host.files import blake2b, read_json, write_whole
+from ..host.files import blake2b, write_whole
 from ..host.layout import AGENT_DIR, Root
+from ..host.typed import Damage, parse, read_typed, to_json
 from .build import MISSING_HINT, Building, Interpreter, read_lock
 from .spec import PythonSpec
 
@@ -87,7 +89,7 @@ def list_pythons(names: Sequence[str], *, env: Dict[str, str], root: Root) -> Li
     with _Answers(root) as answers, ThreadPoolExecutor(8) as pool:
         asked = pool.map(lambda path: answers.ask(path, list(names), env), candidates(env))
         found = [answer for answer in asked if answer]
-    return [(answer["executable"], answer["version"], answer["found"]) for answer in found]
+    return [(answer.executable, answer.version, answer.found) for answer in found]
 
 
 def candidates(env: Dict[str, str]) -> List[str]:
@@ -114,17 +116,35 @@ def _inspect_all(requires: Sequence[str], env: Dict[str, str], answers: "_Answer
                 return
 
 
+class _Answer(NamedTuple):
+    """What `checkpy.py` prints."""
+
+    executable: str
+    version: str
+    unmet: List[str]
+    folders: List[str]
+    found: Dict[str, str]
+
+
+class _Known(NamedTuple):
+    """An answer that is kept, and when what it is of changed last."""
+
+    times: Dict[str, int]
+    answer: _Answer
+
+
 class _Answers:
     """What interpreters answered, kept in `envs/resolved.json` as long as neither they nor the folders where they look
     for packages change: an interpreter's start is most of the time that a launch takes here."""
 
     def __init__(self, root: Root) -> None:
         self._file = os.path.join(root.envs, "resolved.json")
-        self._known: Dict[str, Any] = {}
+        self._known: Dict[str, _Known] = {}
         self._changed = False
 
     def __enter__(self) -> "_Answers":
-        self._known = read_json(self._file) or {}
+        with suppress(OSError, Damage):
+            self._known = read_typed(self._file, Dict[str, _Known])
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -133,33 +153,33 @@ class _Answers:
         kept = dict(list(self._known.items())[-_KEPT_ANSWERS:])
         try:
             os.makedirs(os.path.dirname(self._file), mode=0o700, exist_ok=True)
-            write_whole(self._file, json.dumps(kept).encode("ascii"))
+            write_whole(self._file, json.dumps(to_json(kept)).encode("ascii"))
         except OSError:
             pass  # without it the next launch asks again
 
     def inspect(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Interpreter]:
         """The interpreter at `path`; None when it does not run, or is older than Python 3.8."""
         answer = self.ask(path, requires, env)
-        return Interpreter(answer["executable"], answer["version"], answer["unmet"]) if answer else None
+        return Interpreter(answer.executable, answer.version, answer.unmet) if answer else None
 
-    def ask(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+    def ask(self, path: str, requires: Sequence[str], env: Dict[str, str]) -> "Optional[_Answer]":
         """What `checkpy.py` prints there; None as above."""
         asked = [path, requires, env.get("PYTHONPATH"), env.get("PYTHONNOUSERSITE"), env.get("HOME")]
         key = blake2b(json.dumps(asked).encode("ascii"), digest_size=12).hexdigest()
         known = self._known.get(key)
-        if known and known["times"] == _times(known["answer"], path):
-            return dict(known["answer"])
+        if known is not None and known.times == _times(known.answer, path):
+            return known.answer
         answer = _ask(path, requires, env)
         if answer is not None:
             self._known.pop(key, None)
-            self._known[key] = {"times": _times(answer, path), "answer": answer}
+            self._known[key] = _Known(_times(answer, path), answer)
             self._changed = True
         return answer
 
 
-def _times(answer: Dict[str, Any], path: str) -> Dict[str, int]:
+def _times(answer: "_Answer", path: str) -> Dict[str, int]:
     """When the interpreter and the folders of its packages changed last, 0 for what is not there."""
-    return {name: _mtime_ns(name) for name in [path, *answer["folders"]]}
+    return {name: _mtime_ns(name) for name in [path, *answer.folders]}
 
 
 def _mtime_ns(path: str) -> int:
@@ -169,12 +189,11 @@ def _mtime_ns(path: str) -> int:
         return 0
 
 
-def _ask(path: str, requires: Sequence[str], env: Dict[str, str]) -> Optional[Dict[str, Any]]:
+def _ask(path: str, requires: Sequence[str], env: Dict[str, str]) -> "Optional[_Answer]":
     options: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         command = [path, _CHECK, json.dumps(requires)]
         done = subprocess.run(command, env=env, cwd="/", timeout=CHECK_TIMEOUT_S, **options)
-        answer = json.loads(done.stdout.splitlines()[-1].decode("utf-8"))
-        return {name: answer[name] for name in ("executable", "version", "unmet", "folders", "found")}
-    except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired):
+        return parse(done.stdout.splitlines()[-1], _Answer)
+    except (OSError, ValueError, LookupError, Damage, subprocess.TimeoutExpired):
         return None

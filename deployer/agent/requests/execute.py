@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from typing import Dict
+from typing import Dict, List, NamedTuple, Optional
 
 from ..host import environment
 from ..host.errors import AgentError
@@ -17,11 +17,18 @@ from ..wire.frames import ProtocolError
 from .jobs import find_folder
 
 
+class _Command(NamedTuple):
+    argv: List[str]
+    job: Optional[str] = None
+
+
 def execute(root: Root, call: Call) -> Dict[str, int]:
     """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
-    argv = call.head["argv"]
+    argv, job = call.read(_Command)
+    if not argv:
+        raise AgentError("usage", "no command is given")
     env = environment.job_environment(dict(os.environ), environment.container_env())
-    cwd = find_folder(root, call.head["job"]).code if call.head.get("job") else os.path.expanduser("~")
+    cwd = find_folder(root, job).code if job else os.path.expanduser("~")
     try:
         process = subprocess.Popen(
             argv,
@@ -32,8 +39,8 @@ def execute(root: Root, call: Call) -> Dict[str, int]:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    except OSError as error:
-        raise AgentError("host", "cannot run %s: %s" % (argv[0], error.strerror))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in a word
+        raise AgentError("host", "cannot run %.200s: %s" % (argv[0], getattr(error, "strerror", None) or error))
     pumps = [threading.Thread(target=_pump, args=(process, name, call), daemon=True) for name in ("stdout", "stderr")]
     threading.Thread(target=_feed, args=(process, call), daemon=True).start()
     for pump in pumps:

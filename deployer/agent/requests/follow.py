@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from ..host.errors import AgentError
 from ..host.layout import ALONE, LAUNCHER_LOG, Job, LogName, Root
@@ -16,12 +16,42 @@ from ..logs import read
 from ..wire.conversation import Call
 
 if TYPE_CHECKING:
+    from ..gpus.view import QueueView
     from ..logs.grep import LineFilter, Match
 
 POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
 SEARCH_S = 3.0
 """Seconds of computing for a search in one chunk. A longer one ends the agent by SIGVTALRM, of which the client hears:
 nothing else can interrupt a pattern that explodes."""
+
+
+class _Since(NamedTuple):
+    """A moment, by this host's clock."""
+
+    ago_s: float = 0.0
+    unix_s: Optional[float] = None
+
+
+class _Asked(NamedTuple):
+    job: str
+    attempt: Optional[int] = None
+    from_attempt: Optional[int] = None
+    offsets: Dict[str, int] = {}
+    tail: Optional[int] = None
+    since: Optional[_Since] = None
+    grep: Optional[str] = None
+    role: Optional[str] = None
+    node: Optional[int] = None
+    ranks: Optional[List[int]] = None
+    live: bool = True
+
+
+class _LastLines(NamedTuple):
+    job: str
+    lines: int = 20
+    role: Optional[str] = None
+    node: Optional[int] = None
+    ranks: Optional[List[int]] = None
 
 
 def follow(root: Root, call: Call) -> None:
@@ -33,27 +63,24 @@ def follow(root: Root, call: Call) -> None:
     """
     from .jobs import find_folder  # a launch, which follows the job that it has started, does without these
 
-    job = find_folder(root, call.head["job"], kind="unknown_job")  # which is not tried again
-    asked = call.head.get("attempt")
-    chosen = _chosen(call.head)
-    lines = _line_filter(call.head["grep"]) if call.head.get("grep") is not None else None
+    asked = call.read(_Asked)
+    job = find_folder(root, asked.job, kind="unknown_job")  # which is not tried again
+    attempt, chosen = asked.attempt, _chosen(asked)
+    lines = _line_filter(asked.grep) if asked.grep is not None else None
     latest = read.latest_attempt(job)
-    if asked is not None and not 1 <= asked <= (latest or 1):
-        raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, asked, latest or 1))
-    offsets = call.head.get("offsets")
-    if not offsets:
-        offsets = _beginning(job, call.head, chosen)
+    if attempt is not None and not 1 <= attempt <= (latest or 1):
+        raise AgentError("usage", "job %s has no attempt %d: the last one is %d" % (job.id, attempt, latest or 1))
+    offsets = asked.offsets or _beginning(job, asked, chosen)
     call.send_event("from", offsets)
-    reader = read.LogReader(job, asked, offsets, chosen, stay=asked is not None)
-    once = not call.head.get("live", True) or (asked is not None and asked < (latest or 1))
+    reader = read.LogReader(job, attempt, offsets, chosen, stay=attempt is not None)
+    once = not asked.live or (attempt is not None and attempt < (latest or 1))
     if once:
         reader.stop_here()
     follow_job(job, call, reader, once=once, lines=lines)
 
 
-def _chosen(asked: Dict[str, Any]) -> read.Chosen:
-    ranks = asked.get("ranks")
-    return read.Chosen(asked.get("role"), asked.get("node"), None if ranks is None else set(ranks))
+def _chosen(asked: "Union[_Asked, _LastLines]") -> read.Chosen:
+    return read.Chosen(asked.role, asked.node, None if asked.ranks is None else set(asked.ranks))
 
 
 def _line_filter(pattern: str) -> "LineFilter":
@@ -62,21 +89,21 @@ def _line_filter(pattern: str) -> "LineFilter":
     return LineFilter(pattern)
 
 
-def _beginning(job: Job, asked: Dict[str, Any], chosen: read.Chosen) -> Dict[str, int]:
+def _beginning(job: Job, asked: "_Asked", chosen: read.Chosen) -> Dict[str, int]:
     """The offsets to begin at; they name the attempt to begin with, so that a resumed reader begins there too."""
-    attempt = asked.get("attempt") or asked.get("from_attempt") or read.latest_attempt(job)
+    attempt = asked.attempt or asked.from_attempt or read.latest_attempt(job)
     offsets: Dict[str, int] = {}
-    since = asked.get("since")
-    if since is not None:
+    if asked.since is not None:
         from ..logs import times
 
-        unix_s = since["unix_s"] if "unix_s" in since else time.time() - since["ago_s"]
-        if asked.get("attempt") is None:
+        ago_s, unix_s = asked.since
+        unix_s = time.time() - ago_s if unix_s is None else unix_s
+        if asked.attempt is None:
             attempt = times.attempt_at(job, unix_s)
         if attempt is not None:
             offsets = times.offsets_at(job, attempt, unix_s)
-    if asked.get("tail") is not None:
-        for name, offset in read.tail_offsets(job, asked["tail"], chosen, attempt).items():
+    if asked.tail is not None:
+        for name, offset in read.tail_offsets(job, asked.tail, chosen, attempt).items():
             offsets[name] = max(offset, offsets.get(name, 0))
     if attempt is not None:
         offsets.setdefault(LogName(attempt, ALONE, LAUNCHER_LOG).text, 0)
@@ -86,7 +113,8 @@ def _beginning(job: Job, asked: Dict[str, Any], chosen: read.Chosen) -> Dict[str
 def follow_job(
     job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: "Optional[LineFilter]" = None
 ) -> None:
-    wait_s, shown = POLL_MIN_S, None  # type: float, Any
+    wait_s = POLL_MIN_S
+    shown: "Optional[Tuple[str, int, Optional[QueueView]]]" = None
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
         now = judge(job)
@@ -135,6 +163,6 @@ def last_lines(root: Root, call: Call) -> None:
     """The last lines of the first of the chosen ranks (of the launcher when `ranks` is null)."""
     from .jobs import find_folder
 
-    job = find_folder(root, call.head["job"])
-    data = read.last_lines(job, _chosen(call.head), int(call.head.get("lines", 20)))
+    asked = call.read(_LastLines)
+    data = read.last_lines(find_folder(root, asked.job), _chosen(asked), asked.lines)
     call.send_data(data[-65536:])

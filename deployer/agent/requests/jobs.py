@@ -22,7 +22,7 @@ from ..job.judge import judge
 from ..job.plan import Plan, main_role, process_count
 from ..job.record import plan_of, read_record
 from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
-from ..job.views import JobView, Row
+from ..job.views import JobView, OfJob, Row
 from ..supervisor import start
 from ..wire.conversation import Call
 
@@ -79,7 +79,7 @@ def ps(root: Root, call: Call) -> None:
 
 
 def status(root: Root, call: Call) -> None:
-    job = find_job(root, call.head["job"])
+    job = find_job(root, call.read(OfJob).job)
     now = judge(job)
     latest, silent_s = progress.last_metrics(job), progress.silent_s(job, now.attempt)
     view = JobView(job.id, now, job.path, tuple(processes_of(job, nproc_of(now))), latest, silent_s)

@@ -10,15 +10,16 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional
 
-from ..host import environment
+from ..host import disk, environment
 from ..host.errors import AgentError
 from ..host.files import write_whole
 from ..host.layout import AGENT_DIR, Job, Root
 from ..host.locks import locked, store_in_use
-from ..host.typed import Damage, from_json
+from ..host.typed import Damage, to_json
 from ..job.plan import Include, Plan, parse_plan, trees_of, wanted_gpus
 from ..job.record import RawPlan, Record, known_record, plan_hash, write_record
 from ..job.status import QUEUED, read_status
+from ..job.views import Ack, SlotValues
 from ..store import spare, tree
 from ..store.bring import bring_trees, pass_over
 from ..store.content import Store
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 MAX_PATCH = 4 << 20
 MIN_FREE_BYTES = 64 << 20
+MIN_FREE_INODES = 64
 
 
 def launch(root: Root, call: Call) -> None:
     """Starts the plan's job or, when it has been started already, answers with it; then follows its log when asked."""
-    request = read_request(call)
+    request = call.read(LaunchRequest)
     plan = plan_in(request.plan)
     job = _job(root, plan.job_id)
     check_root(root)
@@ -50,7 +52,7 @@ def launch(root: Root, call: Call) -> None:
         raise AgentError("host", "the launch was cancelled")
     begun = read_status(job)
     queued = wanted_gpus(plan) is not None and begun is not None and begun.state == QUEUED
-    call.send_event("ack", {"job_id": job.id, "already": already, "path": job.path, "queued": queued})
+    call.send_event("ack", to_json(Ack(job.id, job.path, already, queued)))
     if not already:
         spare.make_later(root, plan.tree)
     if request.patch:
@@ -88,9 +90,8 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
 
 
 def slots(root: Root, call: Call) -> Dict[str, Any]:
-    """What the slots of a plan would be filled with here, without starting or writing anything; `no_python` says why
-    an environment would be built, whose interpreter is not known yet."""
-    plan = plan_in(call.request()["plan"])
+    """What the slots of a plan would be filled with here, without starting or writing anything."""
+    plan = plan_in(call.read(LaunchRequest).plan)
     from ..python import find  # a launch leaves that to its supervisor
 
     env = _base_env()
@@ -105,8 +106,8 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     except AgentError as error:
         if plan.python.explicit:
             raise
-        return {"slots": found, "no_python": "to be built there: " + error.message}
-    return {"slots": found}
+        return to_json(SlotValues(found, "to be built there: " + error.message))  # type: ignore[no-any-return]
+    return to_json(SlotValues(found))  # type: ignore[no-any-return]
 
 
 class LaunchRequest(NamedTuple):
@@ -123,13 +124,6 @@ class LaunchRequest(NamedTuple):
     job: str = ""
     """Of a resume: the id, and the number of the attempt."""
     attempt: int = 1
-
-
-def read_request(call: Call) -> LaunchRequest:
-    try:
-        return from_json(call.request(), LaunchRequest)
-    except Damage as damage:
-        raise AgentError("usage", "the request is not understood: %s" % damage) from None
 
 
 def plan_in(raw: RawPlan) -> Plan:
@@ -171,9 +165,10 @@ def check_root(root: Root) -> None:
         raise AgentError("host", "the remote root %s cannot be used: %s" % (root.path, error.strerror), hint)
     if not os.access(root.jobs, os.W_OK):
         raise AgentError("host", "the remote root %s is not writable" % root.path, hint)
-    free_bytes = free.f_bavail * free.f_frsize
-    if free_bytes < MIN_FREE_BYTES:
-        what = "the disk of the remote root %s is full: %d MB free" % (root.path, free_bytes >> 20)
+    few = free.f_files and free.f_favail < MIN_FREE_INODES
+    if few or free.f_bavail * free.f_frsize < MIN_FREE_BYTES:
+        inodes = ", %d inodes of %d" % (free.f_favail, free.f_files) if few and free.f_favail else ""
+        what = "the disk of the remote root %s is full: %s%s" % (root.path, disk.room(root.path), inodes)
         raise AgentError("host", what, "make room, for example with deploy.py gc --older-than 7d; or " + hint)
 
 

@@ -13,23 +13,24 @@ from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
 from ..host.marks import Look
 from ..host.processes import still_there
-from ..host.typed import Damage
+from ..host.typed import Damage, to_json
 from ..job import progress
 from ..job.judge import judge
 from ..job.plan import Plan
 from ..job.record import RawPlan, Record, Resumed, known_record, plan_hash, plan_of, read_record, write_record
 from ..job.status import FINAL, Status, read_status
 from ..job.stop import request_stop
+from ..job.views import Ack, OfJob, PlanView
 from ..logs.read import LogReader
 from ..wire.conversation import Call
 from .follow import follow_job
 from .jobs import GONE_S, find_job
-from .launch import LaunchRequest, check_root, plan_in, read_request, start_next
+from .launch import LaunchRequest, check_root, plan_in, start_next
 
 
 def show_plan(root: Root, call: Call) -> None:
     """What a client needs to resume a job: its plan, which attempt was the last, and where it would go on."""
-    job = find_job(root, call.head["job"])
+    job = find_job(root, call.read(OfJob).job)
     now = judge(job)
     _check_ended(job, now)
     try:
@@ -37,14 +38,14 @@ def show_plan(root: Root, call: Call) -> None:
         plan_of(job, record)
     except Damage as damage:
         raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
-    found = {"job_id": job.id, "plan": record.plan, "attempt": now.attempt}
-    call.send_event("plan", dict(found, from_step=progress.newest_checkpoint(job)))
+    found = PlanView(job.id, record.plan, now.attempt, progress.newest_checkpoint(job))
+    call.send_event("plan", to_json(found))
 
 
 def resume(root: Root, call: Call) -> None:
     """Starts the attempt that the client names or, when this very one was started already, answers with it; then
     follows its log when asked."""
-    request = read_request(call)
+    request = call.read(LaunchRequest)
     job = find_job(root, request.job)
     plan, number = plan_in(request.plan), request.attempt
     with store_in_use(root), locked(job):
@@ -58,9 +59,7 @@ def resume(root: Root, call: Call) -> None:
     if call.revoked:
         request_stop(job, 0)
         raise AgentError("host", "the resume was cancelled")
-    ack = {"job_id": job.id, "already": already, "path": job.path, "attempt": number}
-    begun = read_status(job)
-    call.send_event("ack", dict(ack, from_step=begun.resumed_from if begun is not None else None))
+    call.send_event("ack", to_json(Ack(job.id, job.path, already)))
     if request.follow:
         follow_job(job, call, LogReader(job, attempt=number))
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import Optional, Set
+from typing import NamedTuple, Optional, Set
 
 from ..host.errors import AgentError
 from ..host.files import remove_folder
@@ -30,21 +30,27 @@ OWN_S = 60.0
 """What a supervisor may take beyond the grace before its job is ended without it."""
 
 
+class _StopAsked(NamedTuple):
+    job: str
+    grace_s: float = DEFAULT_GRACE_S
+    force: bool = False
+
+
 def stop(root: Root, call: Call) -> None:
     """Ends the job and reports how it goes until nothing of it is left, whatever its files say. Idempotent.
 
     Its supervisor is asked to; where it does not answer, the processes are ended without it. What a job left running
     that has ended is ended too.
     """
-    job = find_job(root, call.head["job"])
+    asked = call.read(_StopAsked)
+    job = find_job(root, asked.job)
     before = judge(job)
     _check_here(job, before)
     was, has_folder, found = before.state, os.path.isdir(job.path), Look().of(job)
     final: Optional[Status] = before
     if was not in FINAL or found.supervisors:
         was = RUNNING if was in FINAL and found.others else was
-        grace_s, force = float(call.head.get("grace_s", DEFAULT_GRACE_S)), bool(call.head.get("force"))
-        final = _Ending(job, call, 0.0 if force else grace_s, force=force).wait()
+        final = _Ending(job, call, 0.0 if asked.force else max(0.0, asked.grace_s), force=asked.force).wait()
     elif not before.on_host:
         final = sweep_ended(job)
     if final is None:  # the client has gone; the supervisor goes on

@@ -3,11 +3,11 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
-import json
 import zlib
 from typing import Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
+from ..host.typed import parse
 from ..wire.conversation import Call
 from ..wire.frames import Frame
 from . import tree
@@ -37,7 +37,7 @@ def bring_trees(store: Store, wanted: List[str], call: Call, *, ahead: bool = Fa
 def _ask_for(store: Store, names: Sequence[str], call: Call) -> None:
     for name in names:
         call.send_event("need_tree", name)
-        entries = tree.load_entries(zlib.decompress(b"".join(frame.body for frame in call.receive())))
+        entries = tree.load_entries(tree.unpacked(b"".join(frame.body for frame in call.receive())))
         if tree.root_hash(entries) != name:
             raise AgentError("host", "the file list that arrived is not the one announced; try again")
         missing = store.missing(entries)
@@ -103,12 +103,12 @@ def _read_announcement(
         words.append(frame.body)
         if frame.head.get("news") == "end":
             break
-    news = json.loads(zlib.decompress(b"".join(words)))
-    changed = [tree.Entry(*row) for row in news["put"]]
-    base = _base(store, news["base"])
+    news = parse(tree.unpacked(b"".join(words)), tree.Changes, most=tree.MAX_BYTES)
+    changed = news.put
+    base = _base(store, news.base)
     if base is None:
         return None, frames
-    entries = tree.changed(base, changed, news["gone"])
+    entries = tree.changed(base, changed, news.gone)
     if tree.root_hash(entries) != name:
         return None, frames
     for entry in changed:

@@ -8,7 +8,6 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import errno
-import json
 import os
 import re
 import stat
@@ -16,10 +15,11 @@ from typing import List, Optional, Sequence, Set, Union
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
 from ..host.errors import AgentError
-from ..host.files import blake2b, remove, remove_folder, write_whole
+from ..host.files import blake2b, open_regular, put_in_place, read_whole, remove, remove_folder, write_whole
 from ..host.layout import Root
+from ..host.typed import Damage, parse
 from .packs import Packs, names, read_index
-from .tree import LINK, Entry, check_entry, content_hash, dump_entries, folders_of
+from .tree import LINK, MAX_BYTES, Entry, check_entry, content_hash, dump_entries, folders_of
 from .tree_files import Copier, in_threads, make_folders, make_link, make_read_only, write_file
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
@@ -33,7 +33,7 @@ class Store:
         self.packs = Packs(root)
 
     def has_tree(self, root_hash: str) -> bool:
-        return os.path.exists(self._tree_path(root_hash))
+        return os.path.isfile(self._tree_path(root_hash))
 
     def save_tree(self, entries: Sequence[Entry]) -> str:
         """Keeps a tree and returns its root hash. AgentError when an entry could lead out of the tree."""
@@ -41,7 +41,7 @@ class Store:
         data = dump_entries(sorted(entries))
         root_hash = content_hash(data)
         path = self._tree_path(root_hash)
-        if not os.path.exists(path):
+        if not os.path.isfile(path):
             try:
                 self.make_tmp()
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -54,16 +54,15 @@ class Store:
         """The entries of a tree. AgentError of kind need when it is missing or damaged."""
         path = self._tree_path(root_hash)
         try:
-            with open(path, "rb") as f:
-                data = f.read()
+            data = read_whole(path, MAX_BYTES + 1)
+            if content_hash(data) != root_hash:
+                raise Damage("its hash is another")
+            entries = parse(data, List[Entry], most=MAX_BYTES)
         except FileNotFoundError:
             raise AgentError("need", "this host does not have the tree %s" % root_hash)
-        except OSError as error:
-            fail(path, error)
-        if content_hash(data) != root_hash:
-            remove(path)
+        except (OSError, Damage):
+            remove_folder(path)  # whatever lies there
             raise AgentError("need", "this host's copy of the tree %s was damaged" % root_hash)
-        entries = [Entry(*row) for row in json.loads(data)]
         check_tree(entries)
         return entries
 
@@ -94,7 +93,7 @@ class Store:
         """Puts the blobs of every pack here one by one, and removes the pack."""
         for name in names(self.root.packs):
             path = os.path.join(self.root.packs, name)
-            with open(path, "rb", buffering=0) as pack:
+            with open_regular(path) as pack:
                 for digest, start, size in read_index(pack.fileno()):
                     if not _has_size(self._blob_path(digest), size):
                         writer = self.writer(digest, size)
@@ -206,7 +205,7 @@ class Store:
             raise AgentError("need", "this host's copy of %s was damaged" % entry.path)
 
     def _copy_loose(self, copier: Copier, entry: Entry, path: str) -> bool:
-        with open(self._blob_path(entry.hash), "rb", buffering=0) as source:
+        with open_regular(self._blob_path(entry.hash)) as source:
             return copier.copy(source, path, entry)
 
     def _forget_blob(self, digest: str) -> None:
@@ -243,8 +242,8 @@ def check_tree(entries: Sequence[Entry]) -> None:
     for entry in entries:
         try:
             check_entry(entry)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise AgentError("usage", "a tree holds an entry that is refused: %s" % error)
+        except Damage as damage:
+            raise AgentError("usage", "a tree holds an entry that is refused: %s" % damage)
         if entry.mode != LINK and not _HASH.match(entry.hash):
             raise AgentError("usage", "a tree holds %r with no content hash" % entry.path)
     for folder in folders_of(entries):
@@ -254,9 +253,10 @@ def check_tree(entries: Sequence[Entry]) -> None:
 
 def _has_size(path: str, size: int) -> bool:
     try:
-        return os.stat(path).st_size == size
+        found = os.stat(path)
     except OSError:
         return False
+    return found.st_size == size and stat.S_ISREG(found.st_mode)
 
 
 def _publish(aside: str, path: str) -> None:
@@ -299,7 +299,7 @@ class BlobWriter:
         try:
             self._file.close()
             os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
-            os.replace(self._temporary, self._path)
+            put_in_place(self._temporary, self._path)
         except OSError as error:
             self.abort()
             fail(self._path, error)

@@ -12,8 +12,18 @@ import struct
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ..host.layout import Root
+from ..host.typed import Damage, as_row, parse, to_json
 
 _LENGTH = struct.Struct(">Q")
+MAX_INDEX = 64 << 20
+
+
+@as_row
+class _Part(NamedTuple):
+    """Where a blob lies in a pack."""
+
+    start: int
+    size: int
 
 
 class PackWriter:
@@ -24,7 +34,7 @@ class PackWriter:
         name = "%d-%s" % (os.getpid(), os.urandom(8).hex())
         self._path = os.path.join(root.packs, name)
         self._temporary = os.path.join(root.tmp, "pack-" + name)
-        self._index: Dict[str, Tuple[int, int]] = {}
+        self._index: Dict[str, _Part] = {}
         self._size = 0
         self._file = os.fdopen(
             os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", 1 << 20
@@ -32,11 +42,11 @@ class PackWriter:
 
     def add(self, digest: str, data: bytes) -> None:
         self._file.write(data)
-        self._index[digest] = (self._size, len(data))
+        self._index[digest] = _Part(self._size, len(data))
         self._size += len(data)
 
     def publish(self) -> None:
-        text = json.dumps(self._index).encode("ascii")
+        text = json.dumps(to_json(self._index)).encode("ascii")
         self._file.write(text + _LENGTH.pack(len(text)))
         self._file.close()
         os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
@@ -108,7 +118,7 @@ def names(folder: str) -> List[str]:
 
 def _open(path: str) -> Dict[str, _Place]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}  # its blobs are in the store by now
     found = {digest: _Place(path, fd, start, size) for digest, start, size in read_index(fd)}
@@ -122,7 +132,10 @@ def read_index(fd: int) -> List[Tuple[str, int, int]]:
     try:
         end = os.fstat(fd).st_size - _LENGTH.size
         (length,) = _LENGTH.unpack(os.pread(fd, _LENGTH.size, end))
-        index = json.loads(os.pread(fd, min(length, end), end - length))
-        return [(str(digest), int(start), int(size)) for digest, (start, size) in index.items()]
-    except (OSError, OverflowError, ValueError, TypeError, AttributeError, struct.error):
+        if length > min(end, MAX_INDEX):
+            return []
+        index = parse(os.pread(fd, length, end - length), Dict[str, _Part], most=MAX_INDEX)
+    except (OSError, struct.error, Damage):
         return []
+    parts = [(digest, part.start, part.size) for digest, part in index.items()]
+    return parts if all(start + size <= end for _, start, size in parts) else []

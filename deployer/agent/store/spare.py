@@ -18,8 +18,10 @@ from ..host.errors import AgentError
 from ..host.layout import Root
 from ..host.locks import store_in_use, take_lock
 from ..host.processes import own_process_argv
+from ..host.typed import Damage, read_typed, to_json
 from .content import Store
-from .tree import Entry
+from .tree import MAX_BYTES as MAX_TREE
+from .tree import Entry, check_entry
 
 MAX_BYTES = 200 * 10**6
 """A larger tree gets no spare: it would cost more disk than it saves time."""
@@ -36,6 +38,21 @@ class Spare(NamedTuple):
     folder: str
     entries: List[Entry]  # those that nobody has touched
     untouched: bool = False  # nothing else is in it
+
+
+class SpareRecord(NamedTuple):
+    """record.json of a spare: what it was made of, and what its files were like then."""
+
+    entries: List[Entry]
+    marks: Dict[str, List[int]]
+
+
+def read_record(folder: str) -> SpareRecord:
+    """OSError, Damage."""
+    record = read_typed(os.path.join(folder, "record.json"), SpareRecord, most=2 * MAX_TREE)
+    for entry in record.entries:
+        check_entry(entry)
+    return record
 
 
 def materialise(root: Root, root_hash: str, dest: str, *, arrived: Optional[Spare] = None) -> None:
@@ -89,7 +106,7 @@ def make(root: Root, root_hash: str) -> None:
         store.materialise(root_hash, os.path.join(aside, "tree"), entries=entries)
         marks = _marks(os.path.join(aside, "tree"), entries)
         with open(os.path.join(aside, "record.json"), "w") as f:
-            json.dump({"entries": entries, "marks": marks}, f)
+            json.dump(to_json(SpareRecord(entries, marks)), f)
         old = _rename_aside(root)
         os.rename(aside, _place(root))
         if old is not None:
@@ -117,12 +134,10 @@ def _take(root: Root) -> Optional[Spare]:
     if aside is None:
         return None
     try:
-        with open(os.path.join(aside, "record.json")) as f:
-            record = json.load(f)
-        entries = [Entry(*row) for row in record["entries"]]
-        now = _marks(os.path.join(aside, "tree"), entries)
-        return Spare(aside, [e for e in entries if now[e.path] == record["marks"].get(e.path)])
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_record(aside)
+        now = _marks(os.path.join(aside, "tree"), record.entries)
+        return Spare(aside, [e for e in record.entries if now[e.path] == record.marks.get(e.path)])
+    except (OSError, Damage):
         shutil.rmtree(aside, ignore_errors=True)
         return None
 

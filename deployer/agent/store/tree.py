@@ -5,20 +5,36 @@ Stdlib only, Python 3.8: this package runs on the host.
 
 import json
 import os
-from typing import Dict, List, NamedTuple, Sequence, Set
+import zlib
+from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Set
 
 from ..host.files import blake2b
+from ..host.typed import Damage, as_row, parse
 
-FILE, EXECUTABLE, LINK = "f", "x", "l"
+Mode = Literal["f", "x", "l"]
+FILE: Mode = "f"
+EXECUTABLE: Mode = "x"
+LINK: Mode = "l"
+MAX_BYTES = 64 << 20
+"""Of a tree's entries as text: some 500,000 files."""
 
 
+@as_row
 class Entry(NamedTuple):
     """One file of a tree. Folders exist by their files; an empty folder does not travel (as in git)."""
 
     path: str  # relative, '/'-separated, surrogateescape for bytes that are not UTF-8
-    mode: str  # FILE, EXECUTABLE or LINK
+    mode: Mode
     size: int  # bytes; of a link: of its target text
     hash: str  # of the content; of a link: the target text itself
+
+
+class Changes(NamedTuple):
+    """What a client says unasked of a tree: what changed since `base`, None for the whole of it."""
+
+    base: Optional[str]
+    put: List[Entry]
+    gone: List[str]
 
 
 def content_hash(data: bytes) -> str:
@@ -35,24 +51,33 @@ def dump_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def load_entries(data: bytes) -> List[Entry]:
-    """Entries from the other side, each checked: nothing of it may point outside the tree."""
-    entries = [Entry(*row) for row in json.loads(data)]
+    """Entries from a file or the other side, each checked: nothing of them may point outside the tree. Damage."""
+    entries = parse(data, List[Entry], most=MAX_BYTES)
     for entry in entries:
         check_entry(entry)
     return entries
 
 
+def unpacked(data: bytes) -> bytes:
+    """What was compressed, of entries or Changes. Damage for what is none, or too large."""
+    try:
+        text = zlib.decompressobj().decompress(data, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise Damage("it cannot be unpacked: %s" % error) from None
+    return text
+
+
 def check_entry(entry: Entry) -> None:
-    """Raises ValueError for a path that is absolute, leaves the tree, or is not a plain name."""
+    """Damage for a path that is absolute, leaves the tree, or is not a plain name."""
     parts = entry.path.split("/")
     if not entry.path or "\0" in entry.path or any(p in ("", ".", "..") for p in parts):
-        raise ValueError("unsafe path in a tree: %r" % entry.path)
+        raise Damage("unsafe path in a tree: %.200r" % entry.path)
     if entry.mode not in (FILE, EXECUTABLE, LINK):
-        raise ValueError("unknown mode %r of %r" % (entry.mode, entry.path))
+        raise Damage("unknown mode %.20r of %.200r" % (entry.mode, entry.path))
     if entry.mode == LINK and ("\0" in entry.hash or not entry.hash):
-        raise ValueError("unsafe link target of %r" % entry.path)
+        raise Damage("unsafe link target of %.200r" % entry.path)
     if entry.mode != LINK and not all(c in "0123456789abcdef" for c in entry.hash):
-        raise ValueError("not a hash: %r" % entry.hash)
+        raise Damage("not a hash: %.60r" % entry.hash)
 
 
 def folders_of(entries: Sequence[Entry]) -> List[str]:

@@ -7,8 +7,7 @@ import fcntl
 import os
 import stat
 import threading
-from io import RawIOBase
-from typing import Callable, Iterator, List, Sequence
+from typing import BinaryIO, Callable, Iterator, List, Sequence
 
 from ..host.errors import AgentError
 from ..host.files import blake2b
@@ -57,7 +56,7 @@ class Copier:
     def __init__(self) -> None:
         self._reflink = True
 
-    def copy(self, source: RawIOBase, path: str, entry: Entry) -> bool:
+    def copy(self, source: BinaryIO, path: str, entry: Entry) -> bool:
         """Whether the copy at `path` has the entry's content."""
         digest, size = blake2b(digest_size=20), 0
         target = _create(path, entry.mode)
@@ -72,7 +71,7 @@ class Copier:
             os.close(target)
         return (digest.hexdigest(), size) == (entry.hash, entry.size)
 
-    def _clone(self, source: RawIOBase, target: int) -> bool:
+    def _clone(self, source: BinaryIO, target: int) -> bool:
         try:
             fcntl.ioctl(target, _FICLONE, source.fileno())
         except OSError:

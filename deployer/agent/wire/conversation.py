@@ -12,11 +12,12 @@ import queue
 import select
 import threading
 import time
-from typing import Any, BinaryIO, Callable, Dict, Iterator, Mapping, Optional
+from typing import Any, BinaryIO, Callable, Dict, Iterator, Mapping, Optional, Tuple, Type, TypeVar
 
 from ..host.errors import AgentError
+from ..host.typed import Damage, from_json, load_json
 from . import frames
-from .frames import Frame, ProtocolError, Window
+from .frames import Control, Frame, ProtocolError, Window
 
 IDLE_S = 50.0
 """The agent ends this long after the last frame from the client (which pings every few seconds); with END_S below, a
@@ -25,6 +26,9 @@ SEND_TIMEOUT_S = 60.0
 MAX_CALLS = 32
 END_S = 5.0
 """Once the client is gone, its requests get so long to take back what they had begun."""
+
+MAX_PAYLOAD = 64 << 20
+T = TypeVar("T")
 
 Handler = Callable[["Call"], Optional[Mapping[str, Any]]]
 """Answers a request: with events and data, and at its end with what it returns."""
@@ -58,8 +62,8 @@ class Call:
     """One request of the client and its stream. The final answer is small: what may be large goes by `send_event`."""
 
     def __init__(self, head: Dict[str, Any], sender: Sender) -> None:
+        self.id, self.op, self._has_payload = _control(head)
         self.head = head
-        self.id = head["id"]
         self.cancelled = threading.Event()  # nobody waits for the answer any more
         self.revoked = False  # the client itself said so; it is not just gone
         self._sender = sender
@@ -69,9 +73,9 @@ class Call:
     # --- from the client -----------------------------------------------------------------------------------------
 
     def deliver(self, frame: Frame) -> None:
-        if "grant" in frame.head:
-            self._window.grant(int(frame.head["grant"]))
-        elif "cancel" in frame.head:
+        if frame.control.grant is not None:
+            self._window.grant(frame.control.grant)
+        elif frame.control.cancel:
             self.revoked = True
             self.close()
         else:
@@ -88,17 +92,23 @@ class Call:
             frame = self._inbox.get()
             if frame is None:
                 raise ProtocolError("the client cancelled the request")
-            if frame.head.get("end"):
+            if frame.control.end:
                 return
             yield frame
             if frame.body:
                 self._sender.send({"id": self.id, "grant": len(frame.body)})
 
-    def request(self) -> Dict[str, Any]:
-        """The request's parameters, those that follow as payload (environment values, secrets) included."""
-        if not self.head.get("payload"):
-            return self.head
-        return dict(self.head, **json.loads(b"".join(frame.body for frame in self.receive())))
+    def read(self, kind: Type[T]) -> T:
+        """The request's parameters, those that follow as payload (environment values, secrets) included. AgentError
+        for what are none of this type."""
+        try:
+            asked = self.head
+            if self._has_payload:
+                payload = load_json(b"".join(frame.body for frame in self.receive()), most=MAX_PAYLOAD)
+                asked = dict(asked, **from_json(payload, Dict[str, Any]))
+            return from_json(asked, kind)
+        except Damage as damage:
+            raise AgentError("usage", "the request is not understood: %s" % damage) from None
 
     # --- to the client -------------------------------------------------------------------------------------------
 
@@ -118,6 +128,15 @@ class Call:
             return
         self.send_data(text, json=True)
         self._sender.send({"id": self.id, "event": name})
+
+
+def _control(head: Dict[str, Any]) -> Tuple[int, str, bool]:
+    """Of a request: its stream, its name, and whether parameters follow. ProtocolError."""
+    try:
+        control = from_json(head, Control)
+    except Damage as damage:
+        raise ProtocolError("a request is not understood: %s" % damage) from None
+    return control.id or 0, control.op or "", control.payload
 
 
 class Conversation:
@@ -161,14 +180,15 @@ class Conversation:
         self.ended.set()
 
     def _dispatch(self, frame: Frame) -> None:
-        if "ping" in frame.head:
-            self._sender.send({"pong": frame.head["ping"]})
+        control = frame.control
+        if control.ping is not None:
+            self._sender.send({"pong": control.ping})
             return
-        if "op" in frame.head:
+        if control.op is not None:
             self._start(frame.head)
             return
         with self._lock:
-            call = self._calls.get(frame.head.get("id", -1))
+            call = self._calls.get(-1 if control.id is None else control.id)
         if call is not None:
             call.deliver(frame)
 
@@ -202,9 +222,9 @@ class Conversation:
             pass  # nobody listens any more
 
     def _answer(self, call: Call) -> Mapping[str, Any]:
-        handler = self._handlers.get(call.head.get("op", ""))
+        handler = self._handlers.get(call.op)
         if handler is None:
-            raise AgentError("bug", "unknown request %r" % call.head.get("op"))
+            raise AgentError("bug", "unknown request %.60r" % call.op)
         return handler(call) or {}
 
 

@@ -12,6 +12,8 @@ import struct
 import threading
 from typing import Any, BinaryIO, Dict, NamedTuple, Optional
 
+from ..host.typed import Damage, from_json, load_json
+
 MAX_FRAME = 64 * 1024
 MAX_BODY = 48 * 1024
 MAX_NOISE = 256 * 1024
@@ -30,9 +32,34 @@ class CutError(ProtocolError):
     """The stream ended inside a frame: the connection broke."""
 
 
+class Control(NamedTuple):
+    """What heads say to the two ends themselves, whatever the request is."""
+
+    id: Optional[int] = None
+    """Of the stream."""
+    op: Optional[str] = None
+    """The head is a request, with parameters of its own."""
+    payload: bool = False
+    """Further parameters follow in the stream."""
+    end: bool = False
+    """Of what the client sends."""
+    cancel: bool = False
+    grant: Optional[int] = None
+    """Bytes of the stream that may be sent beyond those of before."""
+    ping: Optional[int] = None
+    pong: Optional[int] = None
+    event: Optional[str] = None
+    json: bool = False
+    """The body is a part of an event's value."""
+    data: bool = False
+    """The body is bytes of the answer."""
+    need: Optional[str] = None
+
+
 class Frame(NamedTuple):
     head: Dict[str, Any]
     body: bytes
+    control: Control = Control()
 
 
 def encode(head: Dict[str, Any], body: bytes = b"") -> bytes:
@@ -59,12 +86,10 @@ def read_frame(stream: BinaryIO) -> Optional[Frame]:
     if len(data) < head_size + body_size:
         raise CutError("the stream ended inside a frame")
     try:
-        head = json.loads(data[:head_size].decode("ascii"))
-    except ValueError:
-        raise ProtocolError("a frame's head is not JSON")
-    if not isinstance(head, dict):
-        raise ProtocolError("a frame's head is not an object")
-    return Frame(head, data[head_size:])
+        head = load_json(data[:head_size])
+        return Frame(head, data[head_size:], from_json(head, Control))
+    except Damage as damage:
+        raise ProtocolError("a frame's head is not understood: %s" % damage) from None
 
 
 def _read_exactly(stream: BinaryIO, size: int) -> bytes:

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from deployer import terminal
+from deployer.agent.host.typed import to_json
 from deployer.connection.host import Host
 from deployer.printable import cells, shown
 
 SLOW_LOGIN_S = 2.0
 SLOW_DEPLOY_S = 8.0
+
+
+class Finding(NamedTuple):
+    """What one check says."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    hint: str = ""
+
+
+class Report(NamedTuple):
+    """What a host says of itself."""
+
+    facts: dict[str, Any]
+    checks: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
@@ -28,19 +45,19 @@ def doctor(host: Host, *, as_json: bool) -> int:
     """Shows a host's checks; 0 when none fails, 1 otherwise."""
     connect_s = host.dial()
     with host.connect(request={"op": "doctor", "client_time": time.time()}) as link:
-        found = link.first.result("doctor")
+        found = link.first.result("doctor", Report)
         contact = Contact(connect_s, link.answered_s, link.round_trip_s(), link.noise)
-    found["checks"] = [*check_contact(contact), *found["checks"]]
+    checks = (*check_contact(contact), *found.checks)
     if as_json:
-        terminal.say_json(found)
+        terminal.say_json(to_json(Report(found.facts, checks)))
     else:
-        facts = {key: value for key, value in found["facts"].items() if key != "gpus"}  # of which the checks tell
+        facts = {key: value for key, value in found.facts.items() if key != "gpus"}  # of which the checks tell
         terminal.facts(shown(host.name), [cells(key, _fact(value)) for key, value in facts.items()])
-        terminal.checks([_finding(check) for check in found["checks"]])
-    return 1 if any(check["status"] == "fail" for check in found["checks"]) else 0
+        terminal.checks([terminal.Check(c.status, *cells(c.name, c.detail, c.hint)) for c in checks])
+    return 1 if any(check.status == "fail" for check in checks) else 0
 
 
-def check_contact(contact: Contact) -> list[dict[str, str]]:
+def check_contact(contact: Contact) -> list[Finding]:
     """What the client saw of the way and of the login: output and time of the shell's start-up files, and how long an
     unchanged deployment takes."""
     login_s = max(0.0, contact.answered_s - contact.round_trip_s)
@@ -62,13 +79,8 @@ def check_contact(contact: Contact) -> list[dict[str, str]]:
     ]
 
 
-def _check(name: str, good: bool, detail: str, hint: str) -> dict[str, str]:
-    return {"name": name, "status": "ok" if good else "warn", "detail": detail, "hint": "" if good else hint}
-
-
-def _finding(check: dict[str, Any]) -> terminal.Check:
-    name, detail, hint = cells(check["name"], check["detail"], check.get("hint") or "")
-    return terminal.Check(str(check["status"]), name, detail, hint)
+def _check(name: str, good: bool, detail: str, hint: str) -> Finding:
+    return Finding(name, "ok" if good else "warn", detail, "" if good else hint)
 
 
 def _fact(value: Any) -> str:

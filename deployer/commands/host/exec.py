@@ -8,12 +8,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Literal, NamedTuple
 
 from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError, UsageError
 from deployer.jobs.requests import read_status
+
+
+class _Output(NamedTuple):
+    stream: Literal["stdout", "stderr"]
+
+
+class _Exit(NamedTuple):
+    exit: int
 
 
 def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:
@@ -27,11 +35,12 @@ def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:
             threading.Thread(target=_feed, args=(call, sys.stdin.buffer), daemon=True).start()
         for name, value, data in call.events():
             if name == "data":
-                stream = (sys.stdout if value["stream"] == "stdout" else sys.stderr).buffer
+                from_stdout = call.read(value, _Output, name).stream == "stdout"
+                stream = (sys.stdout if from_stdout else sys.stderr).buffer
                 stream.write(data)
                 stream.flush()
             elif name == "ok":
-                return int(value["exit"])
+                return call.read(value, _Exit, "answer").exit & 0xFF
     raise HostError("the command ended without an exit code")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from deployer import terminal
+from deployer.agent.gc.view import GcReport
+from deployer.agent.host.typed import to_json
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.printable import cells, shown
@@ -28,34 +29,34 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
     with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, **limits}) as link:
-        found = link.first.result("gc")
-        if not (dry_run or yes) and (found["jobs"] or found["rest"]):
+        found = link.first.result("gc", GcReport)
+        if not (dry_run or yes) and (found.jobs or found.rest):
             _show_gc(host, found, done=False)
-            question = shown(f"Remove {terminal.size(found['total_bytes'])}?")
+            question = shown(f"Remove {terminal.size(found.total_bytes)}?")
             terminal.confirm(question, declined=shown("nothing was removed"))
-            only = [job["id"] for job in found["jobs"]]
-            found, yes = link.call("gc", only=only, **limits).result("gc"), True
+            only = [job.id for job in found.jobs]
+            found, yes = link.call("gc", only=only, **limits).result("gc", GcReport), True
     if as_json:
-        terminal.say_json({**found, "removed": yes and not dry_run})
+        terminal.say_json({**to_json(found), "removed": yes and not dry_run})
     else:
         _show_gc(host, found, done=yes and not dry_run)
 
 
-def _show_gc(host: Host, found: dict[str, Any], *, done: bool) -> None:
-    rows = [(f"job {job['id']}", "", terminal.size(job["size_bytes"]), _age(job["ended_s"])) for job in found["jobs"]]
-    for row in found["rest"]:
-        what = _KINDS.get(row["kind"], row["kind"])
-        rows.append((what, str(row["count"]), terminal.size(row["size_bytes"]), _age(row["oldest_s"])))
+def _show_gc(host: Host, found: GcReport, *, done: bool) -> None:
+    rows = [(f"job {job.id}", "", terminal.size(job.size_bytes), _age(job.ended_s)) for job in found.jobs]
+    for of in found.rest:
+        what = _KINDS.get(of.kind, of.kind)
+        rows.append((what, str(of.count), terminal.size(of.size_bytes), _age(of.oldest_s)))
     if rows:
         columns = cells("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST")
         terminal.table(columns, [cells(*row) for row in rows])
-    for row in found["kept_jobs"]:
-        jobs = "job" if row["count"] == 1 else "jobs"
-        terminal.notice(shown(f"kept: {row['count']} {jobs}, {row['what']}, {terminal.size(row['size_bytes'])}"))
-    for path in found["remaining"]:
+    for kept in found.kept_jobs:
+        jobs = "job" if kept.count == 1 else "jobs"
+        terminal.notice(shown(f"kept: {kept.count} {jobs}, {kept.what}, {terminal.size(kept.size_bytes)}"))
+    for path in found.remaining:
         terminal.notice(shown(f"could not be removed: {path}"))
-    size = terminal.size(found["total_bytes"])
-    free = f"{terminal.size(found['free_bytes'])} are free on {host.name} below {found['root']}"
+    size = terminal.size(found.total_bytes)
+    free = f"{terminal.size(found.free_bytes)} are free on {host.name} below {found.root}"
     terminal.notice(shown(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}"))
 
 

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from deployer import terminal
+from deployer.agent.gpus.report import GpuClaim, GpuReport, GpuRow
+from deployer.agent.host.typed import to_json
 from deployer.connection.host import Host
-from deployer.errors import HostError
 from deployer.printable import Shown, cells
 
 
 def gpus(host: Host, *, as_json: bool) -> None:
     with host.connect(request={"op": "gpus"}) as link:
-        found = link.first.result("gpus")
+        found = link.first.result("gpus", GpuReport)
     if as_json:
-        terminal.say_json(found)
+        terminal.say_json(to_json(found))
         return
-    try:
-        rows, queue = [_row(gpu) for gpu in found["gpus"]], [_ticket(ticket) for ticket in found["queue"]]
-    except (TypeError, ValueError, LookupError) as error:
-        raise HostError(f"{host.name} sent a list of GPUs that is not understood: {error!r}") from error
-    terminal.table(cells("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), rows)
-    if queue:
-        terminal.table(cells("WAITING", "USER", "FOR GPU", "AGE"), queue)
+    terminal.table(cells("GPU", "NAME", "MEMORY", "HELD BY", "PROCESSES"), [_row(gpu) for gpu in found.gpus])
+    if found.queue:
+        rows = [cells(ticket.job, ticket.user, ticket.wants, _age(ticket.since)) for ticket in found.queue]
+        terminal.table(cells("WAITING", "USER", "FOR GPU", "AGE"), rows)
 
 
-def _row(gpu: dict[str, Any]) -> tuple[Shown, ...]:
-    memory = f"{gpu['memory_used_mib']:,} of {gpu['memory_total_mib']:,} MiB"
-    held = ", ".join(_holder(holder) for holder in gpu["held"])
-    processes = "; ".join(_process(process) for process in gpu["processes"])
-    return cells(gpu["index"], gpu["name"], memory, held or "-", processes or "-")
+def _row(gpu: GpuRow) -> tuple[Shown, ...]:
+    memory = f"{gpu.memory_used_mib:,} of {gpu.memory_total_mib:,} MiB"
+    held = ", ".join(_holder(claim) for claim in gpu.held)
+    using = [f"pid {p.pid} of {p.user}, {p.memory_mib:,} MiB: {p.command[:40]}" for p in gpu.processes]
+    return cells(gpu.index, gpu.name, memory, held or "-", "; ".join(using) or "-")
 
 
-def _process(process: dict[str, Any]) -> str:
-    return f"pid {process['pid']} of {process['user']}, {process['memory_mib']:,} MiB: {str(process['command'])[:40]}"
+def _holder(claim: GpuClaim) -> str:
+    beside = ", shared" if claim.shared else ""
+    return f"{claim.job} ({claim.user}, {_age(claim.since)}{beside})"
 
 
-def _holder(holder: dict[str, Any]) -> str:
-    beside = ", shared" if holder["shared"] else ""
-    return f"{holder['job']} ({holder['user']}, {_age(holder)}{beside})"
-
-
-def _ticket(ticket: dict[str, Any]) -> tuple[Shown, ...]:
-    return cells(ticket["job"], ticket["user"], ticket["wants"], _age(ticket))
-
-
-def _age(what: dict[str, Any]) -> str:
-    return terminal.age(time.time() - float(what["since"]))
+def _age(since: float) -> str:
+    return terminal.age(time.time() - since)

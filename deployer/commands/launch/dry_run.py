@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from deployer import terminal
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.plan import Group, Plan, groups_of, wanted_gpus
+from deployer.agent.job.views import SlotValues
 from deployer.connection.host import Host
 from deployer.plan.launch_plan import (
     GPUS_RULE,
@@ -32,9 +33,9 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
     asked: dict[str, str] = {}
     if remote:
         with host.connect(request={"op": "slots", "plan": to_json(plan)}) as link:
-            answer = link.first.result()
-        why = answer.get("no_python", "")
-        asked = {name: shown(value) for name, value in answer["slots"].items()}
+            answer = link.first.result("ok", SlotValues)
+        why = answer.no_python
+        asked = {name: shown(value) for name, value in answer.slots.items()}
     ways = []
     for group in groups_of(plan):
         slots = {**shell_slots(group, job_id=plan.job_id, root=host.root, agent=agent_hash()), **asked}

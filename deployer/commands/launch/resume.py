@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def resume(
     job = read_resumable(host, job_id)
     record = _record(job, host)
     plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
-    record = replace(record, secrets=plan.secret_names)
+    record = record._replace(secrets=plan.secret_names)
     attempt = job.attempt + 1
 
     def start(screen: Any, view: Any) -> Status | None:

@@ -13,7 +13,7 @@ from deployer.agent.job.status import FINAL
 from deployer.commands.in_words import UNREACHABLE, age_of, state_of
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
-from deployer.jobs.registry import SeenJob, read_records
+from deployer.jobs.registry import SeenJob, note_damage, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
 from deployer.printable import Shown, cells, shown
 
@@ -33,8 +33,10 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
             terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
-        else:
-            terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in answer if row.trouble))
+            if damage := note_damage(host.ssh, host.root):
+                terminal.notice(shown(f"what {host.name} said last is not known: {damage}"))
+    said = {answer.message for answer in answers if isinstance(answer, FerryError)}
+    terminal.notice(*(shown(f"{row.job.id}: {row.trouble}") for row in rows if row.trouble and row.trouble not in said))
     if not rows:
         terminal.notice(shown("no jobs"))
 
