@@ -21,13 +21,15 @@ class GpuFacts(NamedTuple):
     gpus: List[nvidia.Gpu]
     holders: List[nvidia.Holder]
     report: Report
+    limit: Optional[nvidia.Limit] = None
 
 
 def read_gpus(env: Dict[str, str], pool: Executor) -> GpuFacts:
     """All that nvidia-smi tells, its calls at once. AgentError when it fails or hangs."""
     report = pool.submit(read_report, env)
     using = pool.submit(nvidia.holders, env)
-    return GpuFacts(nvidia.list_gpus(env), using.result(), report.result())
+    gpus = nvidia.list_gpus(env)
+    return GpuFacts(gpus, using.result(), report.result(), nvidia.read_limit(env, gpus))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -44,10 +46,23 @@ def check_driver(facts: GpuFacts) -> Check:
 def check_gpus(facts: GpuFacts) -> Iterator[Check]:
     """One finding a GPU: its memory, and who uses it."""
     for gpu in facts.gpus:
+        if gpu.fault:
+            yield check("gpu %d" % gpu.index, FAIL, gpu.fault, "reset it (nvidia-smi -r), or reboot the machine")
+            continue
         users = nvidia.users_of(gpu, facts.holders)
         memory = "%s, %d of %d MiB in use" % (gpu.name, gpu.memory_used_mib, gpu.memory_total_mib)
         hint = "--gpus names others, --queue waits for them, --allow-busy runs beside" if users else ""
         yield check("gpu %d" % gpu.index, WARN if users else OK, memory + (": " + users if users else ""), hint)
+
+
+def check_gpu_limit(facts: GpuFacts) -> Optional[Check]:
+    """What an outer CUDA_VISIBLE_DEVICES leaves to jobs."""
+    limit = facts.limit
+    if limit is None or not facts.gpus:
+        return None
+    detail = "this login may use GPU %s of %d: CUDA_VISIBLE_DEVICES=%s" % (limit.labels, len(facts.gpus), limit.text)
+    hint = "where no scheduler or administrator set it, unset it in the host's login files"
+    return check("gpu limit", OK if limit.gpus else WARN, detail, "" if limit.gpus else hint)
 
 
 def check_gpu_memory(facts: GpuFacts) -> Optional[Check]:

@@ -168,7 +168,7 @@ def check_container(found: Mapping[str, str], *, missing: Sequence[str]) -> Chec
         hint = "set it right with --env %s=DIR" % missing[0]
         return check(name, WARN, "%s; of these %s lead nowhere" % (shown, ", ".join(missing)), hint)
     if found.get("CUDA_VISIBLE_DEVICES"):
-        return check(name, WARN, shown, "programs started without --gpus see only CUDA_VISIBLE_DEVICES")
+        return check(name, WARN, shown, "jobs get GPUs of CUDA_VISIBLE_DEVICES alone, with --gpus too")
     return check(name, OK, shown)
 
 

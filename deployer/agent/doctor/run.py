@@ -139,6 +139,7 @@ def _gpus(facts: check_gpus.GpuFacts) -> List[Examination]:
     return [
         ("driver", lambda: check_gpus.check_driver(facts)),
         ("gpus", lambda: check_gpus.check_gpus(facts)),
+        ("gpu limit", lambda: check_gpus.check_gpu_limit(facts)),
         ("gpu memory", lambda: check_gpus.check_gpu_memory(facts)),
         ("gpu errors", lambda: check_gpus.check_gpu_errors(facts)),
         ("gpu faults", lambda: check_gpus.check_kernel_log(read_kernel_log())),

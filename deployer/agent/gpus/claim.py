@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from ..host.environment import container_env, job_environment
 from ..host.errors import AgentError
 from ..host.layout import Root
 from ..host.typed import to_json
@@ -17,7 +18,7 @@ from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
 from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
-from .report import GpuClaim, GpuReport, GpuRow, GpuTicket
+from .report import GpuClaim, GpuLimit, GpuReport, GpuRow, GpuTicket
 from .view import (
     LEASE,
     SHARED,
@@ -49,7 +50,7 @@ def claim_gpus(wanted: Wanted, env: Dict[str, str]) -> Held:
         number = min(max((c.number for c in seen), default=0) + 1, MAX_NUMBER)
         mine = Claim(TICKET, wanted.job, _devices(sight), auto_count(wanted.gpus), number)
         mine = mine._replace(file=_MINE, since=time.time())  # after those that have the last number too
-        chosen = grant([*seen, mine], sight.gpus, sight.busy()).get(_MINE)
+        chosen = grant([*seen, mine], sight.known, sight.busy()).get(_MINE)
         if chosen is not None:
             return _lease(claims, wanted, chosen, sight)
         if wanted.queue:
@@ -75,7 +76,8 @@ def would_get(wanted: Wanted, env: Dict[str, str]) -> str:
 
 def report(root: Root, call: "Call") -> None:
     """The host's GPUs, who holds and uses each, and the queue."""
-    sight, claims = nvidia.see([], dict(os.environ)), read_claims()
+    env = job_environment(dict(os.environ), container_env())
+    sight, claims = nvidia.see([], env, limited=True), read_claims()
     rows = []
     for gpu in sight.gpus:
         holding = [c for c in claims if c.kind != TICKET and any_overlap(gpu.device, c.devices)]
@@ -88,14 +90,15 @@ def report(root: Root, call: "Call") -> None:
         )
         for t in queue_of(claims)
     ]
-    call.send_event("gpus", to_json(GpuReport(tuple(rows), tuple(queue))))
+    limit = GpuLimit(sight.limit.text, tuple(gpu.label for gpu in sight.limit.gpus)) if sight.limit else None
+    call.send_event("gpus", to_json(GpuReport(tuple(rows), tuple(queue), limit)))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def _see_for(wanted: Wanted, env: Dict[str, str]) -> Sight:
-    return nvidia.see(wanted.gpus, env, on_cpu=wanted.on_cpu)
+    return nvidia.see(wanted.gpus, env, on_cpu=wanted.on_cpu, limited=True)
 
 
 def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Claim]:
@@ -105,7 +108,9 @@ def _of_others(claims: Sequence[Claim], job: str, *, but: str = "") -> List[Clai
 
 
 def _devices(sight: Sight) -> Devices:
-    return tuple(gpu.device for gpu in sight.named)
+    """Those that are named; of auto:N those that they may come from, empty for all."""
+    chosen = sight.usable if sight.limit and not sight.named else sight.named
+    return tuple(gpu.device for gpu in chosen)
 
 
 def _lease(claims: Claims, wanted: Wanted, devices: Devices, sight: Sight, kind: ClaimKind = LEASE) -> Held:
@@ -116,7 +121,7 @@ def _visible(wanted: Wanted, devices: Sequence[str], sight: Sight) -> str:
     """CUDA_VISIBLE_DEVICES: as the plan names them, or the indices that were chosen for it."""
     if not auto_count(wanted.gpus):
         return ",".join(wanted.gpus)
-    return ",".join(gpu.label for gpu in sight.gpus if gpu.device in devices)
+    return ",".join(gpu.label for gpu in sight.known if gpu.device in devices)
 
 
 def _beside(wanted: Wanted, sight: Sight) -> Held:
@@ -132,18 +137,18 @@ def _beside(wanted: Wanted, sight: Sight) -> Held:
 def _choose_beside(wanted: Wanted, sight: Sight) -> Devices:
     count = auto_count(wanted.gpus)
     if not count:
-        return _devices(sight)
+        return tuple(gpu.device for gpu in sight.named)
     try:
         leased = [device for c in read_claims() if c.kind != TICKET for device in c.devices]
     except AgentError:
         leased = []
-    return freest(sight.gpus, count, [*leased, *sight.busy()])
+    return freest(sight.usable, count, [*leased, *sight.busy()])
 
 
 def _refused(view: QueueView, claims: Sequence[Claim], sight: Sight) -> AgentError:
     taken = [d for c in claims for d in (c.devices or [g.device for g in sight.gpus]) if c.kind != SHARED]
     taken += list(sight.busy())
-    free = [gpu.label for gpu in sight.gpus if not any_overlap(gpu.device, taken)]
+    free = [gpu.label for gpu in sight.usable if not any_overlap(gpu.device, taken)]
     offer = "free: --gpus %s; " % ",".join(free) if free else ""
     hint = offer + "wait for them with --queue, or run beside them with --allow-busy"
     return AgentError("host", refusal(view, time.time()), hint)
@@ -253,4 +258,4 @@ class JobGpus:
 
     def _granted(self, claims: Sequence[Claim], sight: Sight, *, busy: Collection[str]) -> Optional[Devices]:
         assert self._held is not None
-        return grant(claims, sight.gpus, busy).get(self._held.claim.file)
+        return grant(claims, sight.known, busy).get(self._held.claim.file)

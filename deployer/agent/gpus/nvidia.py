@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.processes import user_name
@@ -28,6 +28,7 @@ class Gpu(NamedTuple):
     memory_total_mib: int
     memory_used_mib: int
     parent: str = ""  # of a slice: the GPU's uuid
+    fault: str = ""  # what nvidia-smi says in the place of its memory, of one that no longer answers
 
     @property
     def device(self) -> str:
@@ -53,7 +54,7 @@ class Holder(NamedTuple):
 def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]:
     """All GPUs; none without nvidia-smi on the environment's PATH. AgentError when nvidia-smi fails or hangs."""
     query = _start(env, _GPU_FIELDS, _CSV)
-    return _parse_gpus(_finish(query, timeout_s)) if query else []
+    return _gpus_of(query, timeout_s) if query else []
 
 
 def holders(env: Dict[str, str]) -> List[Holder]:
@@ -62,12 +63,40 @@ def holders(env: Dict[str, str]) -> List[Holder]:
     return _parse_holders(_finish(query)) if query else []
 
 
+class Limit(NamedTuple):
+    """What a login may use of the host: a scheduler, or an administrator, has set CUDA_VISIBLE_DEVICES for it.
+
+    What a cgroup or a container keeps away, nvidia-smi does not show either, and CUDA counts as it does.
+    """
+
+    text: str
+    gpus: Sequence[Gpu]  # slices among them; none where nothing that is there is named
+
+    def allows(self, gpu: Gpu) -> bool:
+        return any(gpu.device == own.device or gpu.device.startswith(own.device + "/") for own in self.gpus)
+
+    @property
+    def labels(self) -> str:
+        return ", ".join(gpu.label for gpu in self.gpus) or "none"
+
+
 class Sight(NamedTuple):
     """The GPUs of the host as nvidia-smi shows them at one moment."""
 
     gpus: Sequence[Gpu]
     named: Sequence[Gpu]  # those that a job names, in its order, slices among them
     using: Sequence[Holder]
+    limit: Optional[Limit] = None
+
+    @property
+    def known(self) -> List[Gpu]:
+        """The host's, and the slices that the login is limited to."""
+        return [*self.gpus, *(gpu for gpu in (self.limit.gpus if self.limit else ()) if gpu.parent)]
+
+    @property
+    def usable(self) -> Sequence[Gpu]:
+        """Those that any number may be taken from."""
+        return [gpu for gpu in (self.limit.gpus if self.limit else self.gpus) if not gpu.fault]
 
     def busy(self) -> Dict[str, str]:
         """Who computes on a device, in words, for each that is busy."""
@@ -75,11 +104,13 @@ class Sight(NamedTuple):
         return {device: who for device, who in users.items() if who}
 
 
-def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.device=cpu") -> Sight:
+def see(
+    requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.device=cpu", limited: bool = False
+) -> Sight:
     """The host's GPUs and those asked for: by index, UUID or the beginning of one, or as auto:N.
 
     AgentError when the host has not what is asked for, or when one is named twice. `on_cpu` is the option of the job
-    that does without.
+    that does without. `limited`: also when CUDA_VISIBLE_DEVICES of the environment leaves out what is asked for.
     """
     # both at once: without persistence mode each takes about a second
     of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
@@ -88,19 +119,57 @@ def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.
     if of_gpus is None or of_apps is None:
         raise AgentError("host", "%s has no nvidia-smi%s" % (_machine(), lacks or ", so no GPU is seen"), hint)
     try:
-        gpus, using = _parse_gpus(_finish(of_gpus)), _parse_holders(_finish(of_apps))
+        gpus, using = _gpus_of(of_gpus), _parse_holders(_finish(of_apps))
     finally:
         of_apps.kill()  # it may hang as the first one did
     if not gpus:
         raise AgentError("host", "%s has no GPU%s" % (_machine(), lacks), hint)
-    count = auto_count(requested)
-    if count > len(gpus):
-        raise AgentError("host", "%s has %d GPUs, fewer than auto:%d asks for" % (_machine(), len(gpus), count), hint)
+    count, limit = auto_count(requested), read_limit(env, gpus) if limited else None
     named = [] if count else [_find(text, gpus, env) for text in requested]
+    sight = Sight(gpus, named, using, limit)
+    if count > len(sight.usable):
+        raise AgentError("host", _too_few(sight, count), hint)
     for n, gpu in enumerate(named):
         if gpu.uuid in [other.uuid for other in named[:n]]:
             raise AgentError("usage", "GPU %s is named twice: %s" % (gpu.index, ", ".join(requested)), "name each once")
-    return Sight(gpus, named, using)
+        if gpu.fault:
+            message = "GPU %s of %s does not answer: %s" % (gpu.label, _machine(), gpu.fault)
+            raise AgentError(
+                "host", message, "name others with --gpus; that one needs a reset, or the machine a reboot"
+            )
+    if limit and not all(map(limit.allows, named)):
+        wanted = ", ".join(gpu.label for gpu in named)
+        message = "this login may use GPU %s of %s (CUDA_VISIBLE_DEVICES=%s), and %s asks for GPU %s"
+        raise AgentError(
+            "host",
+            message % (limit.labels, _machine(), limit.text, ",".join(requested), wanted),
+            "name those with --gpus, or --gpus auto:%d; where that is no limit, unset the variable in the host's login"
+            % max(1, len(limit.gpus)),
+        )
+    return sight
+
+
+def read_limit(env: Dict[str, str], gpus: Sequence[Gpu]) -> Optional[Limit]:
+    """What CUDA_VISIBLE_DEVICES lets through, as CUDA reads it: up to the first entry that is no GPU here. None where
+    it is not set."""
+    text = env.get("CUDA_VISIBLE_DEVICES")
+    if text is None or text.strip() == "all":
+        return None
+    allowed: List[Gpu] = []
+    for entry in text.split(","):
+        try:
+            allowed.append(_find(entry.strip(), gpus, env))
+        except AgentError:
+            break
+    return Limit(text[:200], list(dict.fromkeys(allowed)))
+
+
+def _too_few(sight: Sight, count: int) -> str:
+    faults = ", ".join("GPU %d does not answer" % gpu.index for gpu in sight.gpus if gpu.fault)
+    has = "%s has %d GPUs%s" % (_machine(), len(sight.gpus), ", " + faults if faults else "")
+    if sight.limit:
+        has += ", of which this login may use %s (CUDA_VISIBLE_DEVICES=%s)" % (sight.limit.labels, sight.limit.text)
+    return "%s, fewer than auto:%d asks for" % (has, count)
 
 
 def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
@@ -163,7 +232,23 @@ def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[s
     )
 
 
-def _finish(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str:
+def _gpus_of(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> List[Gpu]:
+    """Those that answer, also where nvidia-smi fails for one that does not."""
+    output, failure = _output(query, timeout_s)
+    gpus = _parse_gpus(output)
+    if failure and not gpus:
+        raise failure
+    return gpus
+
+
+def _finish(query: "subprocess.Popen[str]") -> str:
+    output, failure = _output(query, TIMEOUT_S)
+    if failure:
+        raise failure
+    return output
+
+
+def _output(query: "subprocess.Popen[str]", timeout_s: float) -> Tuple[str, Optional[AgentError]]:
     try:
         output = query.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
@@ -175,13 +260,24 @@ def _finish(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> str
         )
     if query.returncode != 0:
         reason = " ".join(output.split())[:300] or "no message"
-        raise AgentError("host", "nvidia-smi ended with %d: %s" % (query.returncode, reason), "repair the GPU driver")
-    return output
+        ended = "nvidia-smi ended with %d: %s" % (query.returncode, reason)
+        return output, AgentError("host", ended, "repair the GPU driver")
+    return output, None
 
 
 def _parse_gpus(text: str) -> List[Gpu]:
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") >= 4]
-    return [Gpu(int(r[0]), r[1], ",".join(r[2:-2]), _number(r[-2]), _number(r[-1])) for r in rows if _is_number(r[0])]
+    return [
+        Gpu(int(r[0]), r[1], ",".join(r[2:-2]), _number(r[-2]), _number(r[-1]), fault=_fault(r[-2:]))
+        for r in rows
+        if _is_number(r[0])
+    ]
+
+
+def _fault(cells: Sequence[str]) -> str:
+    """What stands in the place of the memory of a GPU that does not answer: `[GPU is lost]`, `[GPU requires reset]`,
+    `[Unknown Error]`. That a driver does not tell it (`[N/A]`) is none."""
+    return next((cell for cell in cells if re.search(r"lost|reset|err", cell, re.IGNORECASE)), "")[:100]
 
 
 def _parse_holders(text: str) -> List[Holder]:

@@ -28,8 +28,8 @@ def queue_of(claims: Sequence[Claim]) -> List[Claim]:
 def grant(claims: Sequence[Claim], gpus: Sequence[Gpu], busy: Collection[str]) -> Dict[str, Devices]:
     """The tickets (by file) that may start now, each with its devices.
 
-    Free is what no lease names and nobody computes on. A ticket that cannot start keeps the later ones from what it
-    waits for: from all GPUs when it takes any.
+    `gpus`: all that are known, slices among them. Free is what no lease names and nobody computes on. A ticket that
+    cannot start keeps the later ones from what it waits for: from all GPUs when it takes any.
     """
     taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]
     granted: Dict[str, Devices] = {}
@@ -45,7 +45,8 @@ def _choose(ticket: Claim, gpus: Sequence[Gpu], taken: Sequence[str], busy: Coll
     if not ticket.auto:
         blocked = any(device in busy or any_overlap(device, taken) for device in ticket.devices)
         return None if blocked else ticket.devices
-    free = [gpu for gpu in gpus if gpu.device not in busy and not any_overlap(gpu.device, taken)]
+    pool = _pool(ticket, gpus)
+    free = [gpu for gpu in pool if gpu.device not in busy and not any_overlap(gpu.device, taken)]
     return freest(free, ticket.auto, ()) if len(free) >= ticket.auto else None
 
 
@@ -55,8 +56,15 @@ def freest(gpus: Sequence[Gpu], count: int, avoid: Sequence[str]) -> Devices:
     return tuple(gpu.device for gpu in sorted(ranked[:count], key=lambda g: g.index))
 
 
+def _pool(ticket: Claim, gpus: Sequence[Gpu]) -> List[Gpu]:
+    """What a ticket that takes any number may take them from: its devices where its login is limited to some."""
+    if ticket.devices:
+        return [gpu for gpu in gpus if gpu.device in ticket.devices]
+    return [gpu for gpu in gpus if not (gpu.parent or gpu.fault)]
+
+
 def _waits_for(ticket: Claim, gpus: Sequence[Gpu]) -> Devices:
-    return tuple(gpu.device for gpu in gpus) if ticket.auto else ticket.devices
+    return tuple(gpu.device for gpu in _pool(ticket, gpus)) if ticket.auto else ticket.devices
 
 
 # --- who holds what, in words -----------------------------------------------------------------------------------------
@@ -67,9 +75,9 @@ def queue_view(ticket: Claim, claims: Sequence[Claim], sight: Sight, *, memory: 
 
     memory: with the MiB of processes, which change all the time."""
     tickets = queue_of(claims)
-    wanted = _waits_for(ticket, sight.gpus)
-    before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, sight.gpus), wanted)]
-    held = [_block(gpu, claims, sight, memory) for gpu in (sight.gpus if ticket.auto else sight.named)]
+    wanted = _waits_for(ticket, sight.known)
+    before = [t for t in tickets[: _place(ticket, tickets)] if _shares(_waits_for(t, sight.known), wanted)]
+    held = [_block(gpu, claims, sight, memory) for gpu in (_pool(ticket, sight.known) if ticket.auto else sight.named)]
     return QueueView(
         len(before) + 1,
         "auto:%d" % ticket.auto if ticket.auto else ",".join(gpu.label for gpu in sight.named),

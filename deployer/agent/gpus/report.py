@@ -3,7 +3,7 @@
 Stdlib only, Python 3.8: both ends use it.
 """
 
-from typing import NamedTuple, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 from .nvidia import Holder
 
@@ -28,6 +28,8 @@ class GpuRow(NamedTuple):
     memory_total_mib: int
     memory_used_mib: int
     parent: str = ""
+    fault: str = ""
+    """What nvidia-smi says in the place of its memory, of one that does not answer."""
     held: Tuple[GpuClaim, ...] = ()
     processes: Tuple[Holder, ...] = ()
 
@@ -41,6 +43,14 @@ class GpuTicket(NamedTuple):
     wants: str
 
 
+class GpuLimit(NamedTuple):
+    """What CUDA_VISIBLE_DEVICES of the login lets jobs use: indices, and UUIDs of slices."""
+
+    text: str
+    gpus: Tuple[str, ...]
+
+
 class GpuReport(NamedTuple):
     gpus: Tuple[GpuRow, ...]
     queue: Tuple[GpuTicket, ...]
+    limit: Optional[GpuLimit] = None

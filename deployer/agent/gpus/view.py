@@ -43,7 +43,7 @@ class Claim(NamedTuple):
     kind: ClaimKind  # shared: beside others, it keeps nobody out; ticket: a place in the queue
     job: str
     devices: Tuple[str, ...]  # GPU-…, or GPU-…/MIG-… for a slice; a ticket's are those it waits for
-    auto: int = 0  # a ticket's: any so many GPUs
+    auto: int = 0  # a ticket's: any so many GPUs, of its devices where it names some
     number: int = 0  # a ticket's place: the lower ones come first
     uid: int = 0  # the file's owner, whatever the text in it says
     since: float = 0.0  # Unix time

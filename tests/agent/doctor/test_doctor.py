@@ -17,7 +17,7 @@ from deployer.agent.doctor.check_host import Network, Python
 from deployer.agent.doctor.findings import Check, run_check
 from deployer.agent.gc.choose import AGENT, BLOB, ENV, Thing
 from deployer.agent.gpus.health import Card, parse_report
-from deployer.agent.gpus.nvidia import Gpu, Holder
+from deployer.agent.gpus.nvidia import Gpu, Holder, Limit
 from deployer.agent.gpus.view import Claim
 from deployer.agent.host.cgroups import Limits
 from deployer.agent.host.disk import Disk
@@ -34,6 +34,7 @@ DISK = Disk("/root/x", "ext4", ["rw"], 10**12, 10**11, 10**6, 10**5)
 H100 = Gpu(0, "GPU-a", "NVIDIA H100", 81559, 4)
 REPORT = Report("570.86.10", "12.8", [Card("GPU-a", True, 0, False, False)])
 GPUS = GpuFacts([H100], [], REPORT)
+LOST_CARD = GPUS._replace(gpus=[H100._replace(fault="[GPU is lost]")])
 
 
 def gpus(*, used_mib: int = 4, holders: Any = (), cuda: str = "12.8", **card: Any) -> GpuFacts:
@@ -113,6 +114,9 @@ FINDINGS: dict[str, tuple[Check | None, str, str]] = {
     "no installer": (check_host.check_installer(None, [python()]), "warn", "neither"),
     "driver": (check_gpus.check_driver(GPUS), "ok", "570.86.10, for CUDA up to 12.8"),
     "no gpus": (check_gpus.check_driver(GpuFacts([], [], Report("", "", []))), "warn", "target.device=cpu"),
+    "limit": (check_gpus.check_gpu_limit(GPUS._replace(limit=Limit("0", GPUS.gpus[:1]))), "ok", "may use GPU 0 of"),
+    "limit of none": (check_gpus.check_gpu_limit(GPUS._replace(limit=Limit("", []))), "warn", "unset it"),
+    "lost": (next(check_gpus.check_gpus(LOST_CARD)), "fail", "[GPU is lost]"),
     "gpu memory": (check_gpus.check_gpu_memory(GPUS), "ok", "none"),
     "ghost": (check_gpus.check_gpu_memory(gpus(used_mib=20000)), "warn", "GPU 0 (20000 MiB)"),
     "held": (check_gpus.check_gpu_memory(gpus(used_mib=20000, holders=[Holder("GPU-a", 1, "u", "c", 9)])), "ok", ""),
