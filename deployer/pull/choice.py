@@ -109,7 +109,7 @@ def choose(
         if not any(map(_is_marker, units[name])):
             left_out.append(LeftOut(name, 0, 0, "a checkpoint comes whole, by its folder, once it is complete"))
     if wish.checkpoints in ("all", "latest") and set(units) <= set(WHOLE_PARTS):
-        left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet"))
+        left_out.append(LeftOut("checkpoints", 0, 0, "none is complete yet", wanted=False))  # nothing is there to bring
     return chosen, left_out
 
 

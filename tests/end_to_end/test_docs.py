@@ -48,6 +48,7 @@ def test_every_option_that_a_page_names_exists(page):
         "--nproc-per-node",
         "--max-restarts",
         "--redirects",
+        "--frozen",
         "--query-gpu",
         "--format",
         "--help",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import re
 import sys
 import traceback
@@ -31,6 +32,7 @@ MAX_VALUES = 100_000
 MAX_BYTES = 4 << 20
 MAX_PYTHON_BYTES = 256 << 10
 LARGE = 8 << 10  # bytes of YAML; Python reads them at once whatever they are, and for more libyaml is faster
+MAPPING = "tag:yaml.org,2002:map"
 TOO_DEEP = "not a config: nested too deeply"
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 OWN_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)
@@ -344,10 +346,11 @@ def edit_yaml(text: str, changes: Mapping[str, object]) -> str:
 
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode):
-        root = _mapping()
+        root = yaml.MappingNode(MAPPING, [], flow_style=False)
     for key, value in changes.items():
         section, _, name = key.rpartition(".")
-        _put(_section(root, section) if section else root, name, value)
+        node = _dumper()(io.StringIO(), default_flow_style=False).represent_data(value)
+        _replace(_section(root, section) if section else root, name, node)
     edited: str = yaml.serialize(root, Dumper=yaml.SafeDumper, **_LAYOUT)
     return edited
 
@@ -371,29 +374,16 @@ def _dumper() -> type[yaml.SafeDumper]:
     return Dumper
 
 
-def _mapping() -> yaml.MappingNode:
-    import yaml
-
-    return yaml.MappingNode("tag:yaml.org,2002:map", [], flow_style=False)
-
-
 def _section(root: yaml.MappingNode, name: str) -> yaml.MappingNode:
     """The section of this name, made where there is none, and this text's alone where it stands for several."""
     import yaml
 
     found = next((value for key, value in root.value if key.value == name), None)
-    section = _mapping()
+    section = yaml.MappingNode(MAPPING, [], flow_style=False)
     if isinstance(found, yaml.MappingNode):
         section.value, section.flow_style = list(found.value), found.flow_style
     _replace(root, name, section)
     return section
-
-
-def _put(section: yaml.MappingNode, name: str, value: object) -> None:
-    import io
-
-    node = _dumper()(io.StringIO(), default_flow_style=False).represent_data(value)
-    _replace(section, name, node)
 
 
 def _replace(mapping: yaml.MappingNode, name: str, value: yaml.Node) -> None:

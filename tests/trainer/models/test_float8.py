@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-from deployer.plan.prepare import requirements
+from deployer.plan.prepare import python_spec
 from tests.support.gradients import backward, full, micro_batches
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, packed_batch, tiny_shape
@@ -234,7 +234,10 @@ def test_auto_that_the_config_rules_out_is_told():
 
 
 def test_float8_needs_torchao_in_the_jobs_environment(tmp_path):
-    assert "torchao>=0.14" in requirements(Config(train=TrainConfig(float8="auto")), None, project=tmp_path)
+    assert (
+        "torchao>=0.14"
+        in python_spec(Config(train=TrainConfig(float8="auto")), None, project=tmp_path, files={}).requires
+    )
 
 
 def test_few_blocks_like_the_models_are_timed_without_drawing_from_the_generator_of_training():
