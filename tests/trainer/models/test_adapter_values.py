@@ -16,7 +16,7 @@ from trainer.models.adapter_files import load_adapter, read_spec
 from trainer.models.lora import attach, linear_names
 
 SHAPE = tiny_shape()
-MISSING = object()
+MISSING = "left out"
 
 
 @pytest.fixture(scope="module")
