@@ -49,6 +49,7 @@ def test_every_option_that_a_page_names_exists(page):
         "--max-restarts",
         "--redirects",
         "--frozen",
+        "--no-python",
         "--query-gpu",
         "--format",
         "--help",

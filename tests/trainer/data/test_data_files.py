@@ -55,11 +55,11 @@ def zstd(data: bytes) -> bytes:
         ("a.csv", CSV),
         ("excel.csv", BOM + SEMICOLONS),
         ("a.tsv", TABS),
-        ("a.csv.gz", gzip.compress(CSV)),
+        ("a.csv.gz", gzip.compress(CSV, mtime=0)),
         ("a.jsonl.bz2", bz2.compress(LINES)),
         ("a.jsonl.xz", lzma.compress(LINES)),
         ("a.jsonl.zst", zstd(LINES)),
-        ("packed_and_named_plainly.jsonl", gzip.compress(LINES)),
+        ("packed_and_named_plainly.jsonl", gzip.compress(LINES, mtime=0)),
         ("nan.jsonl", LINES.replace(b'}\n', b', "system": NaN}\n')),
     ],
 )  # fmt: skip
@@ -142,7 +142,7 @@ ONE = b'{"question": "a", "answer": "b"}\n'
         ("a.csv", b"", "has no rows", "a.csv", ""),
         ("a.jsonl.zst", zstd(LINES)[:-9], "cannot be read", "", ""),
         ("a.jsonl.xz", lzma.compress(LINES)[:-9], "cannot be read", "", ""),
-        ("a.jsonl.gz", gzip.compress(LINES)[:9] + b"junk", "cannot be read", "", ""),
+        ("a.jsonl.gz", gzip.compress(LINES, mtime=0)[:9] + b"junk", "cannot be read", "", ""),
     ],
 )  # fmt: skip
 def test_error_names_file_line_and_column_in_one_line(tmp_path, name, content, message, where, hint):
