@@ -30,7 +30,7 @@ from trainer.models.losses import sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.saver.writer import Beside, Writer
-from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.tensors import local_tensor
 from trainer.train.step import apply_update
 
@@ -69,6 +69,7 @@ def measure(dist: Dist, folder: Path, shape: DecoderShape) -> dict[str, Any]:
     """
     config = Config(
         target=TargetConfig(gpu_ranks=list(range(dist.world_size))),
+        optim=OptimConfig(learning_rate=1e-3),
         train=TrainConfig(precision="bf16"),
         parallel=ParallelConfig(activation_checkpointing="full"),
     )

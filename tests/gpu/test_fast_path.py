@@ -17,7 +17,7 @@ from trainer.models.families.decoder_shape import DecoderShape
 from trainer.models.losses import chunked_cross_entropy, sft_loss
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
-from trainer.schema import Config, DataConfig, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, DataConfig, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.train.graphs import CudaCapture, GraphedMicroBatches
 from trainer.train.run import Run
 from trainer.train.step import train_step
@@ -104,6 +104,7 @@ def make_run(*, graphs: bool, micro_batches: int = 2, backend: str = "pytorch") 
     config = Config(
         target=TargetConfig(train_backend=backend),
         data=DataConfig(seq_len=512),
+        optim=OptimConfig(learning_rate=1e-3),
         train=TrainConfig(micro_batch_size=2, precision="bf16"),
         parallel=ParallelConfig(compile=True),
     )

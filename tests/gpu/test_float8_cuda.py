@@ -19,7 +19,7 @@ from trainer.optim.build import build_optimizer
 from trainer.parallel.blocks import compile_blocks
 from trainer.parallel.choose import make_backend
 from trainer.parallel.float8_choice import seconds_of
-from trainer.schema import Config, DataConfig, LoraConfig, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, DataConfig, LoraConfig, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.train.step import apply_update
 
 DEVICE = torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def batch() -> Batch:
 
 def losses(config: Config, float8: str, *, steps: int = 12) -> list[float]:
     module, rows, found = prepared(config, float8), batch(), []
-    optimizer = build_optimizer(module, config.optim)
+    optimizer = build_optimizer(module, OptimConfig(learning_rate=1e-3))
     finite, divisor = torch.ones((), device=DEVICE, dtype=torch.bool), torch.tensor(1024.0, device=DEVICE)
     try:
         with fastest_kernels():

@@ -46,6 +46,7 @@ class Setting:
             {
                 "target": {"train_backend": self.backend},
                 "data": {"seq_len": LENGTH, "packing": self.packed},
+                "optim": {"learning_rate": 1e-3},
                 "train": {"micro_batch_size": self.rows, "precision": "bf16"},
                 "parallel": self.parallel,
                 "lora": self.lora,

@@ -46,6 +46,7 @@ def sized(backend: str) -> Config:
         {
             "target": {"train_backend": backend},
             "data": {"seq_len": LENGTH},
+            "optim": {"learning_rate": 1e-3},
             "train": {"micro_batch_size": ROWS, "precision": "bf16"},
             "parallel": {"cpu_offload": False},
         }
