@@ -21,7 +21,7 @@ from trainer.models.hf import init_random, named_weights
 from trainer.models.losses import sft_loss
 from trainer.parallel.backend import Backend
 from trainer.parallel.choose import make_backend
-from trainer.schema import Config, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 
 # 16 rows whose target counts differ widely, so that a mean of means would show
 ROWS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [1], [24], [8, 8], [3], [17, 5], [2, 2, 2], [23], [11], [6]]
@@ -30,6 +30,7 @@ ROWS = [[24], [3, 4], [12, 12], [2], [5, 6, 7], [20], [9], [1], [24], [8, 8], [3
 def config(backend: str, *, precision: str = "fp32", **parallel: Any) -> Config:
     return Config(
         target=TargetConfig(train_backend=backend),
+        optim=OptimConfig(learning_rate=1e-3),
         train=TrainConfig(precision=precision),
         parallel=ParallelConfig(**parallel),
     )

@@ -33,7 +33,7 @@ from trainer.models.lora import LoraSpec, choose_targets, linear_names, lora_of,
 from trainer.optim.build import build_optimizer
 from trainer.parallel.choose import make_backend
 from trainer.recipes import sft
-from trainer.schema import Config, LoraConfig, ModelConfig, ParallelConfig, TargetConfig, TrainConfig
+from trainer.schema import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, TargetConfig, TrainConfig
 from trainer.tensors import local_tensor
 
 SHAPE = tiny_shape()
@@ -46,6 +46,7 @@ def config(
     return Config(
         parallel=parallel or ParallelConfig(),
         target=TargetConfig(train_backend=backend, device="cpu"),
+        optim=OptimConfig(learning_rate=1e-3),
         train=TrainConfig(precision=precision),
         lora=LoraConfig(**{"rank": 4, "alpha": 8, **lora}),
     )

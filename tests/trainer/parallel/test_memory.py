@@ -46,7 +46,7 @@ def static_bytes(dist: Dist, backend: str) -> list[int]:
     prepared = make_backend(config, dist)
     module = prepared.prepare(decoder)
     init_random(module, 0)
-    optimizer = build_optimizer(module, config.optim)
+    optimizer = build_optimizer(module, replace(config.optim, learning_rate=1e-3))
     batch = packed_batch([[40, 20], [64], [30]], length=LENGTH)
     sft_loss(module, batch).total.backward()
     optimizer.step()
