@@ -228,8 +228,7 @@ def fuzz_messages(scene: Scene, warm: Warm, run: Callable[..., Said], numbers: r
             return number - numbers.start
         chance = random.Random(number)
         words = command(chance, scene)
-        from_host = words[0] == "pull" or chance.random() < 0.67  # a pull's requests are not typed
-        warm.lie(number, "" if from_host else "request")
+        warm.lie(number, "" if chance.random() < 0.67 else "request")
         try:
             said = run(*words)
             warm.lie(None)

@@ -6,12 +6,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 import errno
 import os
 import stat
-from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
+from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 from ..host.errors import AgentError
 from ..host.files import blake2b
 from ..host.layout import CHECKPOINT_MARKER, Job, Root
-from ..host.typed import Damage, from_json, to_json
+from ..host.typed import to_json
 from ..job.record import known_plan
 from ..wire.conversation import Call
 from .jobs import find_folder
@@ -93,16 +93,6 @@ class PieceEnd(NamedTuple):
     unreadable: str = ""
 
 
-T = TypeVar("T")
-
-
-def _read(value: object, kind: Type[T]) -> T:
-    try:
-        return from_json(value, kind)
-    except Damage as damage:
-        raise AgentError("usage", "the request is not understood: %s" % damage) from None
-
-
 def files(root: Root, call: Call) -> Dict[str, str]:
     """Events `files` with a list of FileRow: the regular files below the asked parts and paths. Before them `outputs`
     with what the plan names; after them, as far as there is any, `links`: those whose files do not come by another
@@ -110,7 +100,7 @@ def files(root: Root, call: Call) -> Dict[str, str]:
 
     Links are left out, and so are checkpoints that are not complete.
     """
-    request = _read(call.head, FilesRequest)
+    request = call.read(FilesRequest)
     job = find_folder(root, request.job)
     plan = known_plan(job)
     outputs = plan.policy.outputs if plan is not None and request.outputs else ()
@@ -151,9 +141,7 @@ class _Found:
 
     def ask(self, path: str) -> bool:
         """Whether there is anything of that path."""
-        parts = path.split("/")
-        if any(part in ("", ".", "..") for part in parts) or "\0" in path:
-            raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
+        _check_below(path)
         if not os.path.lexists(os.path.join(self._base, path)):
             return False
         self.asked.append(path)
@@ -197,6 +185,16 @@ class _Found:
                     yield row
 
 
+def _check_below(path: str) -> None:
+    """AgentError for what names nothing inside a folder."""
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name or any(part in ("", ".", "..") for part in path.split("/")):
+        raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
+
+
 def _below(base: str, path: str) -> str:
     return os.path.relpath(path, base)
 
@@ -225,7 +223,7 @@ def _time(info: os.stat_result) -> int:
 
 def fetch(root: Root, call: Call) -> None:
     """The asked pieces in order: the bytes of each as data, then an event `piece` with its PieceEnd."""
-    request = _read(call.head, FetchRequest)
+    request = call.read(FetchRequest)
     job = find_folder(root, request.job)
     for piece in request.pieces:
         if call.cancelled.is_set():
@@ -257,6 +255,7 @@ def _send_piece(call: Call, base: str, piece: Piece) -> PieceEnd:
 
 
 def _open_below(base: str, path: str) -> int:
+    _check_below(path)
     full = os.path.join(base, path)
     home = os.path.realpath(base)
     if os.path.commonpath([os.path.realpath(full), home]) != home:
