@@ -6,91 +6,20 @@ Stdlib only, Python 3.8: this package runs on the host.
 import errno
 import os
 import stat
-from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set
 
 from ..host.errors import AgentError
-from ..host.files import blake2b
+from ..host.files import blake2b, is_path_below
 from ..host.layout import CHECKPOINT_MARKER, Job, Root
 from ..host.typed import to_json
 from ..job.record import known_plan
 from ..wire.conversation import Call
 from .jobs import find_folder
+from .view import CODE, DIGEST_BYTES, LINKS, FetchRequest, FileRow, FilesRequest, Names, Piece, PieceEnd
 
 CHECKPOINTS = "checkpoints"
-CODE = "code/"
-"""Before the path of a file of the project."""
-DIGEST_BYTES = 16
 READ_BYTES = 256 << 10
 ROWS = 1000
-LINKS = 8
-"""So many links are named."""
-
-
-class FilesRequest(NamedTuple):
-    """Which files of a job are wanted."""
-
-    job: str
-    parts: Tuple[str, ...] = ()
-    """Names in its folder that may be there."""
-    named: Tuple[str, ...] = ()
-    """Paths in its folder or its code that somebody asks for."""
-    outputs: bool = False
-    """Those that its plan names, too."""
-    stays: bool = False
-    """Say what else the job has written."""
-
-
-class FileRow(NamedTuple):
-    """A regular file; `path` is relative to the job's folder."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    """0 for a time before 1970."""
-    inode: str
-    """In digits: some file systems use all 64 bits."""
-    stored: int
-    """Bytes on the disk."""
-
-
-class Names(NamedTuple):
-    """The first of some names, and how many more there are."""
-
-    names: Tuple[str, ...]
-    more: int = 0
-
-
-class Piece(NamedTuple):
-    """A range of a file that a client asks for."""
-
-    path: str
-    inode: str
-    offset: int
-    length: int
-    version: Optional[Tuple[int, ...]] = None
-    """Size and time of a file that must be the one that was listed; None of one that may have grown."""
-    have: Optional[str] = None
-    """The hash of what the client holds already."""
-
-
-class FetchRequest(NamedTuple):
-    job: str
-    pieces: Tuple[Piece, ...]
-
-
-class PieceEnd(NamedTuple):
-    """What became of a piece."""
-
-    digest: str = ""
-    """Of the bytes as they were read."""
-    same: bool = False
-    """The client has them."""
-    changed: bool = False
-    """The file is no longer the one that was listed."""
-    gone: bool = False
-    hole: bool = False
-    """The file has none but zeros there: a log whose oldest part was dropped."""
-    unreadable: str = ""
 
 
 def files(root: Root, call: Call) -> Dict[str, str]:
@@ -187,11 +116,7 @@ class _Found:
 
 def _check_below(path: str) -> None:
     """AgentError for what names nothing inside a folder."""
-    try:
-        is_name = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_name = False
-    if not is_name or any(part in ("", ".", "..") for part in path.split("/")):
+    if not is_path_below(path):
         raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
 
 
