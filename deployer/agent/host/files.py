@@ -37,6 +37,8 @@ def read_meminfo() -> Dict[str, int]:
 
 def is_name(text: str) -> bool:
     """Whether a file can be called so: its bytes are this text's UTF-8 with `surrogateescape`, and none is 0."""
+    if text.isascii():  # nearly all are
+        return "\0" not in text
     try:
         return b"\0" not in text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
