@@ -49,6 +49,11 @@ def state_dir() -> Path:
     return path
 
 
+def expanded(path: str) -> Path:
+    """With `~` and `~user` as their folders, where those are known."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Gives a file (0600) this content, whole or not at all, and makes its folder (0700) where missing. OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainer.files import read_up_to
+from trainer.words import shortened
 
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ def _shown(value: Any) -> str:
         text = repr(value)
     except (RecursionError, ValueError):  # a whole number of thousands of digits has no text
         text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return shortened(text, SHOWN)
 
 
 def _record_parser(kind: Any) -> _Parser:

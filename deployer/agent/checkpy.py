@@ -109,7 +109,6 @@ def _evaluate(node: Any, extra: str) -> bool:
 
 
 def _operand(node: Any, extra: str) -> str:
-    import os
     import platform
 
     if isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -8,7 +8,6 @@ import sys
 import threading
 from typing import Any, BinaryIO, Callable, Dict, Mapping, Optional
 
-from .host.disk import fail, is_full
 from .host.layout import AGENT_DIR, Root
 from .host.locks import hold
 from .wire import frames
@@ -96,6 +95,8 @@ def handlers(root: Root) -> Dict[str, Handler]:
             try:
                 return load_handler(place)(root, call)
             except OSError as error:
+                from .host.disk import fail, is_full  # seldom needed
+
                 if is_full(error):
                     fail(error.filename or root.path, error)
                 raise

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from deployer.agent.host.typed import Damage, parse, to_json
 from deployer.agent.job.status import Missing
-from deployer.paths import state_dir, write_whole
+from deployer.paths import expanded, state_dir, write_whole
 
 MOST_PATHS = 2000
 """The topmost are kept; a folder that was left out is one."""
@@ -71,7 +71,7 @@ def why_missing(missing: Sequence[Missing], left: LeftOut | None, *, remote: boo
     lines: list[str] = []
     for one in missing:
         # the names are a host's: one that no file can have tells nothing
-        with suppress(OSError, ValueError, RuntimeError):
+        with suppress(OSError, ValueError):
             lines += _explain(one, left, remote=remote)
     return list(dict.fromkeys(lines))[:4]
 
@@ -80,7 +80,7 @@ def _explain(one: Missing, left: LeftOut, *, remote: bool) -> Iterator[str]:
     if one.kind == "module":
         yield from _by_rule(_path_of_module(one.name, left), left)
         return
-    path, project = PurePosixPath(os.path.normpath(Path(one.name).expanduser())), PurePosixPath(left.project)
+    path, project = PurePosixPath(os.path.normpath(expanded(one.name))), PurePosixPath(left.project)
     if not path.is_absolute():
         yield from _inside(str(path), left)
     elif path.is_relative_to(project):

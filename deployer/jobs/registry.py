@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deployer.agent.host.files import is_name
 from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
 from deployer.agent.host.typed import Damage, from_json, read_typed, to_json
 from deployer.agent.job.status import LOST, State
@@ -102,11 +102,7 @@ def _check_place(record: JobRecord) -> None:
         raise Damage("is there, and no host", place="ssh_key")
     for name in ("ssh", "root", "results", "ssh_key"):
         text = getattr(record, name) or ""
-        try:
-            plain = b"\0" not in os.fsencode(text)
-        except UnicodeEncodeError:
-            plain = False
-        if not plain:
+        if not is_name(text):
             raise Damage(f"is {text[:60]!r}, which names nothing", place=name)
 
 

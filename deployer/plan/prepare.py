@@ -16,7 +16,7 @@ from deployer.agent.job.plan import Include, Plan
 from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
-from deployer.paths import CLIENT_ROOT, state_dir
+from deployer.paths import CLIENT_ROOT, expanded, state_dir
 from deployer.plan.first_word import check_first_word
 from deployer.plan.launch_plan import (
     NOT_REQUESTED,
@@ -127,7 +127,7 @@ class Question(NamedTuple):
 
 def unusual_project(project: Path) -> Question | None:
     """What to ask before reading a folder that hardly anybody means to send; None for a usual one."""
-    if project.resolve() in (_expanded("~").resolve(), Path("/")):
+    if project.resolve() in (expanded("~").resolve(), Path("/")):
         what = f"the project is the folder you are in, {project}: everything in it would be sent"
         return Question(what, "run it in the project's own folder, or pass --yes")
     return None
@@ -244,10 +244,6 @@ def _not_shipped(config: Config, project: Path) -> Iterator[str]:
             yield f"{path} is not part of the project and does not travel: the host must have it"
 
 
-def _expanded(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
-
-
 def _is_hosts_own(path: str) -> bool:
     return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
 
@@ -269,7 +265,7 @@ def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Se
 
     for path in local_data_paths(config, root=project):
         if _is_hosts_own(path):
-            if not remote and not _expanded(path).exists():
+            if not remote and not expanded(path).exists():
                 raise UsageError(f"{path}: no such file or folder")
             continue
         clean = os.path.normpath(path)
@@ -295,7 +291,9 @@ def _left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
     """UsageError for a program that cannot start on the host: that must show here, not there, minutes later. Warnings
     of what will hardly run."""
-    _check_first_word(command)
+    if command.torchrun and command.argv[0] in ("torchrun", "accelerate"):
+        what = f"--torchrun starts torchrun itself, so {command.argv[0]} cannot be the program"
+        raise UsageError(what, hint=torchrun_hint(command.argv))
     script = script_of(command)
     if script is None and not command.torchrun:
         modes = {entry.path.removeprefix("code/"): entry.mode for entry in code.entries}
@@ -313,11 +311,3 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
         f"{script} is not in the code tree, which is the folder you are in",
         hint=f"did you mean {near[0]}?" if near else "run this in the project's folder",
     )
-
-
-def _check_first_word(command: Command) -> None:
-    first = command.argv[0]
-    if command.torchrun and first in ("torchrun", "accelerate"):
-        raise UsageError(
-            f"--torchrun starts torchrun itself, so {first} cannot be the program", hint=torchrun_hint(command.argv)
-        )

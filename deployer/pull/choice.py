@@ -7,9 +7,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from deployer.agent.host.layout import CHECKPOINT_MARKER
-from deployer.agent.logs.times import TIMES_FILE
-from deployer.agent.requests.fetch import CODE
+from deployer.agent.host.layout import CHECKPOINT_MARKER, TIMES_FILE
+from deployer.agent.requests.view import CODE
 from deployer.errors import UsageError
 from deployer.pull.pieces import RemoteFile
 

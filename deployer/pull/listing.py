@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployer.agent.host.files import is_path_below
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.requests.fetch import LINKS, FileRow, Names
-from deployer.agent.requests.stays import Stays
+from deployer.agent.requests.view import LINKS, FileRow, Names, Stays
 from deployer.connection.call import Call
 from deployer.errors import HostError
 from deployer.pull.choice import ABSENT, LeftOut, Wish, name_of
@@ -118,10 +118,7 @@ def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFi
 
 def is_path(path: str) -> bool:
     """Whether a name from a host or a user stays below a folder, and drives no terminal."""
-    names = path.split("/")
-    return not any(name in ("", ".", "..") for name in names) and not any(
-        ord(c) < 32 or 127 <= ord(c) < 160 for c in path
-    )
+    return is_path_below(path) and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in path)
 
 
 def _short(value: object) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.fetch import FilesRequest
-from deployer.agent.requests.stays import Stays
+from deployer.agent.requests.view import FilesRequest, Stays
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, LostConnection

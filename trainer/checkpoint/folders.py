@@ -136,6 +136,8 @@ class Saved:
     eval_loss_first: float | None = None
     eval_loss_last: float | None = None
     eval_loss_best: float | None = None
+    eval_loss_best_trained: float | None = None
+    eval_step_best: Count | None = None
     eval_step: Count | None = None
     evals_without_gain: Count | None = None
 

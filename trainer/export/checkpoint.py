@@ -94,7 +94,7 @@ def _source(path: Path, info: Resumed) -> Source:
     if shape is None or config is None:
         raise ModelError(f"{path} does not say which model it is of", hint="a checkpoint of this trainer does")
     run_dir = path.parent.parent if path.parent.name == CHECKPOINTS_DIR else path.parent
-    base = info.extra.get("part", {}).get("base")
+    base = (info.extra.get("part") or {}).get("base")
     read = config_from_dict(config, f"the config in {path}")
     return Source(path, run_dir, info.step, read, make_recipe(read).family.read_shape(shape), base)
 

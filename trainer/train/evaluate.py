@@ -66,7 +66,7 @@ class Evaluator:
         self.is_best = False
         """Whether the last evaluation found trained weights better than all before."""
         self._best_trained: float = run.extra.get("eval_loss_best_trained") or math.inf
-        self._no_better: int = run.extra.get("evals_without_gain", 0)
+        self._no_better: int = run.extra.get("evals_without_gain") or 0
 
     def is_due(self, step: int) -> bool:
         return self._run.is_due(step, every=self._run.config.train.eval_every)

@@ -112,7 +112,7 @@ def check_kernel_log(text: Optional[str]) -> Check:
     faults = [xid for xid in found if xid.number in HARDWARE_XIDS]
     if not faults:
         return check("gpu faults", OK, "%d Xid errors in the kernel's log, none of the hardware" % len(found))
-    detail = "%d Xid errors of the hardware, the last: %s" % (len(faults), found[-1].line[:200])
+    detail = "%d Xid errors of the hardware, the last: %s" % (len(faults), faults[-1].line[:200])
     return check("gpu faults", WARN, detail, "reboot the machine; if they come back, the card or its slot is broken")
 
 

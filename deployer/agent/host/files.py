@@ -35,20 +35,42 @@ def read_meminfo() -> Dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if len(row) == 3 and row[1].isdigit()}
 
 
+def is_name(text: str) -> bool:
+    """Whether a file can be called so: its bytes are this text's UTF-8 with `surrogateescape`, and none is 0."""
+    if text.isascii():  # nearly all are
+        return "\0" not in text
+    try:
+        return b"\0" not in text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+
+
+def is_path_below(text: str) -> bool:
+    """Whether it can be the path of a file relative to a folder, and stays below that as it is written."""
+    return is_name(text) and not any(part in ("", ".", "..") for part in text.split("/"))
+
+
 def read_whole(path: str, most: int) -> bytes:
     """The first `most` bytes of a regular file. OSError when there is none to read."""
     with open_regular(path) as f:
         return f.read(most)
 
 
+def open_to_read(path: str) -> int:
+    """A descriptor of a regular file. OSError when there is none."""
+    # a pipe of that name would keep whoever looks waiting
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return fd
+
+
 @contextmanager
 def open_regular(path: str) -> Iterator[BinaryIO]:
     """A regular file, to read. OSError when there is none."""
-    # a pipe of that name would keep whoever looks waiting
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = open_to_read(path)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):  # of a folder, `open` would fail and leave the descriptor open
-            raise OSError(errno.EINVAL, "no regular file", path)
         with open(fd, "rb", closefd=False) as f:
             yield f
     finally:

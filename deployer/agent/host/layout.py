@@ -111,6 +111,8 @@ class Job:
 # --- the groups of processes of an attempt ----------------------------------------------------------------------------
 
 PREPARE_LOG, LAUNCHER_LOG = "prepare.log", "launcher.log"
+TIMES_FILE = "times.jsonl"
+"""Beside the logs: when which byte of them was written."""
 
 _ROLE = r"(?!node[0-9]|attempt_)[a-z][a-z0-9_-]{0,39}\Z"
 

@@ -20,7 +20,7 @@ MOST_LOGS = 9
 
 
 class Look:
-    """At the host of one attempt, begun with it. `devices`: the GPUs that it holds; `env`: to ask for them with;
+    """At the host of one attempt that has failed. `devices`: the GPUs that it holds; `env`: to ask for them with;
     `python`: what the job asked of its interpreter, and that."""
 
     def __init__(
@@ -53,7 +53,8 @@ class Look:
         )
         missing = find_missing(words, self._job.code)
         causes: List[Cause] = [*find_causes(death), *explain_here(missing, self._job.code)]
-        absent = explain_module(words, self._job.code, *self._python)
+        module = next((one.name for one in missing if one.kind == "module"), None)
+        absent = explain_module(module, self._job.code, *self._python) if module else None
         causes += [Cause(absent.line, absent.hint)] if absent else []
         return ending._replace(
             causes=tuple(cause.line for cause in causes),

@@ -27,7 +27,7 @@ _OPENED = re.compile(
     r"(?:can't|cannot|unable to|failed to) (?:open|create|cd to|find|access|stat)(?: file)?:? ([^\s:'\"]+)", re.I
 )
 _PATHLIKE = re.compile(r"[^\s:'\"()<>,;=]*[/.][^\s:'\"()<>,;=]+")
-_MODULE = re.compile(r"No module named ['\"]?([A-Za-z_][\w.]*)")
+_MODULE = re.compile(r"No module named ['\"]?([A-Za-z_]\w*(?:\.\w+)*)")
 _NO_PATH = re.compile(r"[\x00-\x1f\x7f]|://|^-|^\.+$|^/+$")
 
 

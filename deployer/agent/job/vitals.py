@@ -166,7 +166,8 @@ def read_gpus(devices: Sequence[str], env: Dict[str, str], ours: Sequence[int], 
     for gpu in (here[uuid] for uuid in wanted if uuid in here):
         card = cards.get(gpu.uuid)
         if card is not None and (card.uncorrectable or card.broken):
-            faults.append("GPU %s has %d uncorrectable memory errors" % (gpu.label, card.uncorrectable))
+            what = "%d uncorrectable memory errors" % card.uncorrectable if card.uncorrectable else "broken memory"
+            faults.append("GPU %s has %s" % (gpu.label, what))
     rest = [holder for holder in using if holder.pid not in ours and holder.user != "?"]
     asked = [here[uuid]._replace(memory_used_mib=0) for uuid in wanted if uuid in here]
     others = ["GPU %s: %s" % (gpu.label, who) for gpu in asked for who in [nvidia.users_of(gpu, rest)] if who]

@@ -115,15 +115,6 @@ def _rank_log(job: Job, name: LogName) -> _RankLog:
         return _RankLog()
 
 
-def open_log(path: str) -> int:
-    """A descriptor to read a regular file. OSError for anything else."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError("no regular file: %s" % path)
-    return fd
-
-
 def ends_with(fd: int, tail: bytes, offset: int) -> bool:
     """Whether a file goes at least up to that place, and these bytes come just before it."""
     tail = tail[-offset:] if offset else b""

@@ -11,9 +11,10 @@ import os
 import re
 from typing import Collection, Dict, List, NamedTuple, Optional, Set, Tuple
 
+from ..host.files import open_to_read
 from ..host.layout import LAUNCHER_LOG, PREPARE_LOG, Job, LogName, group_files, is_log, rank_of
 from .dropped import LIMIT_KEY, Dropped
-from .identity import TAIL, Change, Mark, Stream, ends_with, find_log, inode_of, named_path, open_log
+from .identity import TAIL, Change, Mark, Stream, ends_with, find_log, inode_of, named_path
 
 CHUNK_BYTES = 48 * 1024  # of one frame's body
 POLL_BYTES = 1 << 20
@@ -162,7 +163,7 @@ class LogReader:
                 self._tell_gone(copy)
                 continue
             try:
-                stream = Stream(copy, open_log(place.path), offset, mark.tail if told else None)
+                stream = Stream(copy, open_to_read(place.path), offset, mark.tail if told else None)
             except OSError:  # not readable now; the next poll tries again
                 continue
             if any(stream.inode == other.inode for other in found):  # it was cut: the later one goes on in it
@@ -230,14 +231,14 @@ class LogReader:
             self.changes.append(change or Change(stream.name.text, "removed"))
         if here:
             try:
-                streams.append(Stream(base._replace(copy=stream.name.copy + 1), open_log(path), 0))
+                streams.append(Stream(base._replace(copy=stream.name.copy + 1), open_to_read(path), 0))
             except OSError:
                 return
 
     def _is_alike(self, path: str, stream: Stream) -> bool:
         """Whether a file of another number is the same all the same: some file systems number anew."""
         try:
-            fd = open_log(path)
+            fd = open_to_read(path)
         except OSError:
             return False
         try:

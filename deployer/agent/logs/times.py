@@ -10,11 +10,10 @@ import time
 from typing import Dict, Iterable, List, NamedTuple, Optional
 
 from ..host.files import read_whole, write_whole
-from ..host.layout import ALONE, Job, group_files, is_log
+from ..host.layout import ALONE, TIMES_FILE, Job, group_files, is_log
 from ..host.typed import Damage, as_row, parse
 from .read import attempts, line_start, log_names, log_path
 
-TIMES_FILE = "times.jsonl"
 EVERY_S = 1.0
 MAX_BYTES = 1 << 20
 """An index that exceeds this gives up every other line of its older three quarters."""

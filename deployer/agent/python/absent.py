@@ -11,7 +11,6 @@ from typing import Iterator, NamedTuple, Optional
 from .foreign import FILES, advice
 from .spec import PythonSpec
 
-_NO_MODULE = re.compile(r"No module named '?([A-Za-z_]\w*)((?:\.\w+)*)'?")
 _DISTRIBUTIONS = {
     "attr": "attrs",
     "bs4": "beautifulsoup4",
@@ -39,24 +38,22 @@ class Absent(NamedTuple):
     hint: str
 
 
-def explain_module(words: str, code_dir: str, spec: PythonSpec, python: str) -> Optional[Absent]:
-    """Of the last "No module named" in a job's words; None for none. `python`: the interpreter that lacks it."""
-    found = _NO_MODULE.findall(words)
-    if not found:
-        return None
-    module = str(found[-1][0])
+def explain_module(name: str, code_dir: str, spec: PythonSpec, python: str) -> Optional[Absent]:
+    """Of a module that was missing, by its dotted name; None where the project has it and lacks a part of it. `python`:
+    the interpreter that lacks it."""
+    module, _, part = name.partition(".")
     for folder in _own(module, code_dir):
-        if found[-1][1] and os.path.isdir(os.path.join(code_dir, folder, module)):
+        if part and os.path.isdir(os.path.join(code_dir, folder, module)):
             return None  # it was found, and something in it is missing
         where = "%s/%s" % (folder, module) if folder != "." else module
         line = "%s is the project's own, at %s, where Python does not look" % (module, where)
         return Absent(line, "--env PYTHONPATH=%s makes it look there" % folder)
-    name = _DISTRIBUTIONS.get(module, module.replace("_", "-"))
+    wanted = _DISTRIBUTIONS.get(module, module.replace("_", "-"))
     for path in _lists(code_dir, spec):
-        if _names(os.path.join(code_dir, path), name):
-            return _unused(path, name, spec, python)
-    line = "%s has no %s, and no file of the project asks for it" % (python, name)
-    return Absent(line, "add %s to requirements.txt, or --python P names an interpreter that has it" % name)
+        if _names(os.path.join(code_dir, path), wanted):
+            return _unused(path, wanted, spec, python)
+    line = "%s has no %s, and no file of the project asks for it" % (python, wanted)
+    return Absent(line, "add %s to requirements.txt, or --python P names an interpreter that has it" % wanted)
 
 
 def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:

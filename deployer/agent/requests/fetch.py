@@ -6,101 +6,20 @@ Stdlib only, Python 3.8: this package runs on the host.
 import errno
 import os
 import stat
-from typing import Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Type, TypeVar
+from typing import Dict, Iterator, List, Optional, Set
 
 from ..host.errors import AgentError
-from ..host.files import blake2b
+from ..host.files import blake2b, is_path_below
 from ..host.layout import CHECKPOINT_MARKER, Job, Root
-from ..host.typed import Damage, from_json, to_json
+from ..host.typed import to_json
 from ..job.record import known_plan
 from ..wire.conversation import Call
 from .jobs import find_folder
+from .view import CODE, DIGEST_BYTES, LINKS, FetchRequest, FileRow, FilesRequest, Names, Piece, PieceEnd
 
 CHECKPOINTS = "checkpoints"
-CODE = "code/"
-"""Before the path of a file of the project."""
-DIGEST_BYTES = 16
 READ_BYTES = 256 << 10
 ROWS = 1000
-LINKS = 8
-"""So many links are named."""
-
-
-class FilesRequest(NamedTuple):
-    """Which files of a job are wanted."""
-
-    job: str
-    parts: Tuple[str, ...] = ()
-    """Names in its folder that may be there."""
-    named: Tuple[str, ...] = ()
-    """Paths in its folder or its code that somebody asks for."""
-    outputs: bool = False
-    """Those that its plan names, too."""
-    stays: bool = False
-    """Say what else the job has written."""
-
-
-class FileRow(NamedTuple):
-    """A regular file; `path` is relative to the job's folder."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    """0 for a time before 1970."""
-    inode: str
-    """In digits: some file systems use all 64 bits."""
-    stored: int
-    """Bytes on the disk."""
-
-
-class Names(NamedTuple):
-    """The first of some names, and how many more there are."""
-
-    names: Tuple[str, ...]
-    more: int = 0
-
-
-class Piece(NamedTuple):
-    """A range of a file that a client asks for."""
-
-    path: str
-    inode: str
-    offset: int
-    length: int
-    version: Optional[Tuple[int, ...]] = None
-    """Size and time of a file that must be the one that was listed; None of one that may have grown."""
-    have: Optional[str] = None
-    """The hash of what the client holds already."""
-
-
-class FetchRequest(NamedTuple):
-    job: str
-    pieces: Tuple[Piece, ...]
-
-
-class PieceEnd(NamedTuple):
-    """What became of a piece."""
-
-    digest: str = ""
-    """Of the bytes as they were read."""
-    same: bool = False
-    """The client has them."""
-    changed: bool = False
-    """The file is no longer the one that was listed."""
-    gone: bool = False
-    hole: bool = False
-    """The file has none but zeros there: a log whose oldest part was dropped."""
-    unreadable: str = ""
-
-
-T = TypeVar("T")
-
-
-def _read(value: object, kind: Type[T]) -> T:
-    try:
-        return from_json(value, kind)
-    except Damage as damage:
-        raise AgentError("usage", "the request is not understood: %s" % damage) from None
 
 
 def files(root: Root, call: Call) -> Dict[str, str]:
@@ -110,7 +29,7 @@ def files(root: Root, call: Call) -> Dict[str, str]:
 
     Links are left out, and so are checkpoints that are not complete.
     """
-    request = _read(call.head, FilesRequest)
+    request = call.read(FilesRequest)
     job = find_folder(root, request.job)
     plan = known_plan(job)
     outputs = plan.policy.outputs if plan is not None and request.outputs else ()
@@ -151,9 +70,7 @@ class _Found:
 
     def ask(self, path: str) -> bool:
         """Whether there is anything of that path."""
-        parts = path.split("/")
-        if any(part in ("", ".", "..") for part in parts) or "\0" in path:
-            raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
+        _check_below(path)
         if not os.path.lexists(os.path.join(self._base, path)):
             return False
         self.asked.append(path)
@@ -197,6 +114,12 @@ class _Found:
                     yield row
 
 
+def _check_below(path: str) -> None:
+    """AgentError for what names nothing inside a folder."""
+    if not is_path_below(path):
+        raise AgentError("usage", "%.200r is not a path below the job's folder" % path)
+
+
 def _below(base: str, path: str) -> str:
     return os.path.relpath(path, base)
 
@@ -225,7 +148,7 @@ def _time(info: os.stat_result) -> int:
 
 def fetch(root: Root, call: Call) -> None:
     """The asked pieces in order: the bytes of each as data, then an event `piece` with its PieceEnd."""
-    request = _read(call.head, FetchRequest)
+    request = call.read(FetchRequest)
     job = find_folder(root, request.job)
     for piece in request.pieces:
         if call.cancelled.is_set():
@@ -257,6 +180,7 @@ def _send_piece(call: Call, base: str, piece: Piece) -> PieceEnd:
 
 
 def _open_below(base: str, path: str) -> int:
+    _check_below(path)
     full = os.path.join(base, path)
     home = os.path.realpath(base)
     if os.path.commonpath([os.path.realpath(full), home]) != home:

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import re
 import stat
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from ..host.errors import AgentError
 from ..host.files import blake2b
@@ -15,6 +15,7 @@ from ..job.plan import Plan
 from ..job.record import known_record
 from ..store.content import Store
 from ..store.tree import Entry, folders_of
+from .view import Stays
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
 """Names in a job's folder that no program writes, or that are of use on the host alone."""
@@ -23,19 +24,6 @@ MOST_LOOKS = 200_000
 LARGEST = 3
 MOST_NAMES = 6
 MOST_HASHED_BYTES = 64 << 20
-
-
-class Stays(NamedTuple):
-    """Files that stay, in short."""
-
-    files: int = 0
-    size_bytes: int = 0
-    largest: Tuple[str, ...] = ()
-    """The first few of them, relative to the job's folder."""
-    names: Tuple[str, ...] = ()
-    """What names all of them to a pull."""
-    at_least: bool = False
-    """There are more files than were looked at."""
 
 
 def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str]) -> Stays:

@@ -8,7 +8,7 @@ import os
 import zlib
 from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Set
 
-from ..host.files import blake2b
+from ..host.files import blake2b, is_path_below
 from ..host.typed import Damage, as_row, parse
 
 Mode = Literal["f", "x", "l"]
@@ -69,8 +69,7 @@ def unpacked(data: bytes) -> bytes:
 
 def check_entry(entry: Entry) -> None:
     """Damage for a path that is absolute, leaves the tree, or is not a plain name."""
-    parts = entry.path.split("/")
-    if not entry.path or "\0" in entry.path or any(p in ("", ".", "..") for p in parts):
+    if not is_path_below(entry.path):
         raise Damage("unsafe path in a tree: %.200r" % entry.path)
     if entry.mode not in (FILE, EXECUTABLE, LINK):
         raise Damage("unknown mode %.20r of %.200r" % (entry.mode, entry.path))

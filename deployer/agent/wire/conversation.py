@@ -63,7 +63,7 @@ class Call:
 
     def __init__(self, head: Dict[str, Any], sender: Sender) -> None:
         self.id, self.op, self._has_payload = _control(head)
-        self.head = head
+        self._head = head
         self.cancelled = threading.Event()  # nobody waits for the answer any more
         self.revoked = False  # the client itself said so; it is not just gone
         self._sender = sender
@@ -102,7 +102,7 @@ class Call:
         """The request's parameters, those that follow as payload (environment values, secrets) included. AgentError
         for what are none of this type."""
         try:
-            asked = self.head
+            asked = self._head
             if self._has_payload:
                 payload = load_json(b"".join(frame.body for frame in self.receive()), most=MAX_PAYLOAD)
                 asked = dict(asked, **from_json(payload, Dict[str, Any]))

@@ -24,7 +24,7 @@ def check_key_file(path: Path) -> None:
     """Returns for a private key that can be used as it is. LockedKey, or UnusableKey with the reason."""
     try:
         text = path.read_text(encoding="ascii")
-        kind = key_type(text)
+        key_type(text)
         info = path.stat()
     except UnicodeDecodeError:
         raise UnusableKey("it is no private key") from None
@@ -33,11 +33,11 @@ def check_key_file(path: Path) -> None:
     mode = stat.S_IMODE(info.st_mode)
     if info.st_uid == os.getuid() and mode & 0o077:  # as ssh, which takes no such file
         raise UnusableKey(f"its mode {mode:04o} opens it to others: chmod 600 it")
-    if _is_locked(text, kind):
+    if _is_locked(text):
         raise LockedKey("it has a passphrase and there is no terminal to ask on: ssh-add it")
 
 
-def _is_locked(text: str, kind: str) -> bool:
+def _is_locked(text: str) -> bool:
     if "BEGIN OPENSSH PRIVATE KEY" not in text:
         return "ENCRYPTED" in text
     data = base64.b64decode(text.split("PRIVATE KEY-----")[1].split("-----END")[0])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deployer.errors import ConnectError, UsageError
+from deployer.paths import expanded
 from deployer.transport.ssh.target import Target, parse_target
 
 CONFIG_ENV = "TORCHFERRY_SSH_CONFIG"
@@ -121,7 +122,7 @@ def _with_timeout(options: SshOptions, timeout_s: float) -> SshOptions:
 def key_path(ssh_key: str | None) -> Path | None:
     if ssh_key is None:
         return None
-    path = _expanded(ssh_key)
+    path = expanded(ssh_key)
     if not path.is_file():
         raise UsageError(f"the key file {str(path)!r} does not exist", hint="--ssh-key names a private key file")
     return path
@@ -298,7 +299,7 @@ def _expand_path(text: str, tokens: Mapping[str, str]) -> Path:
     text = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), _expand_tokens(text, tokens))
     if text == "~" or text.startswith("~/"):
         return _home() / text[2:]
-    return _expanded(text)
+    return expanded(text)
 
 
 def _home() -> Path:
@@ -308,11 +309,7 @@ def _home() -> Path:
 
         return Path(pwd.getpwuid(os.getuid()).pw_dir)
     except (ImportError, KeyError):
-        return _expanded("~")
-
-
-def _expanded(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError
+        return expanded("~")
 
 
 def _local_user() -> str:

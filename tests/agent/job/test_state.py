@@ -15,7 +15,7 @@ import pytest
 
 from deployer.agent.gc.inventory import read_inventory
 from deployer.agent.host.files import write_json
-from deployer.agent.host.layout import Job, Root
+from deployer.agent.host.layout import TIMES_FILE, Job, Root
 from deployer.agent.host.machine import Identity, own_identity
 from deployer.agent.host.marks import job_processes
 from deployer.agent.host.processes import Process, is_running, process_of, send
@@ -24,7 +24,7 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.progress import last_metrics, last_step
 from deployer.agent.job.status import read_status
 from deployer.agent.job.stop import read_stop, request_stop
-from deployer.agent.logs.times import TIMES_FILE, read_index
+from deployer.agent.logs.times import read_index
 from deployer.agent.requests.jobs import list_jobs
 from tests.support.jobs import make_job, make_plan, wait_for
 

@@ -12,10 +12,6 @@ from deployer.agent.python.spec import PythonSpec
 NOTHING = PythonSpec()
 
 
-def words(module: str) -> str:
-    return f"Traceback\nModuleNotFoundError: No module named '{module}'"
-
-
 @pytest.mark.parametrize(
     ("files", "module", "spec", "line", "hint"),
     [
@@ -84,15 +80,13 @@ def test_why_a_module_was_missing(tmp_path: Path, files, module, spec, line, hin
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    absent = explain_module(words(module), str(tmp_path), spec, "/py")
+    absent = explain_module(module, str(tmp_path), spec, "/py")
     assert absent is not None
     assert absent.line.startswith(line) and hint in absent.hint + " ", absent
 
 
-def test_words_of_something_else_and_what_a_found_package_lacks_are_left_alone(tmp_path: Path) -> None:
+def test_what_a_found_package_lacks_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own/__init__.py").write_text("")
-    assert explain_module("ValueError: no", str(tmp_path), NOTHING, "/py") is None
-    assert explain_module(words("own.gone"), str(tmp_path), NOTHING, "/py") is None
-    named_by_python = explain_module("/usr/bin/python3: No module named own", str(tmp_path), NOTHING, "/py")
-    assert named_by_python is not None and "own" in named_by_python.line
+    assert explain_module("own.gone", str(tmp_path), NOTHING, "/py") is None
+    assert explain_module("own", str(tmp_path), NOTHING, "/py") is not None

@@ -12,6 +12,7 @@ import pytest
 from deployer.agent.job.status import FAILED, SUCCEEDED, Status
 from deployer.commands.launch.run import follow_through
 from deployer.connection.host import Host
+from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord
 from deployer.pull.choice import BEYOND_LIMIT, Wish
 from deployer.pull.rounds import Pulled, pull
@@ -138,6 +139,14 @@ def test_path_that_leaves_the_jobs_folder_is_refused_by_the_host_too(job, tmp_pa
     put(job.parent / "j2" / "secret", 1)
     with pytest.raises(Exception, match="not a path below the job's folder"):
         pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=(path,)))
+
+
+@pytest.mark.parametrize("path", ["../j2/secret", "a\0b", "\ud800"])
+def test_piece_of_a_path_that_no_file_of_the_job_has_is_refused(job, path):
+    piece = {"path": path, "inode": "1", "offset": 0, "length": 1}
+    with host_of(job).connect(request={"op": "fetch", "job": "j1", "pieces": [piece]}) as link:
+        with pytest.raises(UsageError, match="not a path below the job's folder"):
+            link.first.result()
 
 
 def test_link_out_of_the_jobs_folder_is_not_followed_and_is_not_home(job, tmp_path):

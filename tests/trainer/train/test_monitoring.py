@@ -19,6 +19,7 @@ from tests.support.ranks import FORKED, run_ranks
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, poison, train, training_on
 from trainer.batch import LossSum
+from trainer.checkpoint.folders import STATE_FILE, Saved
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.dist import Dist
 from trainer.errors import ConfigError
@@ -213,6 +214,8 @@ def test_early_stop_saves_exports_and_succeeds_with_a_reason(rows, tmp_path):
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["eval_loss_best"]) == ("succeeded", 4.0)
     assert outcome["reason"] == "no held-out loss improved the best one, 4.0000, in 2 evaluations"
+    state = json.loads((tmp_path / "checkpoints" / "step_000003" / STATE_FILE).read_text())
+    assert state.keys() <= Saved.__dataclass_fields__.keys()  # what a resume reads has a type
 
 
 def test_early_stop_counts_gains_below_min_delta_as_none(rows, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.errors import DataError
 from trainer.typed import Count, Damage, from_json
+from trainer.words import first_few
 
 COLUMN, KEY, MARK, LEFT_OUT = "column", "key", "mark", "left out"
 """A column that the schema has no use for; a key of a message that the template does not name; a mark of training
@@ -72,9 +73,8 @@ def render_findings(findings: Iterable[Finding]) -> list[str]:
     columns = [one for one in findings if one.kind == COLUMN]
     lines = []
     if columns:
-        names = ", ".join(f"{one.what} ({one.rows:,} rows)" for one in columns[:SHOWN_COLUMNS])
-        more = f" and {len(columns) - SHOWN_COLUMNS:,} more" if len(columns) > SHOWN_COLUMNS else ""
-        lines.append(f"note: columns that are not read: {names}{more}; the first in {columns[0].first}")
+        names = first_few([f"{one.what} ({one.rows:,} rows)" for one in columns], SHOWN_COLUMNS)
+        lines.append(f"note: columns that are not read: {names}; the first in {columns[0].first}")
     return lines + [_render(one) for one in findings if one.kind != COLUMN]
 
 

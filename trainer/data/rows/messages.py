@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.rows.findings import COLUMN, MARK, Remark
 from trainer.errors import DataError
+from trainer.words import shortened
 
 Message = dict[str, Any]
 """`role`, `content` (a text), and what else the row gives: a template that names such a key is shown it."""
@@ -253,5 +254,4 @@ def _without_nulls(value: Any) -> Any:
 
 def shorten(value: Any) -> str:
     """`value` as JSON of 80 characters at most, for messages."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:80] + "…"
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), 80)
