@@ -84,6 +84,10 @@ def take_weights(run: Run, result: Result) -> int:
         run.log.note("warning: no checkpoint has a held-out loss: the weights of the last step are exported")
         return last
     step, loss = best
+    lowest = result.eval_loss_best
+    if result.eval_step_best and lowest is not None and loss > lowest:
+        told = f"the checkpoint of step {result.eval_step_best} with the lowest held-out loss, {lowest:.4f}"
+        run.log.note(f"warning: {told}, is not there any more: the best of the others, step {step}, is exported")
     if step == last:
         return last
     path = on_rank0(run.dist, lambda: steps_in(folder)[step])
