@@ -149,6 +149,13 @@ def test_link_out_of_the_jobs_folder_is_not_followed_and_is_not_home(job, tmp_pa
     assert lacking(pulled) == dict.fromkeys(["code/data", "code/data/secret"], "a link; links are not followed")
 
 
+def test_name_that_could_drive_a_terminal_stays_with_its_own_reason(job, tmp_path):
+    put(job / "code" / "out" / "a\nb", 1)
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("out",)))
+    [reason] = lacking(pulled).values()
+    assert reason == r"damaged: 'code/out/a\nb' has a control character in its name"
+
+
 def test_link_to_what_comes_by_its_own_name_lacks_nothing(job, tmp_path):
     (job / "export" / "latest").symlink_to("model.safetensors")
     assert lacking(pull(host_of(job), "j1", target=tmp_path / "home")) == {}
