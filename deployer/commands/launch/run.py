@@ -219,7 +219,13 @@ def follow_through(
 
 def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
     """Brings the results of a job that has ended home and says how it ended; the exit code."""
-    lacks = _bring_home(host, record, limit) if pulls else ""
+    lacks = ""
+    if pulls:
+        try:
+            lacks = _bring_home(host, record, limit)
+        except KeyboardInterrupt:
+            terminal.notice(shown(""))
+            lacks = _not_home(record, "the results, or a part of them", "interrupted")
     with suppress(KeyboardInterrupt):  # what is told is told; the code stays
         tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
     if lacks:
@@ -229,8 +235,8 @@ def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: in
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
     """A line on what is not here afterwards; empty when all is."""
-    from deployer.commands.look.pull import bring_home, not_home_line
-    from deployer.pull.choice import Wish  # a launch does not wait for what is needed after its job
+    from deployer.commands.look.pull import bring_home  # a launch does not wait for what is needed after its job
+    from deployer.pull.choice import Wish
 
     try:
         wish = Wish(max_bytes=limit, stays=True)
@@ -238,10 +244,13 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        return not_home_line(record.job_id, "the results", error)
-    except KeyboardInterrupt:
-        terminal.notice(shown(""))
-        return not_home_line(record.job_id, "the results, or a part of them", "interrupted")
+        return _not_home(record, "the results", error)
+
+
+def _not_home(record: JobRecord, what: str, why: FerryError | str) -> str:
+    from deployer.commands.look.pull import not_home_line
+
+    return not_home_line(record.job_id, what, why)
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:

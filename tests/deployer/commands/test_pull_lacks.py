@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,24 @@ def test_final_pull_that_reaches_nobody_is_the_last_line(job, tmp_path, capfd, f
     assert follow_through(lambda screen, view: final, host, record, **ways) == code
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("not home: the results (") and last.endswith("pull j2")
+
+
+def test_ctrl_c_between_a_jobs_end_and_its_pull_does_not_say_that_nothing_ran(job, tmp_path, capfd, monkeypatch):
+    late = "deployer.commands.look.pull"
+
+    class CtrlC:
+        """While what brings results home is loaded."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == late:
+                sys.meta_path.remove(self)
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, late, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [CtrlC(), *sys.meta_path])
+    host, final = host_of(job), Status(SUCCEEDED)
+    record = JobRecord("j1", "", host.ssh, host.root, str(tmp_path / "home"), "")
+    ways = {"bare": True, "detach": False, "as_json": False, "pull_limit": None, "pulls": True}
+    assert follow_through(lambda screen, view: final, host, record, **ways) == 74
+    told = capfd.readouterr().err.splitlines()
+    assert "j1 succeeded" in told and told[-1].startswith("not home: the results, or a part of them (interrupted)")
