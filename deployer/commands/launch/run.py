@@ -186,6 +186,13 @@ def follow_through(
     with ending_in_order():
         try:
             final = start(screen, view)
+            if final is None:
+                screen.close()
+                if as_json:
+                    terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
+                else:
+                    next_commands(job_id)
+                return 0
         except KeyboardInterrupt:
             if not screen.acknowledged or screen.stopping:
                 return screen.called_off()
@@ -199,7 +206,12 @@ def follow_through(
             return RUNS_ON
         except OSError as error:
             if not is_unread(error):
-                raise
+                if not screen.acknowledged or screen.stopping:
+                    raise
+                screen.left_behind(
+                    f"gave up following: {error.strerror or error}"
+                )  # such as a full disk that the log goes to
+                return RUNS_ON
             leave_terminal()
             if screen.acknowledged and not screen.stopping:
                 screen.left_behind("nobody reads the output any more")
@@ -208,12 +220,6 @@ def follow_through(
             raise BrokenPipeError from error
         finally:
             screen.close()
-        if final is None:
-            if as_json:
-                terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
-            else:
-                next_commands(job_id)
-            return 0
         return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
 
 
