@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
@@ -95,10 +96,16 @@ def _read_names_as_utf8() -> None:
 
 
 def _open_standard_streams() -> None:
-    """A stream that was closed before we came becomes /dev/null, so that no file or socket takes its number."""
+    """A stream that was closed before we came becomes /dev/null, so that no file or socket takes its number. So does an
+    output that cannot be written: a shell that was started without one opens its script under that number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+        elif mode == "w" and fcntl.fcntl(stream, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 def _unforeseen(error: Exception) -> FerryError:

@@ -58,6 +58,17 @@ def invoked_as() -> str:
     return f"{shlex.quote(str(near))} {shlex.quote(script)}"
 
 
+def typed(path: str) -> Shown:
+    """A path as a word of a command that is to be typed: none is taken for an option, and bytes that no terminal shows
+    stand as bash and zsh read them."""
+    word = f"./{path}" if path.startswith("-") else path
+    if shown(word) == word:
+        return shown(shlex.quote(word))
+    plain = frozenset(range(0x20, 0x7F)) - frozenset(b"\\'")
+    escaped = "".join(chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
+    return shown(f"$'{escaped}'")
+
+
 def as_invoked(text: str) -> str:
     """A text of ours with the program's name as it was called here."""
     return _OWN_NAME.sub(lambda _: invoked_as(), text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +17,8 @@ import deployer.printable
 import trainer.console
 from deployer.connection.call import error_of
 from deployer.errors import HostError
-from deployer.terminal import relay, show_error
+from deployer.printable import shown
+from deployer.terminal import relay, show_error, typed
 from tests.support.ferry import REPO
 from tests.test_house import trees
 
@@ -152,3 +155,11 @@ def test_both_halves_hide_the_same():
     every = [chr(number) for number in range(0x110000)]
     hides = [{c for c in every if make(c) != c} for make in (deployer.printable.shown, trainer.console.shown)]
     assert hides[0] == hides[1]
+
+
+@pytest.mark.parametrize("name", [b"a b'\"$(id)", b"out/\xe4 ff'\\.bin", b"-r", b"--to\n", "ä/漢".encode(), b"\x1b[K"])
+def test_word_to_be_typed_is_printable_and_read_by_a_shell_as_the_path(name):
+    word = typed(os.fsdecode(name))
+    assert shown(word) == word
+    read = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True).stdout
+    assert read == (b"./" + name if name.startswith(b"-") else name)

@@ -1,7 +1,7 @@
 """Values at the edges: JSON of a file that others may have written, and the type that it must have, become a value or a
 Damage.
 
-A type is a frozen dataclass whose fields are of str, bool, int, float, Literal, tuple[T, ...], tuple[T, T], list[T],
+A type is a frozen dataclass whose fields are of str, bool, int, float, Literal, tuple[T, ...], tuple[T, U], list[T],
 dict[str, T], Any, unions of these, and further dataclasses; a `Within` beside a number is its range. Nothing is
 converted. A key that is missing takes the field's default; one that the type lacks is passed over.
 """
@@ -100,7 +100,8 @@ def _parser(kind: Any) -> _Parser:
     if origin is Literal:
         return _literal_parser(args)
     if origin is tuple:
-        return _list_parser(_parser(args[0]), tuple, length=None if args[-1] is Ellipsis else len(args))
+        is_list = args[-1] is Ellipsis
+        return _list_parser(_parser(args[0]), tuple) if is_list else _fixed_parser([_parser(one) for one in args])
     if origin is list:
         return _list_parser(_parser(args[0]), list)
     if origin is dict:
@@ -177,13 +178,22 @@ def _literal_parser(words: tuple[Any, ...]) -> _Parser:
     return parse_literal
 
 
-def _list_parser(parser: _Parser, make: Callable[[Any], Any], *, length: int | None = None) -> _Parser:
+def _list_parser(parser: _Parser, make: Callable[[Any], Any]) -> _Parser:
     def parse_list(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
-            _fail(value, "a list" if length is None else f"a list of {length}")
+        if not isinstance(value, (list, tuple)):
+            _fail(value, "a list")
         return make(_at(f"[{number}]", parser, element) for number, element in enumerate(value))
 
     return parse_list
+
+
+def _fixed_parser(parsers: list[_Parser]) -> _Parser:
+    def parse_fixed(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) != len(parsers):
+            _fail(value, f"a list of {len(parsers)}")
+        return tuple(_at(f"[{n}]", parser, value[n]) for n, parser in enumerate(parsers))
+
+    return parse_fixed
 
 
 def _dict_parser(parser: _Parser) -> _Parser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from deployer.agent.host.typed import Damage, parse, to_json
 from deployer.agent.job.status import Missing
 from deployer.paths import expanded, state_dir, write_whole
+from deployer.terminal import typed
 
 MOST_PATHS = 2000
 """The topmost are kept; a folder that was left out is one."""
@@ -89,7 +89,7 @@ def _explain(one: Missing, left: LeftOut, *, remote: bool) -> Iterator[str]:
         yield f"{path} is a path of this machine: the job runs in a copy of the project, so write {inner}"
         yield from found
     elif remote and Path(path).exists() and not any(part.startswith(".") for part in path.parts):
-        how = f"ln -s {shlex.quote(str(path))} . and --include {shlex.quote(path.name)}, then write {path.name}"
+        how = f"ln -s {typed(str(path))} . and --include {typed(path.name)}, then write {path.name}"
         yield f"{path} is on this machine and not on the host; {how}"
 
 
@@ -104,13 +104,13 @@ def _inside(path: str, left: LeftOut) -> Iterator[str]:
         name = folder.relative_to(left.project).as_posix()
         if folder.is_dir() and not any(folder.iterdir()):
             if _is_submodule(name, left):
-                update = f"git submodule update --init {shlex.quote(name)}"
+                update = f"git submodule update --init {typed(name)}"
                 yield f"{name} is a submodule that is not checked out here; {update}"
             else:
                 yield f"{name} is an empty folder here, and empty folders do not travel; have the program make it"
             return
     if here.exists() and not here.is_symlink():
-        yield f"{path} is here and did not travel; --include {shlex.quote(path)}"
+        yield f"{path} is here and did not travel; --include {typed(path)}"
 
 
 def _by_rule(path: str, left: LeftOut) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _by_rule(path: str, left: LeftOut) -> Iterator[str]:
         if number is not None and number < len(left.rules):
             pattern, source = left.rules[number]
             by = f"the built-in rule {pattern}" if source.startswith("built in") else f"{source} ({pattern})"
-            yield f"{top} was left out by {by}; --include {shlex.quote(top)}"
+            yield f"{top} was left out by {by}; --include {typed(top)}"
             return
 
 

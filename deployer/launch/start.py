@@ -152,6 +152,10 @@ class _Talk:
         return self.ack
 
 
+class _Unclear(LostConnection):
+    """The host has acknowledged in words that nobody understands: it has the job, or not, and is asked again."""
+
+
 def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watcher) -> Ack:
     """Sends what the host will ask for, and what it does ask for, up to its acknowledgement."""
     if news is not None:
@@ -168,7 +172,10 @@ def _converse(call: Call, shipment: Shipment, news: News | None, watcher: Watche
         elif name == "need_blobs":
             send_blobs(call, call.read(value, list[str], name), shipment.sources, blobs_of(entries), watcher.sending)
         elif name == "ack":
-            return call.read(value, Ack, name)
+            try:
+                return call.read(value, Ack, name)
+            except HostError as error:
+                raise _Unclear(error.message, hint=error.hint) from None
     raise LostConnection("the host ended the launch without an acknowledgement")
 
 
@@ -189,7 +196,7 @@ def _cancel(link: Link, talk: _Talk, watcher: Watcher) -> None:
         answered = False  # the host is gone; if the launch got through, `ps` shows it
     if talk.ack is not None:
         watcher.started(talk.ack)
-    elif answered and isinstance(talk.error, FerryError) and not link.lost:
+    elif answered and isinstance(talk.error, FerryError) and not (link.lost or isinstance(talk.error, _Unclear)):
         watcher.refused()
     link.close()
 

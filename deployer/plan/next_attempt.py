@@ -13,7 +13,7 @@ from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
 from deployer.plan.kept_config import read_kept
 from deployer.plan.launch_plan import NOT_REQUESTED, Command, ConfigText, build_plan, read_settings, supervised_keys
-from deployer.plan.options import Options
+from deployer.plan.options import Options, without_effect
 from deployer.plan.prepare import payload_of
 from trainer.config.files import edit_yaml
 from trainer.config.load import ConfigError, config_from_dict, key_of, local_data_paths
@@ -62,7 +62,7 @@ def _plan_next(
     if is_trainer(old):
         config, text = _config_of(job, options, tell=tell)
     else:
-        config, text = _config_of_program(old, options), None
+        config, text = _config_of_program(old, options, tell=tell), None
     if "target.secrets" not in map(key_of, options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
     plan = build_plan(
@@ -169,7 +169,7 @@ def _check_data(job: Resumable, before: Config, config: Config) -> None:
         )
 
 
-def _config_of_program(old: Plan, options: Options) -> Config:
+def _config_of_program(old: Plan, options: Options, *, tell: Callable[[str], None]) -> Config:
     """What a program's job was asked for with, as a config."""
     if not old.request.command:
         raise HostError(f"cannot resume {old.job_id}: the plan that its host sent has no command")
@@ -178,4 +178,7 @@ def _config_of_program(old: Plan, options: Options) -> Config:
             f"{options.overrides[0]} changes a config, and this job is a program of your own",
             hint="what it is given on its command line stays; --env K=V changes its environment",
         )
-    return config_from_dict(_settings_of(old), f"the request of {old.job_id}", changes=options.keys)
+    config = config_from_dict(_settings_of(old), f"the request of {old.job_id}", changes=options.keys)
+    for note in without_effect(Command(old.request.command[:1], old.request.torchrun), config.target, options.keys):
+        tell(note)
+    return config

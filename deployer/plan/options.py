@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,28 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
+    elif command is not None:
+        for note in without_effect(command, config.target, options.keys):
+            tell(note)
     return Asked(config, command, given)
+
+
+def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:
+    """What of the command line changes nothing for a program of one's own, in words."""
+    if target.device == "cpu" and not command.torchrun and "target.gpu_ranks" in given:
+        yield "--gpus changes nothing: on the CPU a program without --torchrun is one process"
+    if ours := next((word for word in command.argv[1:] if word.partition("=")[0] in _OURS), None):
+        yield f"{ours} stands after --, so the program gets it, and it is no option of this command"
+
+
+_OURS = frozenset(
+    (
+        *("--ssh", "--ssh-key", "--remote-root", "--gpus", "--allow-busy", "--torchrun", "--secret", "--detach"),
+        *("--dry-run", "--no-pull", "--pull-max", "--queue", "--max-restarts", "--max-runtime", "--stall-timeout"),
+        "--give-up",
+    )
+)
+"""Options of a launch that few programs have too."""
 
 
 def _read_file(path: str, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, frozenset[str]]:

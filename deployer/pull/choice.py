@@ -32,6 +32,8 @@ CHECKPOINT_PARTS = ("checkpoints",)
 BEYOND_LIMIT = "beyond the limit"
 GONE = "it was removed on the host"
 ABSENT = "the job has no such file"
+LINK = "a link; links are not followed"
+DAMAGED = "damaged"
 
 _STAYS = f"/{TIMES_FILE}"
 """An index for `logs --since`: of use on the host only, and thinned now and then, so that no top-up would do."""

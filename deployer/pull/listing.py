@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.requests.view import LINKS, FileRow, Names, Stays
 from deployer.connection.call import Call
 from deployer.errors import HostError
-from deployer.pull.choice import ABSENT, LeftOut, Wish, name_of
+from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, Wish, name_of
 from deployer.pull.pieces import RemoteFile
 
 MAX_FILES = 100_000
@@ -19,6 +20,7 @@ MAX_NAMES_BYTES = 16 << 20
 """Of all paths together; a list without an end must not fill this machine's memory."""
 MOST_DAMAGED = 8
 """So many rows that are no file are told one by one."""
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass
@@ -84,13 +86,12 @@ class _Reader:
     def _take_damage(self, damage: Damage) -> None:
         self._damaged += 1
         if self._damaged <= MOST_DAMAGED:
-            self._left_out.append(LeftOut(f"row {self._rows} of the host's list", 1, 0, f"damaged: {damage}"))
+            self._left_out.append(LeftOut(f"row {self._rows} of the host's list", 1, 0, f"{DAMAGED}: {damage}"))
 
     def take_links(self, links: Names) -> None:
-        why = "a link; links are not followed"
-        self._left_out += [LeftOut(name[:1000], 1, 0, why) for name in links.names[:LINKS]]
+        self._left_out += [LeftOut(name[:1000], 1, 0, LINK) for name in links.names[:LINKS]]
         if links.more:
-            self._left_out.append(LeftOut(f"{links.more} more", links.more, 0, why))
+            self._left_out.append(LeftOut(f"{links.more} more", links.more, 0, LINK))
 
     def take_absent(self, names: Sequence[str]) -> None:
         asked = {*self.outputs, *self._wish.paths}
@@ -99,7 +100,7 @@ class _Reader:
     def listing(self) -> Listing:
         if self._damaged > MOST_DAMAGED:
             more = self._damaged - MOST_DAMAGED
-            self._left_out.append(LeftOut(f"{more} more rows", more, 0, "damaged"))
+            self._left_out.append(LeftOut(f"{more} more rows", more, 0, DAMAGED))
         return Listing(list(self._files.values()), self._left_out, self.outputs, self.stays)
 
 
@@ -107,7 +108,9 @@ def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFi
     """A file as a host lists it. Damage for what is no path below what was asked for, with numbers."""
     file = RemoteFile(*from_json(row, FileRow))
     if not is_path(file.path):
-        raise Damage("is not a path below the job's folder", place=_short(file.path))
+        is_below = is_path(_CONTROL.sub("?", file.path))
+        what = "has a control character in its name" if is_below else "is not a path below the job's folder"
+        raise Damage(what, place=_short(file.path))
     part = file.path.split("/", 1)[0]
     if part not in wish.parts and name_of(file.path, wish.paths, outputs) is None:
         raise Damage("was not asked for", place=_short(file.path))
@@ -118,7 +121,7 @@ def parse_file(row: object, wish: Wish, outputs: Sequence[str] = ()) -> RemoteFi
 
 def is_path(path: str) -> bool:
     """Whether a name from a host or a user stays below a folder, and drives no terminal."""
-    return is_path_below(path) and not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in path)
+    return is_path_below(path) and not _CONTROL.search(path)
 
 
 def _short(value: object) -> str:

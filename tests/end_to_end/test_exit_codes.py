@@ -147,17 +147,17 @@ def test_outputs_come_home_and_a_line_says_what_stays(ferry: Ferry, server: SshS
     writes = (
         'mkdir out sub/new; echo w > out/w; echo n > sub/new/n; echo two > kept.txt; echo r > "$TORCHFERRY_RUN_DIR"/r'
     )
-    words = ["--", "sh", "-c", writes + "; mkdir __pycache__; touch __pycache__/x"]
+    words = ["--", "sh", "-c", writes + "; mkdir __pycache__; touch __pycache__/x ./-r"]
     done = ferry.run("run", *ferry.where(), "--out", "./out/", *words)
     assert done.returncode == 0, done.stderr.decode()
     job = ferry.job()
     home = ferry.project / "results" / job.name
     assert (home / "code" / "out" / "w").read_text() == "w\n" and not (home / "r").exists()
     (line,) = [line for line in done.stderr.decode().splitlines() if line.startswith("stays on the host")]
-    assert "3 files that the job wrote, 8 B: kept.txt, r, sub/new/n; " in line
+    assert "4 files that the job wrote, 8 B: kept.txt, r, sub/new/n …; " in line
     paths = line.partition(f" pull {job.name} ")[2].removesuffix(" brings them").split()
-    assert sorted(paths) == ["kept.txt", "r", "sub/new"]
-    assert ferry.run("pull", job.name, *paths).returncode == 0
+    assert sorted(paths) == ["./-r", "kept.txt", "r", "sub/new"]
+    assert ferry.run("pull", job.name, *paths).returncode == 0 and (home / "code" / "-r").exists()
     assert [(home / path).read_text() for path in ("code/kept.txt", "code/sub/new/n", "r")] == ["two\n", "n\n", "r\n"]
     assert (ferry.project / "kept.txt").read_text() == "one"
 

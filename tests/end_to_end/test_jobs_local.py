@@ -197,11 +197,23 @@ def test_interrupt_detaches_and_says_how_to_come_back(ferry):
     ferry.run("stop", ferry.job_ids()[0], "--grace", "1")
 
 
-@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "2</dev/null", "<&- >&- 2>&-"])
 def test_streams_closed_by_the_caller_change_nothing(ferry, closed):
     words = ferry.argv("run", *ferry.where(), "--no-pull", "--", "sh", "-c", "exit 4")
     done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], cwd=ferry.project, env=ferry.environment())
     assert done.returncode == 4
+
+
+@pytest.mark.parametrize("way", [("--detach", "--json"), ()])
+def test_log_that_finds_no_room_here_ends_the_following_alone(ferry, way):
+    words = ferry.argv("run", *ferry.where(), *way, "--", "sh", "-c", "echo up; sleep 1000")
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(words, cwd=ferry.project, env=ferry.environment(), stdout=full, stderr=subprocess.PIPE)
+    (job_id,) = ferry.job_ids()
+    assert done.returncode == 75
+    told = done.stderr.decode()
+    assert "gave up following: No space left on device" in told and "it goes on without this client" in told
+    assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
 
 
 def test_terminal_that_wants_no_colour_gets_no_escape(ferry):

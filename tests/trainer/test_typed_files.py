@@ -28,13 +28,17 @@ class Outer:
     kind: Literal["a", "b"] = "a"
     inner: Inner | None = None
     pairs: dict[str, tuple[Size, Size]] | None = None
+    rows: tuple[tuple[Count, str], ...] = ()
     flag: bool | str = False
     rest: Any = None
 
 
 def test_value_of_its_type_is_read_and_what_the_type_lacks_is_passed_over() -> None:
-    text = b'{"step": 3, "rate": 1, "inner": {"name": "x", "sizes": [1, 2]}, "pairs": {"f": [1, 2]}, "flag": "y"}'
-    expected = Outer(3, 1.0, None, "a", Inner("x", (1, 2)), {"f": (1, 2)}, "y")
+    text = (
+        b'{"step": 3, "rate": 1, "inner": {"name": "x", "sizes": [1, 2]}, "pairs": {"f": [1, 2]}, '
+        b'"rows": [[0, "y"]], "flag": "z"}'
+    )
+    expected = Outer(3, 1.0, None, "a", Inner("x", (1, 2)), {"f": (1, 2)}, ((0, "y"),), "z")
     assert from_json(parse_json(text), Outer) == expected
     assert from_json(parse_json(b'\xef\xbb\xbf{"step": 0, "z": 1}'), Outer) == Outer(0)
 
@@ -56,6 +60,7 @@ def test_value_of_its_type_is_read_and_what_the_type_lacks_is_passed_over() -> N
         ('{"step": 1, "inner": {"name": 5}}', "inner.name is 5, not a text"),
         ('{"step": 1, "inner": {"name": "x", "sizes": [1, -2]}}', "inner.sizes[1] is -2, not at least 0"),
         ('{"step": 1, "pairs": {"f": [1]}}', "pairs.f is [1], not a list of 2"),
+        ('{"step": 1, "rows": [[0, 1]]}', "rows[0][1] is 1, not a text"),
         ('{"step": 1, "inner": {"name": "\\ud800"}}', "inner.name is '\\ud800', not a text of valid UTF-8"),
         ('{"step": 1, "rest": ' + "[" * 40 + "]" * 40 + "}", "rest is nested more than 32 deep"),
         ("[]", "it is [], not an object"),

@@ -70,13 +70,14 @@ def load(
     return resumed
 
 
-def load_model(path: Path, model: nn.Module, dist: Dist) -> Resumed:
+def load_model(path: Path, model: nn.Module, dist: Dist, *, verified: Resumed | None = None) -> Resumed:
     """Fill only the model in place from a complete checkpoint of any world size, and return what else it says.
 
-    Frozen parameters are not in a checkpoint and stay as they are. One process needs no process group.
+    Frozen parameters are not in a checkpoint and stay as they are. One process needs no process group. `verified`: see
+    `load`.
     """
     group, verdict = dist.control_group, f"cannot load {path}. {DAMAGED}"
-    resumed = verify(path, dist)
+    resumed = verified or verify(path, dist)
     on_all(lambda: read_model_shards(path, model, group), group, partial(cannot_load, path))
     on_all(lambda: check_finite({"model": model_state(model)}, verdict), group, partial(cannot_load, path))
     return resumed

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.folders import steps_in
-from trainer.checkpoint.load import load_model
+from trainer.checkpoint.load import load_model, verify
 from trainer.checkpoint.retention import best_in
 from trainer.dist import Dist, on_rank0
 from trainer.export.adapter import export_adapter
@@ -73,7 +74,8 @@ def finish(run: Run, result: Result, *, shape: Shape, tokenizer: Any) -> int:
 def take_weights(run: Run, result: Result) -> int:
     """Fill the model with the weights that are to be exported, and return their step; every rank calls this.
 
-    The last step's are in it already. Raises CheckpointError where the best checkpoint is damaged in being read.
+    The last step's are in it already, and stay where the best checkpoint is gone or damaged. Raises CheckpointError
+    where that one changes while it is read.
     """
     source, last = run.config.run.export_from, result.step
     if source == "last" or (source == "auto" and result.reason is None):
@@ -84,11 +86,20 @@ def take_weights(run: Run, result: Result) -> int:
         run.log.note("warning: no checkpoint has a held-out loss: the weights of the last step are exported")
         return last
     step, loss = best
+    lowest = result.eval_loss_best
+    if result.eval_step_best and lowest is not None and loss > lowest:
+        told = f"the checkpoint of step {result.eval_step_best} with the lowest held-out loss, {lowest:.4f}"
+        run.log.note(f"warning: {told}, is not there any more: the best of the others, step {step}, is exported")
     if step == last:
         return last
     path = on_rank0(run.dist, lambda: steps_in(folder)[step])
+    try:
+        whole = verify(path, run.dist)
+    except CheckpointError as error:
+        run.log.note(f"warning: {error}; the weights of the last step are exported")
+        return last
     run.log.note(f"the weights of {path.name} are exported, whose held-out loss, {loss:.4f}, was the lowest")
-    load_model(path, run.module, run.dist)
+    load_model(path, run.module, run.dist, verified=whole)
     return step
 
 

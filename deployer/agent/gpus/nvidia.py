@@ -139,12 +139,13 @@ def see(
             )
     if limit and not all(map(limit.allows, named)):
         wanted = ", ".join(gpu.label for gpu in named)
-        message = "this login may use GPU %s of %s (CUDA_VISIBLE_DEVICES=%s), and %s asks for GPU %s"
+        what = "GPU %s" % limit.labels if limit.gpus else "no GPU"
+        message = "this login may use %s of %s (CUDA_VISIBLE_DEVICES=%s), and %s asks for GPU %s"
+        others = "name those with --gpus, or --gpus auto:%d" % len(limit.gpus) if limit.gpus else hint
         raise AgentError(
             "host",
-            message % (limit.labels, _machine(), limit.text, ",".join(requested), wanted),
-            "name those with --gpus, or --gpus auto:%d; where that is no limit, unset the variable in the host's login"
-            % max(1, len(limit.gpus)),
+            message % (what, _machine(), limit.text, ",".join(requested), wanted),
+            others + "; where that is no limit, unset the variable in the host's login",
         )
     return sight
 

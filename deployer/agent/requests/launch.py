@@ -4,6 +4,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -170,7 +171,8 @@ def check_root(root: Root) -> None:
     if few or free.f_bavail * free.f_frsize < MIN_FREE_BYTES:
         inodes = ", %d inodes of %d" % (free.f_favail, free.f_files) if few and free.f_favail else ""
         what = "the disk of the remote root %s is full: %s%s" % (root.path, disk.room(root.path), inodes)
-        raise AgentError("host", what, "make room, for example with deploy.py gc --older-than 7d; or " + hint)
+        room = "deploy.py gc --ssh HOST --remote-root %s --older-than 7d" % shlex.quote(root.path)
+        raise AgentError("host", what, "make room, for example with %s; or %s" % (room, hint))
 
 
 # --- the job folder ---------------------------------------------------------------------------------------------------

@@ -186,6 +186,13 @@ def follow_through(
     with ending_in_order():
         try:
             final = start(screen, view)
+            if final is None:
+                screen.close()
+                if as_json:
+                    terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
+                else:
+                    next_commands(job_id)
+                return 0
         except KeyboardInterrupt:
             if not screen.acknowledged or screen.stopping:
                 return screen.called_off()
@@ -199,7 +206,12 @@ def follow_through(
             return RUNS_ON
         except OSError as error:
             if not is_unread(error):
-                raise
+                if not screen.acknowledged or screen.stopping:
+                    raise
+                screen.left_behind(
+                    f"gave up following: {error.strerror or error}"
+                )  # such as a full disk that the log goes to
+                return RUNS_ON
             leave_terminal()
             if screen.acknowledged and not screen.stopping:
                 screen.left_behind("nobody reads the output any more")
@@ -208,18 +220,18 @@ def follow_through(
             raise BrokenPipeError from error
         finally:
             screen.close()
-        if final is None:
-            if as_json:
-                terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
-            else:
-                next_commands(job_id)
-            return 0
         return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
 
 
 def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
     """Brings the results of a job that has ended home and says how it ended; the exit code."""
-    lacks = _bring_home(host, record, limit) if pulls else ""
+    lacks = ""
+    if pulls:
+        try:
+            lacks = _bring_home(host, record, limit)
+        except KeyboardInterrupt:
+            terminal.notice(shown(""))
+            lacks = _not_home(record, "the results, or a part of them", "interrupted")
     with suppress(KeyboardInterrupt):  # what is told is told; the code stays
         tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
     if lacks:
@@ -229,8 +241,8 @@ def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: in
 
 def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
     """A line on what is not here afterwards; empty when all is."""
-    from deployer.commands.look.pull import bring_home, not_home_line
-    from deployer.pull.choice import Wish  # a launch does not wait for what is needed after its job
+    from deployer.commands.look.pull import bring_home  # a launch does not wait for what is needed after its job
+    from deployer.pull.choice import Wish
 
     try:
         wish = Wish(max_bytes=limit, stays=True)
@@ -238,10 +250,13 @@ def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        return not_home_line(record.job_id, "the results", error)
-    except KeyboardInterrupt:
-        terminal.notice(shown(""))
-        return not_home_line(record.job_id, "the results, or a part of them", "interrupted")
+        return _not_home(record, "the results", error)
+
+
+def _not_home(record: JobRecord, what: str, why: FerryError | str) -> str:
+    from deployer.commands.look.pull import not_home_line
+
+    return not_home_line(record.job_id, what, why)
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:

@@ -12,7 +12,7 @@ from deployer.agent.host.layout import GroupName
 from deployer.agent.job.status import FINAL
 from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
-from deployer.commands.screen import Screen, ending_in_order, log_view
+from deployer.commands.screen import Screen, ending_in_order, is_unread, log_view
 from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
 from deployer.exit_codes import RUNS_ON
@@ -67,6 +67,11 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
         return RUNS_ON
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
+        return RUNS_ON
+    except OSError as error:
+        if ended or is_unread(error):
+            raise
+        screen.left_behind(f"gave up following: {error.strerror or error}")
         return RUNS_ON
     narrowed = wanted.grep is not None or wanted.tail is not None or wanted.since is not None
     if not view.has_shown and not narrowed and not screen.tells_of_changes:

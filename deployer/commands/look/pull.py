@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from deployer.errors import ConnectError, FerryError, LostConnection, NotHome
 from deployer.exit_codes import NOT_HOME
 from deployer.jobs.requests import read_status
 from deployer.printable import shown
-from deployer.pull.choice import ABSENT, BEYOND_LIMIT, GONE, LeftOut, Wish
+from deployer.pull.choice import ABSENT, BEYOND_LIMIT, DAMAGED, GONE, LINK, LeftOut, Wish
 from deployer.pull.landing import CannotWrite
 from deployer.pull.rounds import Pulled, pull
 
@@ -72,7 +71,7 @@ def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
 def _again(job_id: str, wish: Wish, words: str = "") -> str:
     """The command that pulls the same again."""
     checkpoint = {None: "", "all": "--checkpoints"}.get(wish.checkpoints, f"--checkpoint {wish.checkpoints}")
-    paths = " ".join(map(shlex.quote, wish.paths))
+    paths = " ".join(map(terminal.typed, wish.paths))
     return " ".join(filter(None, [terminal.invoked_as(), "pull", job_id, paths, checkpoint, words]))
 
 
@@ -127,9 +126,9 @@ def _lacks(pulled: Pulled, again: str) -> str:
     if not lacking:
         return ""
     reasons = list(dict.fromkeys(left.reason for left in lacking))
-    why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; and {len(reasons) - 1} other reasons"
+    why = reasons[0] if len(reasons) == 1 else f"{reasons[0]}; other reasons: {len(reasons) - 1}"
     line = f"not home: {_sum_of(lacking)} ({why})"
-    if all(reason in (GONE, ABSENT) for reason in reasons):
+    if all(reason in (GONE, ABSENT, LINK) or reason.startswith(DAMAGED) for reason in reasons):
         return line
     return f"{line}; bring them with: {_all_of(pulled, again) if BEYOND_LIMIT in reasons else again}"
 
@@ -151,7 +150,7 @@ def _stays_line(stays: Stays, job_id: str) -> str:
     least = "at least " if stays.at_least else ""
     named = ", ".join(name.removeprefix("code/") for name in stays.largest)
     more = " …" if stays.files > len(stays.largest) else ""
-    paths = " ".join(map(shlex.quote, stays.names))
+    paths = " ".join(map(terminal.typed, stays.names))
     return (
         f"stays on the host: {least}{terminal.counted(stays.files, 'file')} that the job wrote, "
         f"{terminal.size(stays.size_bytes)}: {named}{more}; {terminal.invoked_as()} pull {job_id} {paths} brings them"

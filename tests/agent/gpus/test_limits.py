@@ -94,7 +94,7 @@ def test_job_gets_gpus_within_the_limit(
         ("4,5", ("0", "1"), r"may use GPU 4, 5 of host \S+ \(CUDA_VISIBLE_DEVICES=4,5\), and 0,1 asks for GPU 0, 1"),
         ("4,5", ("4", "0"), "and 4,0 asks for GPU 4, 0"),
         ("4,5", ("auto:3",), r"of which this login may use 4, 5 \(CUDA_VISIBLE_DEVICES=4,5\), fewer than auto:3"),
-        ("", ("0",), r"may use GPU none of host \S+ \(CUDA_VISIBLE_DEVICES=\)"),
+        ("", ("0",), r"may use no GPU of host \S+ \(CUDA_VISIBLE_DEVICES=\)"),
         ("", ("auto:1",), "may use none"),
         ("MIG-aaaa", ("1",), "may use GPU MIG-aaaa .* asks for GPU 1"),
         ("MIG-aaaa", ("MIG-bbbb",), "asks for GPU MIG-bbbb"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,13 @@ def test_link_out_of_the_jobs_folder_is_not_followed_and_is_not_home(job, tmp_pa
     assert lacking(pulled) == dict.fromkeys(["code/data", "code/data/secret"], "a link; links are not followed")
 
 
+def test_name_that_could_drive_a_terminal_stays_with_its_own_reason(job, tmp_path):
+    put(job / "code" / "out" / "a\nb", 1)
+    pulled = pull(host_of(job), "j1", target=tmp_path / "home", wish=Wish(paths=("out",)))
+    [reason] = lacking(pulled).values()
+    assert reason == r"damaged: 'code/out/a\nb' has a control character in its name"
+
+
 def test_link_to_what_comes_by_its_own_name_lacks_nothing(job, tmp_path):
     (job / "export" / "latest").symlink_to("model.safetensors")
     assert lacking(pull(host_of(job), "j1", target=tmp_path / "home")) == {}
@@ -193,3 +201,24 @@ def test_final_pull_that_reaches_nobody_is_the_last_line(job, tmp_path, capfd, f
     assert follow_through(lambda screen, view: final, host, record, **ways) == code
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("not home: the results (") and last.endswith("pull j2")
+
+
+def test_ctrl_c_between_a_jobs_end_and_its_pull_does_not_say_that_nothing_ran(job, tmp_path, capfd, monkeypatch):
+    late = "deployer.commands.look.pull"
+
+    class CtrlC:
+        """While what brings results home is loaded."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == late:
+                sys.meta_path.remove(self)
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, late, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [CtrlC(), *sys.meta_path])
+    host, final = host_of(job), Status(SUCCEEDED)
+    record = JobRecord("j1", "", host.ssh, host.root, str(tmp_path / "home"), "")
+    ways = {"bare": True, "detach": False, "as_json": False, "pull_limit": None, "pulls": True}
+    assert follow_through(lambda screen, view: final, host, record, **ways) == 74
+    told = capfd.readouterr().err.splitlines()
+    assert "j1 succeeded" in told and told[-1].startswith("not home: the results, or a part of them (interrupted)")

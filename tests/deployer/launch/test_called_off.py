@@ -23,7 +23,8 @@ from tests.support.lying import Lying
 
 CANCELLED = "import os; frame({{'hello': {{}}}}); os.kill({pid}, 2)\nwhile 'cancel' not in hear(): pass\n"
 """Of a host that was asked, presses Ctrl-C, and hears that nobody wants the answer."""
-ACK = "event('ack', {'path': '/job', 'stopping': True}); frame({'id': 0, 'error': {'message': 'cancelled'}})\n"
+ACK = "event('ack', {'job_id': 'j', 'path': '/job', 'stopping': True})\n"
+ACK += "frame({'id': 0, 'error': {'message': 'cancelled'}})\n"
 
 
 class Told(Watcher):
@@ -121,6 +122,13 @@ def test_job_that_its_host_stops_at_once_is_neither_running_nor_never_started(pr
     code, prepared = launch(project, Host(None, str(tmp_path / "root"), begun=begun))
     said = capfd.readouterr().err.splitlines()
     assert code == 130 and said[-1].startswith(f"cancelled: {prepared.plan.job_id} had just begun, its host stops it")
+
+
+def test_acknowledgement_that_is_damaged_does_not_mean_that_nothing_was_started(project, tmp_path, capfd):
+    begun = Lying(CANCELLED.format(pid=os.getpid()) + ACK.replace("'/job'", "5") + "forever()")
+    code, prepared = launch(project, Host(None, str(tmp_path / "root"), begun=begun))
+    assert code == 75 and [record.job_id for record in read_records()] == [prepared.plan.job_id]
+    assert "cancelled: nothing was started" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("at", ["started", "heard"])

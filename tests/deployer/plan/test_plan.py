@@ -11,6 +11,7 @@ from deployer.agent.host.typed import to_json
 from deployer.agent.job.plan import Devices, Plan, fill, groups_of, parse_plan
 from deployer.errors import UsageError
 from deployer.plan.launch_plan import TRAINER_REQUIRES, Command, build_plan, new_job_id, render_command, shell_slots
+from deployer.plan.options import Options, read_config
 from tests.support.ferry import REPO
 from trainer.schema import Config, TargetConfig
 
@@ -70,6 +71,23 @@ def test_cpu_as_many_processes_and_no_visible_gpu():
     plan = plan_of(TargetConfig(gpu_ranks=[0, 1], device="cpu"))
     (role,) = plan.roles
     assert (role.nproc, role.nodes, role.env["CUDA_VISIBLE_DEVICES"]) == (2, (Devices("cpu"),), "")
+
+
+@pytest.mark.parametrize(
+    ("words", "torchrun", "keys", "told"),
+    [
+        (["true"], False, {"target.gpu_ranks": [0, 1]}, ["--gpus changes nothing: on the CPU a program without"]),
+        (["true"], False, {}, []),
+        (["t.py"], True, {"target.gpu_ranks": [0, 1]}, []),
+        (["true", "x", "--gpus=3", "--detach"], False, {}, ["--gpus=3 stands after --, so the program gets it"]),
+        (["torchrun", "--device", "cpu", "--name", "x"], False, {}, []),
+    ],
+)
+def test_options_that_change_nothing_for_a_program_are_said(words, torchrun, keys, told):
+    notes: list[str] = []
+    options = Options(command=tuple(words), torchrun=torchrun, keys={"target.device": "cpu"} | keys)
+    read_config(options, tell=notes.append)
+    assert [note.startswith(begin) for note, begin in zip(notes, told, strict=True)] == [True] * len(told)
 
 
 def test_project_without_a_trainer_runs_the_clients_own():

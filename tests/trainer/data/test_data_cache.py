@@ -29,6 +29,7 @@ from trainer.schema import Config, DataConfig, TrainConfig
 def config(tmp_path) -> Config:
     path = tmp_path / "rows.jsonl"
     rows = [{"question": f"What is {n}?", "answer": f"{n}" * (n % 9)} for n in range(40)]
+    rows.append({"question": "Why? " * 40, "answer": "dropped: no target is left of it"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Config(data=DataConfig(train=[str(path)], seq_len=64), train=TrainConfig(micro_batch_size=2, steps=4))
 
@@ -49,6 +50,7 @@ def test_documents_of_the_file_are_those_in_memory(config, tmp_path):
     for name in ("source", "key", "document", "targets", "truncated"):
         assert getattr(table, name).tolist() == getattr(expected, name).tolist()
     assert table.dropped == expected.dropped
+    assert [len(rows) for rows in table.dropped.values()] == [1]
 
 
 def test_restart_finds_the_tokens_made(config, tmp_path):

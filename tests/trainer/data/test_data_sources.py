@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -115,6 +116,12 @@ def test_bad_file_gives_one_error_with_its_place(tmp_path, content, message, whe
         read_conversations(str(path))
     assert message in error.value.message
     assert error.value.where == str(tmp_path / where)
+
+
+def test_id_of_a_row_is_text_whatever_bytes_name_its_file(tmp_path):
+    (tmp_path / os.fsdecode(b"\xe4\x1b.jsonl")).write_text(json.dumps(GSM8K_LIKE[0]))
+    [row] = read_conversations(f"{tmp_path}/*.jsonl")
+    assert row.id == f"{tmp_path}/\\udce4\\x1b.jsonl:1"
 
 
 def test_missing_file_error_shows_the_absolute_path(tmp_path, monkeypatch):

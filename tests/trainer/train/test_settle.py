@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -142,15 +143,21 @@ def exporting(rows: str, *, source: str = "auto", **fields) -> Config:
     return with_changes(config, {"run.export": True, "run.export_from": source})
 
 
-def judged(dist: Dist, config: Config, folder: str, losses: list[float]) -> dict:
-    """A run whose held-out losses are these (before the first step, after it, …): what it exports, and outcome.json."""
+def judged(dist: Dist, config: Config, folder: str, losses: list[float], loses: str = "", spoils: str = "") -> dict:
+    """A run whose held-out losses are these (before the first step, after it, …): what it exports, and outcome.json.
+    `loses`, `spoils`: a checkpoint that somebody removes or cuts before the export."""
     run_dir = Path(folder)
     run_dir.mkdir(exist_ok=True)
     run = build_of(config, run_dir, dist)
     script = chain(losses, repeat(losses[-1]))
     run.evaluate = lambda run, is_stop_requested: Evaluated(next(script), 1)
     basis = read_basis(sft.recipe(), config, dist)
-    finish(run, loop.train(run), shape=basis.shape, tokenizer=basis.tokenizer)
+    result = loop.train(run)
+    if loses:
+        shutil.rmtree(run_dir / "checkpoints" / loses)
+    for file in (run_dir / "checkpoints" / spoils).glob("*.distcp") if spoils else ():
+        file.write_bytes(file.read_bytes()[:-1])
+    finish(run, result, shape=basis.shape, tokenizer=basis.tokenizer)
     gather_full(run.module, dist)
     return json.loads((run_dir / "outcome.json").read_text())
 
@@ -205,6 +212,21 @@ def test_run_that_only_got_worse_says_so_and_exports_the_best_that_it_has(rows, 
     told = capfd.readouterr().out
     assert "warning: the held-out loss is no lower than before the first step, 2.0000" in told
     assert is_of_step(tmp_path, 1)
+
+
+def test_best_checkpoint_that_is_gone_is_told(rows, tmp_path, capfd):
+    outcome = judged(ALONE, exporting(rows, early_stop_patience=2), str(tmp_path), WORSE, loses="step_000002")
+    assert outcome["exported_step"] == 4
+    gone = "warning: the checkpoint of step 2 with the lowest held-out loss, 3.0000, is not there any more: the best of"
+    assert f"{gone} the others, step 4, is exported" in capfd.readouterr().out
+
+
+def test_best_checkpoint_that_is_damaged_is_told_and_the_last_step_exported(rows, tmp_path, capfd):
+    outcome = judged(ALONE, exporting(rows, early_stop_patience=2), str(tmp_path), WORSE, spoils="step_000002")
+    assert (outcome["exported_step"], outcome["state"]) == (4, "succeeded")
+    told = capfd.readouterr().out
+    assert "warning: cannot load" in told and "the weights of the last step are exported" in told
+    assert is_of_step(tmp_path, 4)
 
 
 def test_best_of_no_held_out_data_is_refused():

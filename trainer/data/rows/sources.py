@@ -12,6 +12,7 @@ from typing import Any
 from trainer.config.data import is_pattern, matching
 from trainer.config.load import LOCAL_STARTS
 from trainer.config.rules import LOCAL_SUFFIXES
+from trainer.console import shown
 from trainer.data.rows.files import read_file
 from trainer.data.rows.messages import Record, Row, build_row, detect_schema, question_answer
 from trainer.data.rows.stdlib_docs import is_held_out, read_stdlib_pairs
@@ -86,7 +87,7 @@ def read_records(spec: str, split: str) -> Iterator[tuple[str, Record]]:
     files = _files(spec)
     if files is None:
         return _read_dataset(spec, split)
-    named = ((path, spec) if len(files) == 1 and path == expanded(spec) else (path, str(path)) for path in files)
+    named = ((path, spec) if len(files) == 1 and path == expanded(spec) else (path, shown(path)) for path in files)
     return chain.from_iterable(read_file(path, name, split) for path, name in named)
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.config.data import TEXT_SUFFIXES
+from trainer.console import shown
 from trainer.data.rows.findings import COLUMN, Finding, Findings, Remark, render_findings
 from trainer.data.rows.sources import STDLIB_DOCS, TRAIN, read_records
 from trainer.data.rows.stdlib_docs import read_stdlib_pairs
@@ -68,7 +69,7 @@ def _read(spec: str, split: str) -> Iterator[Text]:
     if spec.startswith("builtin:"):
         return _read_builtin(spec)
     if path.is_dir() and (files := _text_files(path)):
-        return (_read_file(file, f"{spec.rstrip('/')}/{file.relative_to(path).as_posix()}") for file in files)
+        return (_read_file(file, shown(f"{spec.rstrip('/')}/{file.relative_to(path).as_posix()}")) for file in files)
     if spec.endswith(TEXT_SUFFIXES):
         return iter([_read_file(path, spec)])
     return _read_rows(spec, split)
