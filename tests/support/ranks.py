@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -107,9 +108,15 @@ FORKED = Beside(launch=forked_saver, wait_from_bytes=0)
 
 
 def _context() -> Any:
-    os.environ.update({name: value for name, value in _ENV.items() if name not in os.environ})
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    ours = [name for name in _ENV if name not in os.environ]
+    os.environ.update({name: _ENV[name] for name in ours})
+    try:
+        forkserver.ensure_running()  # the ranks have its environment; the tests that come after must not
+    finally:
+        for name in ours:
+            del os.environ[name]
     return context
 
 

@@ -40,6 +40,7 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             (path / "referee" / gpu).touch()
         monkeypatch.setenv("TORCHFERRY_LEASE_DIR", str(path / "leases"))
         fake_smi(path / "referee", gpus=TWO_GPUS)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
         monkeypatch.setenv("PATH", f"{path / 'referee'}:{os.environ['PATH']}:/usr/sbin")
         yield path
 

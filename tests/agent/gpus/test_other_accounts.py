@@ -47,6 +47,7 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         smi = path / "smi"
         smi.mkdir()
         fake_smi(smi, gpus=ONE_GPU)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "all")
         monkeypatch.setenv("PATH", f"{smi}:{os.environ['PATH']}")
         yield path
 

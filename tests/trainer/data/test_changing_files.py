@@ -287,10 +287,10 @@ def put_header(path: Path, header: object, values: bytes) -> None:
         ({"data_offsets": [8, 4000]}, "b would begin at byte "),
         ({"data_offsets": [0, 24]}, "would begin at byte "),
         ({"data_offsets": [8, 10**15]}, "b would begin at byte|b has 999,999,999,999,992 bytes"),
-        ({"data_offsets": [-8, 16]}, "would begin at byte "),
+        ({"data_offsets": [-8, 16]}, r"b\.data_offsets\[0\] is -8, not at least 0"),
         ({"data_offsets": [16]}, "its header is damaged"),
         ({"shape": [5]}, r"b has 24 bytes for \[5\] of F32, which take 20"),
-        ({"shape": [-2, -3]}, r"b has 24 bytes for \[-2, -3\] of F32"),
+        ({"shape": [-2, -3]}, r"b\.shape\[0\] is -2, not at least 0"),
         ({"shape": ["x"]}, "its header is damaged"),
         ({"shape": [float("inf")]}, "its header is damaged"),
         ({"dtype": "F64"}, r"b has 24 bytes for \[6\] of F64, which take 48"),
@@ -329,7 +329,7 @@ def test_every_cut_and_every_added_byte_of_a_weights_file_is_noticed(tmp_path):
 def test_damaged_index_of_weights_is_named(tmp_path, index):
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(index.encode("latin-1"))
-    with pytest.raises(ModelError, match="cannot be read") as error:
+    with pytest.raises(ModelError, match=r"index\.json(: it| cannot)|weight_map") as error:
         load_pretrained(tiny_decoder(), tmp_path)
     assert str(path) in str(error.value)
 

@@ -97,8 +97,8 @@ def test_offloaded_run_holds_no_parameters_and_no_state_on_the_device():
 def test_8_bit_state_of_large_matrices_takes_a_quarter():
     shape = tiny_shape(hidden_size=128, intermediate_size=128, vocab_size=1024, head_dim=32)
     whole, low = (
-        estimate_memory(shape, sized(optim={"optimizer": name}), world_size=1).optimizer
-        for name in ("adamw", "adamw8bit")
+        estimate_memory(shape, sized(optim={"optimizer": name, **more}), world_size=1).optimizer
+        for name, more in (("adamw", {}), ("adamw8bit", {"embeddings_8bit": True}))
     )
     assert 0.25 < low / whole < 0.27
 
