@@ -34,7 +34,7 @@ from tests.support.limits import patient
 from tests.support.smi import fake_smi
 from tests.support.terminals import assert_tame
 
-CODES = {0, 1, 2, 3, 75, 124, 125, 130, 143}
+CODES = {0, 1, 2, 3, 74, 75, 124, 125, 130, 143}
 """The documented ones, and that of the job that failed."""
 HANGS_S = patient(90)
 TIMES = {"seen_at", "age_s", "queue"}

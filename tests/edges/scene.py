@@ -72,14 +72,18 @@ class Scene:
 
     def damage(self, path: Path, how: Damage, chance: random.Random) -> None:
         """A supervisor that would write its status again is halted until `restore`."""
-        if path not in self.kept:  # a claim
+        if path not in self.kept:  # a claim: who waits could take it for none before its holder has made it again
             self.kept[path] = path.read_bytes()
+            self._halt(self.job(self.live[-1]) / "status.json")
         elif path.name == "status.json" and path.parent.name in self.live:
-            self._halted.append(json.loads(self.kept[path])["supervisor"]["pid"])
-            os.kill(self._halted[-1], signal.SIGSTOP)
+            self._halt(path)
         self.changed.append(path)
         with suppress(FileExistsError):  # a supervisor has written it again just now
             how(path, self.kept[path], chance)
+
+    def _halt(self, status: Path) -> None:
+        self._halted.append(json.loads(self.kept[status])["supervisor"]["pid"])
+        os.kill(self._halted[-1], signal.SIGSTOP)
 
     def restore(self) -> None:
         for path in self.changed:
@@ -93,6 +97,10 @@ class Scene:
         for path, seen in self._seen.items():  # what a command has written over, or an agent has healed
             if _sight(path) != seen:
                 self._put(path)
+        if self._halted and len(self.live) > 1:
+            has = self.live[1]
+            os.kill(json.loads(self.kept[self.job(has) / "status.json"])["supervisor"]["pid"], signal.SIGCONT)
+            wait_for(lambda: any(has in path.name for path in self.claims()))
         for pid in self._halted:
             os.kill(pid, signal.SIGCONT)
         self._halted.clear()

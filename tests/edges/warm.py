@@ -12,6 +12,7 @@ This file is run by itself too, as the warm process: it imports nothing of this 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -137,6 +138,7 @@ def _load(loader: str, home: str) -> None:
             path = os.path.relpath(os.path.join(folder, file), home)
             if path.endswith(".py") and file not in ("guard.py", "bytecode.py", "loader.py", "rank.py", "checkpy.py"):
                 import_module(path[:-3].replace("/", ".").replace(".__init__", ""))
+    gc.freeze()  # a collection in a fork would touch, and so copy, all of it
 
 
 def _await_opened(mark: str) -> None:

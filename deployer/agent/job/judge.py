@@ -105,11 +105,12 @@ def _without_status(job: Job, damage: str, found: Found) -> Status:
 
 
 def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
-    """A last word is written once nothing is left but what could not be ended: a job of which more runs has not."""
+    """A last word is written once nothing is left but what could not be ended, and says how much was swept: a job of
+    which more runs, or whose supervisor lives and has said no such thing, has not ended."""
     left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
     ours = set(found.others) - left
     known = {record.program for record in read_ranks(job, status.attempt)} | set(main_processes(status))
-    if known & ours or (ours and found.supervisors):
+    if known & ours or (found.supervisors and (ours or status.swept is None)):
         return _damaged("its status.json says that it has ended, %s" % status.state, found)
     return status
 

@@ -130,6 +130,14 @@ def test_last_word_is_not_believed_while_the_job_runs(tmp_path: Path, marked: Ma
     assert judge(job) == read_status(job)
 
 
+def test_last_word_of_a_living_supervisor_says_how_much_it_swept(tmp_path: Path, marked: Marked) -> None:
+    supervisor = identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path)))
+    job = job_with(tmp_path, supervisor, state="failed")
+    assert judge(job).state == "running"
+    write_json(job.status, {"state": "failed", "attempt": 1, "supervisor": supervisor._asdict(), "swept": 0})
+    assert judge(job) == read_status(job)
+
+
 def test_last_word_is_believed_of_what_could_not_be_ended(tmp_path: Path, marked: Marked) -> None:
     main = marked(TORCHFERRY_RUN_DIR=folder_of(tmp_path))
     said = {"state": "stopped", "main": main._asdict(), "remaining": [main._asdict()]}
