@@ -16,6 +16,7 @@ from typing import Any
 
 from deployer.agent.host.layout import Job
 from deployer.agent.job.judge import judge
+from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import request_stop
 from deployer.agent.job.views import Row
 from deployer.connection.host import HERE
@@ -85,7 +86,19 @@ class Scene:
         self._halted.append(json.loads(self.kept[status])["supervisor"]["pid"])
         os.kill(self._halted[-1], signal.SIGSTOP)
 
+    def forget_new_jobs(self) -> None:
+        """Of which the store and the client's notes stay. A launch that was cut off may still be writing."""
+        names = {*self.jobs, FAR, *(name + ".json" for name in (*self.jobs, FAR))}
+        for folder in (self.root / "jobs", self.state / "jobs"):
+            for path in folder.iterdir():
+                if path.name in names or path.name.startswith("."):
+                    continue
+                wait_for(lambda path=path: judge(Job(str(path))).state in FINAL if path.is_dir() else True)
+                with suppress(OSError):
+                    _clear(path)
+
     def restore(self) -> None:
+        self.forget_new_jobs()
         for path in self.changed:
             for aside in path.parent.glob(path.name + ".*.aside"):
                 _clear(aside)
@@ -167,9 +180,7 @@ def make_scene(place: Path, ferry_run: Callable[..., Any]) -> Scene:
             said(job, "up")
         scene.live += (job_id,)
     ferry_run("doctor", "--remote-root", str(scene.root))
-    for path in (*(scene.root / "jobs").iterdir(), *(scene.state / "jobs").iterdir()):
-        if path.stem.startswith("true-"):  # of which the store and the client's notes stay
-            _clear(path)
+    scene.forget_new_jobs()
     ferry_run("ps")
     scene.keep()
     return scene

@@ -123,7 +123,8 @@ def serve(folder: str) -> None:
                 f.write(str(served))
             _await_opened(mark)
             os.unlink(path)
-            os.kill(int(pid), signal.SIGTERM)
+            with suppress(OSError):  # its client has ended it
+                os.kill(int(pid), signal.SIGTERM)
 
 
 def _load(loader: str, home: str) -> None:
@@ -143,8 +144,9 @@ def _load(loader: str, home: str) -> None:
 
 def _await_opened(mark: str) -> None:
     """The script may end once its pipes are open here."""
-    while os.path.exists(mark) and os.path.getsize(mark) == 0:
-        time.sleep(0.0002)
+    with suppress(OSError):  # it has ended already
+        while os.path.getsize(mark) == 0:
+            time.sleep(0.0002)
 
 
 def _lie_of(folder: str) -> list[str]:
