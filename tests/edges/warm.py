@@ -227,14 +227,17 @@ def _with_other_request(call: str, seed: int) -> str:
     constant = next(node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Constant))
     message = json.loads(constant.value)
     if "request" in message:
-        op = message["request"].get("op")
-        message["request"] = mistyped(message["request"], random.Random(seed))
-        if isinstance(message["request"], dict):
-            message["request"].update(id=0, op=op)
+        first = message["request"]
+        other = mistyped(first, random.Random(seed))
+        kept = {key: first[key] for key in FRAMING if key in first}
+        others = {key: value for key, value in other.items() if key not in FRAMING} if isinstance(other, dict) else {}
+        message["request"] = {**others, **kept}
     return call.replace(repr(constant.value), repr(json.dumps(message)), 1)
 
 
 NONCE = 32
+FRAMING = ("id", "op", "payload", "ahead", "patch")
+"""What says how much follows: who announces more than it sends is awaited, by right."""
 
 
 def _pass_on(source: int, out: int, seed: int, begin: int) -> None:
