@@ -227,11 +227,7 @@ def _with_other_request(call: str, seed: int) -> str:
     constant = next(node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Constant))
     message = json.loads(constant.value)
     if "request" in message:
-        first = message["request"]
-        other = mistyped(first, random.Random(seed))
-        kept = {key: first[key] for key in FRAMING if key in first}
-        others = {key: value for key, value in other.items() if key not in FRAMING} if isinstance(other, dict) else {}
-        message["request"] = {**others, **kept}
+        message["request"] = _other_head(message["request"], random.Random(seed), from_client=True)
     return call.replace(repr(constant.value), repr(json.dumps(message)), 1)
 
 
@@ -275,7 +271,7 @@ def _pass_on(source: int, out: int, seed: int, begin: int) -> None:
         if number == which:
             how = chance.choice(("head", "head", "head", "head", "body", "bytes", "length", "cut", "again", "deep"))
             if how == "head":
-                head = json.dumps(mistyped(json.loads(head), chance)).encode("ascii")
+                head = json.dumps(_other_head(json.loads(head), chance, from_client=not begin)).encode("ascii")
             elif how == "body" and body:
                 body = _other_body(body, chance)
             elif how == "bytes":
@@ -295,6 +291,17 @@ def _pass_on(source: int, out: int, seed: int, begin: int) -> None:
     os.close(out)
     while os.read(source, 1 << 16):  # the other end notices by itself that nobody is there
         pass
+
+
+def _other_head(value: object, chance: object, *, from_client: bool) -> object:
+    """A client's requests alone are other ones: without its grants and ends, an agent waits by right."""
+    other = mistyped(value, chance)
+    if not from_client:
+        return other
+    if not isinstance(value, dict) or not isinstance(other, dict) or "op" not in value:
+        return value
+    kept = {key: value[key] for key in FRAMING if key in value}
+    return {**{key: found for key, found in other.items() if key not in FRAMING}, **kept}
 
 
 def _other_body(body: bytes, chance: object) -> bytes:
