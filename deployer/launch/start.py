@@ -118,6 +118,10 @@ def _until_acknowledged(
                 raise LostConnection(error.message, where=error.where, hint=error.hint) from error
             watcher.reconnecting(error, wait_s)
             time.sleep(wait_s)
+        except FerryError:  # the host's own word
+            if link is not None:
+                link.close()
+            raise
     raise AssertionError("unreachable")
 
 

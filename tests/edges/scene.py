@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from deployer.agent.host.layout import Job
+from deployer.agent.job.judge import judge
+from deployer.agent.job.status import FINAL
 from deployer.agent.job.stop import request_stop
 from deployer.agent.job.views import Row
 from deployer.connection.host import HERE
 from deployer.jobs.registry import JobRecord, SeenJob, remember_rows, stamp, write_record
 from tests.edges.warm import mistyped, nested
-from tests.support.jobs import end_of, make_plan, python, run_job, run_up
+from tests.support.jobs import end_of, make_plan, python, run_job, run_up, said, wait_for
 
 RUNS, ENDED = "runs-1", ("good-1", "failed-2", "metrics-3", "stopped-4")
 FAR, FAR_ROOT = "far-1", "/proc/none"
@@ -30,6 +33,7 @@ print('said')
 with open(os.environ['TORCHFERRY_RUN_DIR'] + '/metrics.jsonl', 'w') as f:
     f.writelines(json.dumps({'step': n, 'loss': 1 / (n + 1)}) + chr(10) for n in range(9))
 """
+GPUS = "0, GPU-0, Fake H100, 81559, 4\n1, GPU-1, Fake H100, 81559, 4\n"
 
 
 @dataclass
@@ -39,42 +43,105 @@ class Scene:
     state: Path
     root: Path
     leases: Path
+    live: tuple[str, ...] = (RUNS,)
+    """Jobs that have not ended: one runs, one has a GPU, one waits for it."""
     kept: dict[Path, bytes] = field(default_factory=dict)
     changed: list[Path] = field(default_factory=list)
+    _seen: dict[Path, tuple[int, ...] | None] = field(default_factory=dict)
+    _halted: list[int] = field(default_factory=list)
 
     def job(self, job_id: str) -> Path:
         return self.root / "jobs" / job_id
 
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        return (*self.live, *ENDED)
+
     def keep(self) -> None:
         """Takes all files of ours for what they are now."""
         self.kept = {path: path.read_bytes() for path in self._files()}
+        self._seen = {path: _sight(path) for path in self.kept}
+
+    def claims(self) -> list[Path]:
+        """The files of leases and tickets; their holders make others where these are lost."""
+        return sorted(self.leases.iterdir())
 
     def _files(self) -> Iterator[Path]:
-        for job_id in (RUNS, *ENDED):
-            job = self.job(job_id)
-            yield from (path for path in job.rglob("*") if path.is_file() and path.stat().st_size < 1 << 20)
-        for folder in (self.state, self.root / "store", self.root / "envs", self.leases):
+        folders = [*map(self.job, self.jobs), self.state, self.root / "store", self.root / "envs"]
+        for folder in folders:
             yield from (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 1 << 20)
 
     def damage(self, path: Path, how: Damage, chance: random.Random) -> None:
+        """A supervisor that would write its status again is halted until `restore`."""
+        if path not in self.kept:  # a claim: who waits could take it for none before its holder has made it again
+            self.kept[path] = path.read_bytes()
+            self._halt(self.job(self.live[-1]) / "status.json")
+        elif path.name == "status.json" and path.parent.name in self.live:
+            self._halt(path)
         self.changed.append(path)
-        with suppress(FileExistsError):  # the job's own supervisor has written it again just now
+        with suppress(FileExistsError):  # a supervisor has written it again just now
             how(path, self.kept[path], chance)
 
+    def _halt(self, status: Path) -> None:
+        self._halted.append(json.loads(self.kept[status])["supervisor"]["pid"])
+        os.kill(self._halted[-1], signal.SIGSTOP)
+
+    def forget_new_jobs(self) -> None:
+        """Of which the store and the client's notes stay. A launch that was cut off may still be writing."""
+        names = {*self.jobs, FAR, *(name + ".json" for name in (*self.jobs, FAR))}
+        for folder in (self.root / "jobs", self.state / "jobs"):
+            for path in folder.iterdir():
+                if path.name in names or path.name.startswith("."):
+                    continue
+                wait_for(lambda path=path: judge(Job(str(path))).state in FINAL if path.is_dir() else True)
+                with suppress(OSError):
+                    _clear(path)
+
     def restore(self) -> None:
+        self.forget_new_jobs()
         for path in self.changed:
-            _clear(path)
             for aside in path.parent.glob(path.name + ".*.aside"):
                 _clear(aside)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.kept[path])
-            path.chmod(0o600)
+            if path.parent == self.leases:
+                self._restore_claim(path)
+            else:
+                self._put(path)
         self.changed.clear()
-        for path, data in self.kept.items():  # what a command has written over, or an agent has healed
-            if not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
-                _clear(path)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+        for path, seen in self._seen.items():  # what a command has written over, or an agent has healed
+            if _sight(path) != seen:
+                self._put(path)
+        if self._halted and len(self.live) > 1:
+            has = self.live[1]
+            os.kill(json.loads(self.kept[self.job(has) / "status.json"])["supervisor"]["pid"], signal.SIGCONT)
+            wait_for(lambda: any(has in path.name for path in self.claims()))
+        for pid in self._halted:
+            os.kill(pid, signal.SIGCONT)
+        self._halted.clear()
+
+    def _put(self, path: Path) -> None:
+        data = self.kept[path]
+        if path.is_symlink() or not path.is_file() or path.stat().st_size != len(data) or path.read_bytes() != data:
+            _clear(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            path.chmod(0o600)
+        self._seen[path] = _sight(path)
+
+    def _restore_claim(self, path: Path) -> None:
+        """In place: who holds it has locked this very file."""
+        data = self.kept.pop(path)
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(data)
+        else:
+            _clear(path)
+
+
+def _sight(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
 
 
 def _clear(path: Path) -> None:
@@ -84,29 +151,36 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def make_scene(tmp_path: Path, ferry_run: Callable[..., Any]) -> Scene:
-    """One job runs, three have ended; a first deployment has filled the store and the client's notes."""
-    scene = Scene(tmp_path / "state", tmp_path / "root", tmp_path / "leases")
+def make_scene(place: Path, ferry_run: Callable[..., Any]) -> Scene:
+    """Three jobs live, four have ended; a first deployment has filled the store and the client's notes."""
+    scene = Scene(place / "state", place / "root", place / "leases")
+    there = ("--remote-root", str(scene.root), "--python", sys.executable)
     run_up(scene.root, RUNS)
-    for job_id, code in zip(
-        ENDED[:-1], ("print('said')", "import sys; print('said'); sys.exit(3)", METRICS), strict=True
-    ):
+    codes = ("print('said')", "import sys; print('said'); sys.exit(3)", METRICS)
+    for job_id, code in zip(ENDED[:-1], codes, strict=True):
         run_job(scene.root, job_id, make_plan(python(code), job_id=job_id))
     stopped = run_up(scene.root, ENDED[-1])
     request_stop(stopped, force=True)
     end_of(stopped)
     for job_id in (RUNS, *ENDED):
-        record = JobRecord(job_id, "test", None, str(scene.root), str(tmp_path / "results" / job_id), CREATED)
+        record = JobRecord(job_id, "test", None, str(scene.root), str(place / "results" / job_id), CREATED)
         write_record(record)
-    write_record(JobRecord(FAR, "far", None, FAR_ROOT, str(tmp_path / "results" / FAR), CREATED))
+    write_record(JobRecord(FAR, "far", None, FAR_ROOT, str(place / "results" / FAR), CREATED))
     rows = [SeenJob(Row(FAR, "running", name="far", created=CREATED), HERE, stamp())]
     remember_rows(None, FAR_ROOT, rows, asked_at=1.0)
     ferry_run("ps")
-    ferry_run("run", "--remote-root", str(scene.root), "--no-pull", "--python", sys.executable, "--", "true")
+    ferry_run("run", *there, "--no-pull", "--", "true")
+    for name, state in (("has", "running"), ("waits", "queued")):
+        words = ("--gpus", "0", "--queue", "--detach", "--name", name)
+        ferry_run("run", *there, *words, "--", "python", "-uc", "import time; print('up'); time.sleep(9e5)")
+        (job_id,) = [path.name for path in (scene.root / "jobs").iterdir() if path.name.startswith(name)]
+        job = Job(str(scene.job(job_id)))
+        wait_for(lambda job=job, state=state: judge(job).state == state)
+        if state == "running":
+            said(job, "up")
+        scene.live += (job_id,)
     ferry_run("doctor", "--remote-root", str(scene.root))
-    for path in (*(scene.root / "jobs").iterdir(), *(scene.state / "jobs").iterdir()):
-        if path.stem.startswith("true-"):  # of which the store and the client's notes stay
-            _clear(path)
+    scene.forget_new_jobs()
     ferry_run("ps")
     scene.keep()
     return scene
@@ -116,9 +190,11 @@ CREATED = "2026-01-02T03:04:05Z"
 
 
 def end_scene(scene: Scene) -> None:
-    job = Job(str(scene.job(RUNS)))
-    request_stop(job, force=True)
-    end_of(job)
+    scene.restore()
+    for job_id in reversed(scene.live):
+        job = Job(str(scene.job(job_id)))
+        request_stop(job, force=True)
+        end_of(job)
 
 
 # --- what can become of a file ----------------------------------------------------------------------------------------
@@ -195,7 +271,18 @@ def a_link(path: Path, data: bytes, chance: random.Random) -> None:
     )
 
 
+def false_word(path: Path, data: bytes, chance: random.Random) -> None:
+    """A status as it could be, of another state; of any other file what `other_types` does."""
+    if path.name != "status.json":
+        other_types(path, data, chance)
+        return
+    state = chance.choice(("queued", "preparing", "running", "succeeded", "failed", "stopped", "lost"))
+    said = {"state": state, "code": chance.choice((0, 1, None)), "reason": "so they say", "ended_at": CREATED}
+    path.write_bytes(json.dumps({**json.loads(data), **said}).encode("ascii"))
+
+
 DAMAGES: tuple[Damage, ...] = (
     *(absent, empty, cut, cut, noise, flipped, deep, huge, a_folder, a_pipe, a_link),
     *(other_types,) * 6,
+    *(false_word,) * 2,
 )

@@ -12,17 +12,19 @@ This file is run by itself too, as the warm process: it imports nothing of this 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 SCRIPT = """#!/bin/sh
-[ "$1$2$3" = -I-S-c ] || exec {python} "$@"
+[ "$1$2$3$4$5" = -I-S-Xutf8-c ] || exec {python} "$@"
 for word; do :; done
 trap 'exit 0' TERM
 exec 3<> {folder}/calls 4<> {folder}/never 5<&0 6>&1 7>&2
@@ -30,6 +32,12 @@ printf %s "$word" > {folder}/call.$$
 echo $$ >&3
 read -r _ <&4
 """
+
+
+ANSWER, FIRST, LATER = "answer", "first", "later"
+"""Which messages may be damaged: the agent's, the client's first request, what it sends later."""
+BEGINS = "\ntry:\n    load("
+"""What follows the loader in a command's word: a call of it, with a message."""
 
 
 class Warm:
@@ -43,7 +51,7 @@ class Warm:
         script = folder / "bin" / "python3"
         script.write_text(SCRIPT.format(folder=folder, python=sys.executable))
         script.chmod(0o755)
-        self._process = subprocess.Popen([sys.executable, "-I", "-S", __file__, str(folder)], cwd="/")
+        self._process = subprocess.Popen([sys.executable, "-I", "-S", "-X", "utf8", __file__, str(folder)], cwd="/")
         while not (folder / "up").exists():
             time.sleep(0.01)
 
@@ -51,13 +59,18 @@ class Warm:
         """The agent in this folder is loaded once for all."""
         (self.folder / "load").write_text(str(home))
 
-    def lie(self, seed: int | None, which: str = "") -> None:
-        """Of the next agent one message comes damaged, by this seed; None: of no one."""
+    def lie(self, seed: int | None, which: str = ANSWER) -> None:
+        """One message to or from the next agent comes damaged, by this seed; None: of no one."""
         note = self.folder / "lie"
         if seed is None:
             note.unlink(missing_ok=True)
         else:
             note.write_text(f"{seed} {which}")
+
+    @property
+    def served(self) -> int:
+        """How many agents there have been."""
+        return int((self.folder / "served").read_text() or 0)
 
     def settle(self, *, timeout_s: float = 60.0, ends: bool = False) -> None:
         """Returns once no agent is there any more; `ends` those that stay, as the end of a client's process would."""
@@ -66,7 +79,8 @@ class Warm:
             if time.monotonic() > deadline:
                 assert ends, "an agent does not end"
                 for mark in marks:
-                    os.kill(int(mark.read_text()), signal.SIGKILL)
+                    with suppress(OSError, ValueError):  # it has ended just now, or has only begun
+                        os.kill(int(mark.read_text()), signal.SIGKILL)
             time.sleep(0.001)
 
     def close(self) -> None:
@@ -83,6 +97,7 @@ def serve(folder: str) -> None:
     import select  # noqa: F401
     import zlib
 
+    served = 0
     compiled: dict[str, CodeType] = {}
     agents = os.path.join(folder, "agents")
     os.mkdir(agents)
@@ -93,7 +108,7 @@ def serve(folder: str) -> None:
         for line in lines:
             pid, path = line.strip(), os.path.join(folder, "call." + line.strip())
             text = zlib.decompress(base64.b64decode(open(path).read())).decode()
-            loader, _, message = text.rpartition("load(json.loads(")
+            loader, begin, message = text.rpartition(BEGINS)
             if loader not in compiled:
                 compiled[loader] = compile(loader, "<string>", "exec")
             if os.path.exists(os.path.join(folder, "load")):
@@ -102,10 +117,14 @@ def serve(folder: str) -> None:
             mark = os.path.join(agents, pid)
             open(mark, "w").close()
             if os.fork() == 0:
-                _be_agent(pid, compiled[loader], "load(json.loads(" + message, mark, _lie_of(folder))
+                _be_agent(pid, compiled[loader], begin + message, mark, _lie_of(folder))
+            served += 1
+            with open(os.path.join(folder, "served"), "w") as f:
+                f.write(str(served))
             _await_opened(mark)
             os.unlink(path)
-            os.kill(int(pid), signal.SIGTERM)
+            with suppress(OSError):  # its client has ended it
+                os.kill(int(pid), signal.SIGTERM)
 
 
 def _load(loader: str, home: str) -> None:
@@ -120,12 +139,14 @@ def _load(loader: str, home: str) -> None:
             path = os.path.relpath(os.path.join(folder, file), home)
             if path.endswith(".py") and file not in ("guard.py", "bytecode.py", "loader.py", "rank.py", "checkpy.py"):
                 import_module(path[:-3].replace("/", ".").replace(".__init__", ""))
+    gc.freeze()  # a collection in a fork would touch, and so copy, all of it
 
 
 def _await_opened(mark: str) -> None:
     """The script may end once its pipes are open here."""
-    while os.path.exists(mark) and os.path.getsize(mark) == 0:
-        time.sleep(0.0002)
+    with suppress(OSError):  # it has ended already
+        while os.path.getsize(mark) == 0:
+            time.sleep(0.0002)
 
 
 def _lie_of(folder: str) -> list[str]:
@@ -149,18 +170,13 @@ def _be_agent(pid: str, loader: CodeType, call: str, mark: str, lie: list[str]) 
         given = dict(entry.split(b"=", 1) for entry in f.read().split(b"\0") if b"=" in entry)
     with open(mark, "w") as f:
         f.write("open")
-    pump = None
-    if lie[1:] == ["request"]:
-        call = _with_other_request(call, int(lie[0]))
-    elif lie:
-        out, pump = os.dup(1), os.pipe()
-        os.dup2(pump[1], 1)
-        os.close(pump[1])
+    seed, which = (int(lie[0]), lie[1]) if lie else (0, "")
+    if which == FIRST:
+        call = _with_other_request(call, seed)
+    elif which:
+        _stand_between(0 if which == LATER else 1, seed)
     child = os.fork()
     if child == 0:
-        if pump:
-            os.close(pump[0])
-            os.close(out)
         os.setsid()
         os.environb.clear()
         os.environb.update(given)
@@ -181,11 +197,25 @@ def _be_agent(pid: str, loader: CodeType, call: str, mark: str, lie: list[str]) 
         f.write(str(child))
     os.close(0)
     os.close(1)
-    if pump:
-        from_agent(pump[0], out, int(lie[0]))
     os.waitpid(child, 0)
     os.unlink(mark)
     os._exit(0)
+
+
+def _stand_between(fd: int, seed: int) -> None:
+    """Another process has the agent's stdin or stdout from now on, and the agent a pipe to it."""
+    outer, pipe = os.dup(fd), os.pipe()
+    ours, inner = (pipe[1], pipe[0]) if fd == 0 else pipe
+    os.dup2(inner, fd)
+    os.close(inner)
+    if os.fork() == 0:
+        for standard in range(3):
+            os.close(standard)
+        source, out, begin = (outer, ours, 0) if fd == 0 else (ours, outer, NONCE)
+        _pass_on(source, out, seed, begin)
+        os._exit(0)
+    os.close(ours)
+    os.close(outer)
 
 
 def _with_other_request(call: str, seed: int) -> str:
@@ -194,23 +224,26 @@ def _with_other_request(call: str, seed: int) -> str:
     import json
     import random
 
-    message = json.loads(ast.literal_eval(call.strip()[len("load(json.loads(") : -2]))
+    constant = next(node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Constant))
+    message = json.loads(constant.value)
     if "request" in message:
-        op = message["request"].get("op")
-        message["request"] = mistyped(message["request"], random.Random(seed))
-        if isinstance(message["request"], dict):
-            message["request"].update(id=0, op=op)
-    return f"load(json.loads({json.dumps(message)!r}))\n"
+        message["request"] = _other_head(message["request"], random.Random(seed), from_client=True)
+    return call.replace(repr(constant.value), repr(json.dumps(message)), 1)
 
 
-def from_agent(source: int, out: int, seed: int) -> None:
-    """Passes on what an agent writes; one of its first messages comes damaged."""
+NONCE = 32
+FRAMING = ("id", "op", "payload", "ahead", "patch")
+"""What says how much follows: who announces more than it sends is awaited, by right."""
+
+
+def _pass_on(source: int, out: int, seed: int, begin: int) -> None:
+    """Passes on what one end writes to the other, its first bytes as they are; one of the first messages damaged."""
     import json
     import random
     import struct
 
     chance = random.Random(seed)
-    which, number = chance.randint(0, 4), 0
+    which, number = chance.choice((0, 0, 1, 1, 2, 3, 4)), 0
 
     def read(size: int) -> bytes:
         data = b""
@@ -228,7 +261,7 @@ def from_agent(source: int, out: int, seed: int) -> None:
         except OSError:
             pass  # the client has gone
 
-    write(read(32))  # the nonce
+    write(read(begin))
     while True:
         lengths = read(8)
         if len(lengths) < 8:
@@ -238,7 +271,7 @@ def from_agent(source: int, out: int, seed: int) -> None:
         if number == which:
             how = chance.choice(("head", "head", "head", "head", "body", "bytes", "length", "cut", "again", "deep"))
             if how == "head":
-                head = json.dumps(mistyped(json.loads(head), chance)).encode("ascii")
+                head = json.dumps(_other_head(json.loads(head), chance, from_client=not begin)).encode("ascii")
             elif how == "body" and body:
                 body = _other_body(body, chance)
             elif how == "bytes":
@@ -256,8 +289,19 @@ def from_agent(source: int, out: int, seed: int) -> None:
         write(lengths + head + body)
         number += 1
     os.close(out)
-    while os.read(source, 1 << 16):  # the agent notices by itself that nobody is there
+    while os.read(source, 1 << 16):  # the other end notices by itself that nobody is there
         pass
+
+
+def _other_head(value: object, chance: object, *, from_client: bool) -> object:
+    """A client's requests alone are other ones: without its grants and ends, an agent waits by right."""
+    other = mistyped(value, chance)
+    if not from_client:
+        return other
+    if not isinstance(value, dict) or not isinstance(other, dict) or "op" not in value:
+        return value
+    kept = {key: value[key] for key in FRAMING if key in value}
+    return {**{key: found for key, found in other.items() if key not in FRAMING}, **kept}
 
 
 def _other_body(body: bytes, chance: object) -> bytes:

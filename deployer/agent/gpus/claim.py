@@ -217,14 +217,20 @@ class JobGpus:
         self.keep()
 
     def keep(self) -> None:
-        """Gives the claim its names again where somebody took them. To be called often. Where no name is left, the
-        ranks go on holding a file that nobody sees; the new one the supervisor holds, and what it starts from now
-        on."""
-        if self._held is None or time.monotonic() < self._keep_again_at or not self._held.is_lost:
+        """Gives the claim its names and words again where somebody took them. To be called often. Where no name is
+        left, the ranks go on holding a file that nobody sees; the new one the supervisor holds, and what it starts from
+        now on."""
+        if self._held is None or time.monotonic() < self._keep_again_at:
+            return
+        is_lost, is_changed = self._held.is_lost, self._held.is_changed
+        if not is_lost and not is_changed:
             return
         self._keep_again_at = time.monotonic() + POLL_S
         try:
-            self._held = show_again(self._held)
+            if is_changed:
+                self._held.write_again()
+            if is_lost:
+                self._held = show_again(self._held)
         except (AgentError, OSError):
             pass  # the next call tries again
 

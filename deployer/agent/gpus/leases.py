@@ -50,6 +50,7 @@ class Held:
         self.visible = visible
         self.fd = fd
         self.names = list(names)
+        self._written = _sight(fd)
 
     def handed(self) -> Handed:
         """For a process that inherits the descriptor under its number; see take_over."""
@@ -63,6 +64,23 @@ class Held:
             return True
         found = os.fstat(self.fd)
         return not all(_leads_to(name, found) for name in self.names)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into the file: perhaps nobody takes it for a claim any more."""
+        return self.fd >= 0 and _sight(self.fd) != self._written
+
+    def write_again(self) -> None:
+        """Says in the file what it said, since when it said it."""
+        text, mtime_ns = _text(self.claim).encode("ascii"), self._written[1]
+        fd = os.open("/proc/self/fd/%d" % self.fd, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, text, 0)
+            os.ftruncate(fd, len(text))
+            os.utime(fd, ns=(mtime_ns, mtime_ns))
+        finally:
+            os.close(fd)
+        self._written = _sight(self.fd)
 
     def release(self, *, ended: bool = False) -> None:
         """Lets go; the file goes too, unless another process still holds the claim. `ended`: nothing is left of the
@@ -148,9 +166,21 @@ def take_over(handed: Handed) -> Held:
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
+def _text(claim: Claim) -> str:
+    return json.dumps({key: getattr(claim, key) for key in _WRITTEN})
+
+
+def _sight(fd: int) -> Tuple[int, int]:
+    """What changes with what is in a file."""
+    if fd < 0:
+        return 0, 0
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
+
+
 def _make(place: Place, claim: Claim) -> Tuple[int, str]:
     """A claim's file in a place, locked before anybody else can open it: (descriptor for reading, path)."""
-    text = json.dumps({key: getattr(claim, key) for key in _WRITTEN})
+    text = _text(claim)
     new, name = "%snew-%s" % (place.prefix, os.urandom(8).hex()), place.name(claim.job)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place.fd)
     held = -1

@@ -12,7 +12,7 @@ from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
 from ..host.marks import Found, Look, is_here, supervises
-from ..host.processes import Process
+from ..host.processes import Process, is_running
 from .ending import Evidence, RankRecord, decide_ending, group_ends, read_outcome, read_ranks
 from .status import (
     FINAL,
@@ -52,11 +52,22 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
 
 
 def _is_beyond_doubt(job: Job, status: Status) -> bool:
-    """Whether a status of this job needs no look at all processes: it has ended, or its supervisor is there."""
+    """Whether a status of this job needs no look at all processes: it has ended and so has what ran it, or its
+    supervisor is there."""
     identity = status.supervisor
-    if status.state in FINAL or identity is None:
-        return status.state in FINAL
-    return is_alive(identity) and supervises(identity.pid, job)
+    if identity is None:
+        return False
+    supervised = is_alive(identity) and supervises(identity.pid, job)
+    if status.state not in FINAL:
+        return supervised
+    return not supervised and not _mains_of(status)
+
+
+def _mains_of(status: Status) -> List[Process]:
+    """What the supervisor has started that runs, if this host's: whatever the status says, it has not ended."""
+    running = [main for main in main_processes(status) if is_running(main)]
+    left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
+    return [main for main in running if main not in left]
 
 
 def _judge(job: Job, word: Word, found: Found) -> Status:
@@ -64,8 +75,10 @@ def _judge(job: Job, word: Word, found: Found) -> Status:
     if status is None:
         return _without_status(job, word.damage, found)
     identity = status.supervisor
-    if status.state in FINAL or identity is None:
+    if identity is None:
         return status
+    if status.state in FINAL:
+        return _said_to_have_ended(job, status, found)
     if identity.machine_id != this_machine():
         is_ours = found.supervisors or (found.others and found.attempt == status.attempt)
         if not is_ours or not any(map(is_here, found.all)):  # else another attempt has left something here
@@ -89,6 +102,17 @@ def _without_status(job: Job, damage: str, found: Found) -> Status:
     if found.supervisors or abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
         return Status(PREPARING)
     return Status(LOST, code=TOOL_FAILED, reason="the launch did not complete")
+
+
+def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
+    """A last word is written once nothing is left but what could not be ended, and says how much was swept: a job of
+    which more runs, or whose supervisor lives and has said no such thing, has not ended."""
+    left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
+    ours = set(found.others) - left
+    known = {record.program for record in read_ranks(job, status.attempt)} | set(main_processes(status))
+    if known & ours or (found.supervisors and (ours or status.swept is None)):
+        return _damaged("its status.json says that it has ended, %s" % status.state, found)
+    return status
 
 
 def _damaged(damage: str, found: Found) -> Status:

@@ -39,7 +39,8 @@ class Children:
         self.reap()
         info = signal.sigtimedwait(AWAITED, timeout_s)
         self.reap()
-        return info is not None and info.si_signo != signal.SIGCHLD
+        # halted and told to go on, Python returns what no signal has filled in
+        return info is not None and info.si_signo in (signal.SIGTERM, signal.SIGINT)
 
     def reap(self) -> None:
         while True:

@@ -17,6 +17,7 @@ from ..job.plan import groups_of, is_trainer, max_restarts, wanted_gpus
 from ..job.record import known_record
 from ..job.status import (
     FAILED,
+    FINAL,
     PREPARING,
     QUEUED,
     RUNNING,
@@ -81,6 +82,8 @@ class JobRun:
         before, damage = read_word(self.job)
         if self.given.adopt:
             kept = Status(RUNNING, attempt=number, first_attempt=number, max_attempts=number, warnings=(damage,))
+            if before is not None and before.state in FINAL:  # which its processes have proved wrong
+                return before._replace(**Ending(RUNNING, None, "")._asdict(), ended_at=None, swept=None, remaining=())
             return before or kept
         most = number + self._max_restarts
         first = Status(PREPARING, attempt=number, first_attempt=number, max_attempts=most)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.gpus.claim import claim_gpus
+from deployer.agent.gpus.claim import JobGpus, claim_gpus
 from deployer.agent.gpus.leases import Held, claiming, parse_claim, read_claims
 from deployer.agent.gpus.view import LEASE, TICKET, Claim, Wanted
 from deployer.agent.host.errors import AgentError
@@ -72,6 +72,18 @@ def test_claim_is_held_until_the_last_process_that_inherited_it_is_killed(folder
     second.wait()
     assert jobs_seen() == []
     assert list(folder.iterdir()) == []
+
+
+def test_claim_whose_file_somebody_has_written_into_is_written_again(folder: Path) -> None:
+    held = hold("j")
+    (claim,), (name,) = read_claims(), folder.iterdir()
+    for words in ("", "[" * 9000, name.read_text().replace("GPU-0", "GPU-1")):
+        gpus = JobGpus(Wanted("j", ("0",)), {}, held.handed())
+        name.write_text(words)
+        assert read_claims() != [claim]
+        gpus.keep()
+        assert read_claims() == [claim]
+    held.release()
 
 
 def test_claim_released_while_a_process_still_has_it_stays(folder: Path) -> None:

@@ -112,6 +112,39 @@ def test_job_of_a_living_supervisor_is_as_written(tmp_path: Path, marked: Marked
     assert judge(job) == read_status(job)
 
 
+@pytest.mark.parametrize("state", ["failed", "succeeded", "stopped", "lost"])
+def test_last_word_is_not_believed_while_the_job_runs(tmp_path: Path, marked: Marked, state: str) -> None:
+    run_dir = {"TORCHFERRY_RUN_DIR": folder_of(tmp_path)}
+    supervisor, main = marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path)), marked(**run_dir)
+    said = {"state": state, "code": 1, "main": main._asdict()}
+    job = job_with(tmp_path, identity_of(supervisor), **said)
+    assert (judge(job).state, judge(job).unsupervised) == ("running", False)
+    assert f"has ended, {state}; 2 processes of it run" in judge(job).warnings[0]
+    write_json(job.status, {**said, "attempt": 1, "supervisor": identity_of(ended_process())._asdict()})
+    assert (judge(job).state, judge(job).unsupervised) == ("running", False)  # which is told by its own mark
+    os.kill(supervisor.pid, 9)
+    wait_for(lambda: not is_running(supervisor))
+    assert (judge(job).state, judge(job).unsupervised) == ("running", True)
+    os.kill(main.pid, 9)
+    wait_for(lambda: not is_running(main))
+    assert judge(job) == read_status(job)
+
+
+def test_last_word_of_a_living_supervisor_says_how_much_it_swept(tmp_path: Path, marked: Marked) -> None:
+    supervisor = identity_of(marked(TORCHFERRY_SUPERVISES=folder_of(tmp_path)))
+    job = job_with(tmp_path, supervisor, state="failed")
+    assert judge(job).state == "running"
+    write_json(job.status, {"state": "failed", "attempt": 1, "supervisor": supervisor._asdict(), "swept": 0})
+    assert judge(job) == read_status(job)
+
+
+def test_last_word_is_believed_of_what_could_not_be_ended(tmp_path: Path, marked: Marked) -> None:
+    main = marked(TORCHFERRY_RUN_DIR=folder_of(tmp_path))
+    said = {"state": "stopped", "main": main._asdict(), "remaining": [main._asdict()]}
+    job = job_with(tmp_path, identity_of(ended_process()), **said)
+    assert judge(job) == read_status(job)
+
+
 def test_job_of_another_machine_is_shown_as_written_with_its_host(tmp_path: Path) -> None:
     job = job_with(tmp_path, identity_of(ended_process(), machine_id="other", hostname="gpu7"))
     status = judge(job)

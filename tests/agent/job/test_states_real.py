@@ -37,6 +37,7 @@ from tests.support.jobs import (
     run_up,
     said,
     start,
+    supervisor_pid,
     wait_for,
 )
 from tests.support.limits import FOREVER_S, HANG_S
@@ -109,6 +110,31 @@ def test_supervisor_writes_its_status_again_when_somebody_has_changed_it(tmp_pat
         wait_for(lambda: read_status(job) == before)
     (Path(job.code) / "go").touch()
     assert end_of(job).state == "succeeded"
+
+
+def test_supervisor_that_was_halted_and_goes_on_does_not_stop_its_job(tmp_path: Path) -> None:
+    job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
+    supervisor = supervisor_pid(job)
+    for _ in range(3):
+        os.kill(supervisor, signal.SIGSTOP)
+        time.sleep(0.3)  # longer than it waits for a signal
+        os.kill(supervisor, signal.SIGCONT)
+        time.sleep(0.1)
+    (Path(job.code) / "go").touch()
+    assert (end_of(job).state, read_stop(job)) == ("succeeded", None)
+
+
+def test_job_whose_last_word_is_false_goes_on_without_its_supervisor(tmp_path: Path) -> None:
+    job = run_up(tmp_path, "j", GO_AND_EXIT % 3)
+    kill_supervisor(job)
+    written = read_status(job)
+    assert written is not None
+    write_status(job, written._replace(state="failed", code=1, reason="so they say", ended_at="2026-01-02T03:04:05Z"))
+    adopt_all(Root(str(tmp_path)), within_s=HANG_S)  # which would end what an ended job has left running
+    now = judge(job)
+    assert (now.state, now.unsupervised, now.reason, now.ended_at) == ("running", False, "", None)
+    (Path(job.code) / "go").touch()
+    assert end_of(job).code == 3
 
 
 # --- a supervisor killed in each phase -------------------------------------------------------------------------------
