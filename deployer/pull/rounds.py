@@ -18,6 +18,7 @@ from deployer.pull.landing import HEADROOM_BYTES, CannotWrite, Landing
 from deployer.pull.listing import Listing, read_listing
 from deployer.pull.pieces import Download, RemoteFile, place_of
 from deployer.pull.transfer import Progress, Transfer
+from deployer.terminal import size
 
 ROUNDS = 3
 """What changes while it is copied is listed and fetched anew, so often in all."""
@@ -159,7 +160,7 @@ class _Pull:
                 room -= _due(group)
                 fitting += group
             else:
-                words = f"no room here: {_due(group) / 1e9:,.2f} GB are due, {free / 1e9:,.2f} GB are free"
+                words = f"no room here: {size(_due(group))} are due, {size(free)} are free"
                 for download in group:
                     download.fail(words)
         return fitting

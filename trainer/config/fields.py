@@ -271,6 +271,8 @@ def _misfit_hint(value: object, kind: Any) -> str:
     text = value.text if isinstance(value, Word) else value
     choices = [c for m in (kind, *get_args(kind)) if get_origin(m) is Literal for c in get_args(m)]
     if choices and isinstance(text, str):
+        if text.lower() == "gpu" and "cuda" in choices:  # the nearest spelling would be cpu
+            return "did you mean cuda?"
         from difflib import get_close_matches
 
         near = get_close_matches(text.lower(), choices, n=1) or get_close_matches(text.upper(), choices, n=1)

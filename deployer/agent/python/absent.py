@@ -64,7 +64,7 @@ def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
     if is_asked:
         line = "%s asks for %s, and %s has a distribution of that name without the module" % (path, name, python)
         return Absent(line, "add the one that holds it to %s, or --python P names an interpreter that has it" % path)
-    if path.endswith("pyproject.toml") and (spec.lock == path or not spec.lock):
+    if path.endswith("pyproject.toml") and spec.lock == path:
         line = "%s names %s, but not among project.dependencies, which alone are asked for" % (path, name)
         return Absent(line, "a requirements file with -e .[EXTRA], and --requirements FILE, asks for an extra's too")
     line = "%s names %s, but what it lists was not asked of %s" % (path, name, python)

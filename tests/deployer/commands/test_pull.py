@@ -16,6 +16,7 @@ from deployer.pull.choice import BEYOND_LIMIT, Wish, choose
 from deployer.pull.landing import CannotWrite, Landing
 from deployer.pull.pieces import PIECE_BYTES, RemoteFile
 from deployer.pull.rounds import pull
+from deployer.terminal import size
 from deployer.transport.local import LocalTransport
 from tests.support.jobs import wait_for
 from tests.support.limits import HANG_S
@@ -371,7 +372,7 @@ def test_disk_that_has_no_room_is_said_before_anything_is_fetched(job, tmp_path)
     code = f"files(['export/huge', {room}, 1, 1, {room}]); forever()"
     pulled = pull(lying_host(code, tmp_path), "j1", target=tmp_path / "home")
     assert [left.name for left in pulled.not_home] == ["export/huge"] and pulled.fetched_bytes == 0
-    assert pulled.not_home[0].reason.startswith(f"no room here: {room / 1e9:,.2f} GB are due, ")
+    assert pulled.not_home[0].reason.startswith(f"no room here: {size(room)} are due, ")
 
 
 # --- several connections ----------------------------------------------------------------------------------------------
