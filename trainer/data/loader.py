@@ -233,7 +233,8 @@ class TrainLoader:
             raise DataError(
                 "the checkpoint was made with other data: rows, tokenizer, template, data.seq_len, data.packing, "
                 f"data.shuffle or train.seed have changed (order {place.fingerprint}, now {self.fingerprint()})",
-                hint="restore them, or start anew with train.resume=never",
+                hint="restore them; where none has, remove the run's tokens/, which is made again from the rows; "
+                "or start anew with train.resume=never",
             )
         self._first_step, self._first_row = place.step, place.row
         self._ahead.forget()
