@@ -152,15 +152,16 @@ def test_a_value_that_a_file_refers_to_stays_out_of_the_log(tmp_path: Path) -> N
 
 
 def test_a_finder_of_setuptools_finds_each_job_s_own(tmp_path: Path) -> None:
-    from setuptools.command.editable_wheel import _finder_template
-
     site = tmp_path / "env/lib/python3/site-packages"
     site.mkdir(parents=True)
     first = tmp_path / "jobs/it's 1/code"
     for job in ("it's 1", "2"):
         (tmp_path / "jobs" / job / "code/lib").mkdir(parents=True)
         (tmp_path / "jobs" / job / "code/lib/own.py").write_text(f"value = {job[-1]}\n")
-    template = _finder_template("__own_finder", {"own": str(first / "lib/own.py")}, {})
+    make = "import sys; from setuptools.command.editable_wheel import _finder_template as made; sys.stdout.write(made("
+    make += f"'__own_finder', {{'own': {str(first / 'lib/own.py')!r}}}, {{}}))"
+    # in a process of its own: setuptools wants to be imported before distutils
+    template = subprocess.check_output([sys.executable, "-c", make], text=True)
     (site / "__own_finder.py").write_text(template)
     (site / "own.pth").write_text("import __own_finder; __own_finder.install()\n")
     (tmp_path / "cache.py").hardlink_to(site / "__own_finder.py")
