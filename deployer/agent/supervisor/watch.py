@@ -4,6 +4,7 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ..host.killing import Subreaper
@@ -111,7 +112,8 @@ class _HostWatch:
         if not self._running.has_failed():
             self._oom.sample()
             if self.vitals.sample():
-                self._load_what_tells_of_a_death()
+                with suppress(ImportError):  # our own files may be gone: an end is told without causes then
+                    self._load_what_tells_of_a_death()
 
     def killed(self) -> Optional[Memory]:
         oom = self._oom
