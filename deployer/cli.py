@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import IO
 
 import click
 
@@ -95,6 +96,13 @@ def _read_names_as_utf8() -> None:
     os.execv(sys.executable, [os.fsencode(sys.executable), b"-X", b"utf8", *argv])
 
 
+def _is_read_only(stream: IO[str]) -> bool:
+    try:
+        return fcntl.fcntl(stream, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    except OSError:  # one without a descriptor, as a test's: io.UnsupportedOperation
+        return False
+
+
 def _open_standard_streams() -> None:
     """A stream that was closed before we came becomes /dev/null, so that no file or socket takes its number. So does an
     output that cannot be written: a shell that was started without one opens its script under that number."""
@@ -102,7 +110,7 @@ def _open_standard_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-        elif mode == "w" and fcntl.fcntl(stream, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        elif mode == "w" and _is_read_only(stream):
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, stream.fileno())
             os.close(null)
