@@ -179,6 +179,9 @@ FOLDERS = ("trees", "packs", "spare")
 # --- many -------------------------------------------------------------------------------------------------------------
 
 
+LEAST = 50
+
+
 class Fuzz:
     """Commands by their seeds, over one scene."""
 
@@ -227,16 +230,17 @@ class Fuzz:
         check(said, words)
 
     def many(self, one: Callable[[int, list[Any]], None], seeds: range, seconds: float) -> int:
-        """How many there were in this time; what fails is told and goes on."""
-        until = time.monotonic() + seconds
-        for number, seed in enumerate(seeds):
-            if time.monotonic() > until:
-                return number
+        """How many there were in this time, at least LEAST; what fails is told and goes on."""
+        until, number = time.monotonic() + seconds, 0
+        for number, seed in enumerate(seeds, 1):
+            if time.monotonic() > until and number > LEAST:
+                number -= 1
+                break
             what: list[Any] = [seed]
             try:
                 one(seed, what)
                 self.scene.restore()
-                if number % 500 == 499:
+                if number % 500 == 0:
                     self._check_scene()
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
@@ -245,7 +249,7 @@ class Fuzz:
                 print(what, "".join(traceback.format_exception(error, limit=-3)), sep="\n", flush=True)
                 self.scene.restore()
         self._check_scene()
-        return len(seeds)
+        return number
 
     def _check_scene(self) -> None:
         """No command has changed what runs and what has ended."""
