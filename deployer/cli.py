@@ -19,7 +19,7 @@ from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.errors import FerryError, LostConnection
 from deployer.printable import shown, shown_lines
-from deployer.terminal import invoked_as, notice, say, show_click_error, show_error
+from deployer.terminal import drop_unwritten, invoked_as, notice, say, show_click_error, show_error
 
 HELP = f"""Run a training config on any machine you can ssh to, watch it, and bring the results home.
 
@@ -53,6 +53,13 @@ for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS):
 
 def main() -> None:
     """Entry of `deploy.py` and of the console script."""
+    try:
+        _main()
+    finally:
+        drop_unwritten()
+
+
+def _main() -> None:
     _read_names_as_utf8()
     home = os.environ.get("HOME", "")
     if not home.startswith("/") or not home.strip("/"):

@@ -104,6 +104,7 @@ def say_script(text: str) -> None:
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+        sys.stdout.flush()
 
 
 def relay() -> Callable[[bytes], None]:
@@ -115,6 +116,20 @@ def relay() -> Callable[[bytes], None]:
         sys.stderr.buffer.flush()
 
     return show
+
+
+def drop_unwritten() -> None:
+    """Lets go of what an output has no room for and nobody can read: Python would try once more when it ends, with a
+    code and a trace of its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (ValueError, AttributeError):  # closed, or never opened
+            continue
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

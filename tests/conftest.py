@@ -39,6 +39,8 @@ hypothesis.settings.load_profile("any machine")
 
 # the developer's own hosts are no test's; here, for fixtures of a whole file start clients too
 os.environ.pop("TORCHFERRY_SSH_CONFIG", None)
+# a workplace's, which most users do not have: it hides what is lost in a buffer
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(autouse=True)

@@ -216,6 +216,17 @@ def test_log_that_finds_no_room_here_ends_the_following_alone(ferry, way):
     assert ferry.run("stop", job_id, "--grace", "0").returncode == 0
 
 
+@pytest.mark.parametrize("words", [("--help",), ("ps", "--json"), ("run", "--dry-run", "--", "true")])
+def test_answer_that_finds_no_room_is_one_error(ferry, words):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            ferry.argv(*words), cwd=ferry.project, env=ferry.environment(), stdout=full, stderr=subprocess.PIPE
+        )
+    said = done.stderr.decode().splitlines()
+    assert (done.returncode, said[-1]) == (125, "Error: this machine: No space left on device"), said
+    assert not any("Exception" in line or "Traceback" in line for line in said)
+
+
 def test_terminal_that_wants_no_colour_gets_no_escape(ferry):
     words = shlex.join(ferry.argv("status", "nope"))
     env = {**ferry.environment(), "NO_COLOR": "1"}

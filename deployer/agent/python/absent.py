@@ -68,7 +68,8 @@ def _unused(path: str, name: str, spec: PythonSpec, python: str) -> Absent:
         line = "%s names %s, but not among project.dependencies, which alone are asked for" % (path, name)
         return Absent(line, "a requirements file with -e .[EXTRA], and --requirements FILE, asks for an extra's too")
     line = "%s names %s, but what it lists was not asked of %s" % (path, name, python)
-    return Absent(line, "--requirements %s asks for it" % path)
+    what = "what its project.dependencies list" if path.endswith("pyproject.toml") else "it"
+    return Absent(line, "--requirements %s asks for %s" % (path, what))
 
 
 def _own(module: str, code_dir: str) -> Iterator[str]:

@@ -208,9 +208,8 @@ def follow_through(
             if not is_unread(error):
                 if not screen.acknowledged or screen.stopping:
                     raise
-                screen.left_behind(
-                    f"gave up following: {error.strerror or error}"
-                )  # such as a full disk that the log goes to
+                terminal.drop_unwritten()  # such as the log, where the disk is full
+                screen.left_behind(f"gave up following: {error.strerror or error}")
                 return RUNS_ON
             leave_terminal()
             if screen.acknowledged and not screen.stopping:

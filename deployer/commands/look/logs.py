@@ -71,6 +71,7 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     except OSError as error:
         if ended or is_unread(error):
             raise
+        terminal.drop_unwritten()  # such as the log, where the disk is full
         screen.left_behind(f"gave up following: {error.strerror or error}")
         return RUNS_ON
     narrowed = wanted.grep is not None or wanted.tail is not None or wanted.since is not None

@@ -54,9 +54,16 @@ NOTHING = PythonSpec()
         (
             {"pyproject.toml": "dev = ['wandb']"},
             "wandb",
-            NOTHING,
+            PythonSpec(lock="pyproject.toml"),
             "pyproject.toml names wandb, but not among project.dependencies",
             "-e .[EXTRA]",
+        ),
+        (
+            {"pyproject.toml": "dependencies = ['wandb']"},
+            "wandb",
+            NOTHING,
+            "pyproject.toml names wandb, but what it lists was not asked",
+            "--requirements pyproject.toml asks for what its project.dependencies list",
         ),
         (
             {"requirements.txt": "a", "uv.lock": 'name = "wandb"'},

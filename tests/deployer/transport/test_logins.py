@@ -175,7 +175,7 @@ KINDS = [
         "brought no SSH handshake within 2 s",
         client={"ProxyCommand": "sleep 60", "ConnectTimeout": "2"},
     ),
-    Kind("no proxy", 125, "host: | No such file", client={"ProxyCommand": "/nonexistent/proxy %h"}),
+    Kind("no proxy", 125, "host: | /nonexistent/proxy: ", client={"ProxyCommand": "/nonexistent/proxy %h"}),
     # --- jump hosts
     Kind("jump host with nologin", 0, jump=True, shell="/usr/sbin/nologin"),
     Kind("jump host with a forced command", 0, jump=True, sshd="ForceCommand echo no; exit 3"),
