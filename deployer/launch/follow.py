@@ -136,7 +136,7 @@ def _follow(call: Call, view: LogView, watcher: Watcher, contact: _Contact) -> S
             view.finish()
             return call.read(value, JobView, name).status
         _take(call, name, value, data, view=view, watcher=watcher)
-        if name == "data" and not call.pending():
+        if not call.pending():  # whatever came last: there may be log before it
             view.flush()
     raise LostConnection("the host ended the log without a status")
 
