@@ -20,7 +20,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` alone would delay every start by milliseconds
-    from typing import Any, Dict, List, NoReturn, Tuple
+    from typing import Any, Callable, Dict, List, NoReturn, Tuple
 
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # as in host/layout.py
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"
@@ -74,12 +74,8 @@ def _start(argv: List[str], log: str) -> Tuple[int, int]:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     wrapper = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
-    pid = os.fork()
-    if pid:
-        inode = os.fstat(output).st_ino
-        os.close(output)
-        return pid, inode
-    try:
+
+    def program() -> NoReturn:
         os.setpgid(0, 0)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != wrapper:  # it was killed before the line above
@@ -87,8 +83,22 @@ def _start(argv: List[str], log: str) -> Tuple[int, int]:
         os.dup2(output, 1)
         os.dup2(output, 2)
         _become(argv)
-    finally:
-        os._exit(127)
+
+    pid = _start_copy(program)
+    inode = os.fstat(output).st_ino
+    os.close(output)
+    return pid, inode
+
+
+def _start_copy(body: Callable[[], NoReturn]) -> int:
+    """The pid of a child that is a copy of this process and does `body`, which ends it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(127)
+    return pid
 
 
 def _become(argv: List[str]) -> NoReturn:

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 
 import os
 import sys
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 from .layout import AGENT_DIR
 
@@ -24,6 +24,17 @@ def own_process_argv(module: str, *args: str, options: Sequence[str] = (), nice:
         importable_from = os.path.dirname(importable_from)
     python = [sys.executable, "-I", "-S", "-X", "utf8", *options]
     return [*python, "-c", _BOOT, str(nice), _BYTECODE, importable_from, module, *args]
+
+
+def start_copy(body: Callable[[], NoReturn]) -> int:
+    """The pid of a child that is a copy of this process and does `body`, which ends it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+        finally:
+            os._exit(1)
+    return pid
 
 
 class Process(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Dict, List, Mapping, NamedTuple, NoReturn, Sequence, Tuple
 
 from ..host.errors import AgentError
 from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.processes import start_copy
 from ..host.typed import parse, to_json
 from ..job import plan
 from ..job.plan import TRAINER, Role, Text
@@ -99,12 +100,14 @@ class Resolving:
         """`log` gets all output of the preparation. The child leads a process group of its own."""
         self._log = log
         self._answer, writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
+
+        def resolve() -> NoReturn:
             os.setpgid(0, 0)
             # it holds the supervisor's lock, and its answer would reach nobody: it ends with it
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             _resolve(spec, job, root, env, log, writing)
+
+        self.pid = start_copy(resolve)
         os.close(writing)
 
     def result(self) -> str:

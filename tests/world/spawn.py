@@ -1,0 +1,191 @@
+"""`subprocess` of the simulated Linux: the programs that the world has (programs.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from tests.world import calls, process_calls
+from tests.world.calls import kernel, this
+from tests.world.kernel import Process, S, Thread
+from tests.world.streams import open_
+
+
+class Popen:
+    """As subprocess.Popen, of the programs that the world has (programs.py)."""
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        cwd: Any = None,
+        env: Any = None,
+        start_new_session: bool = False,
+        close_fds: bool = True,
+        pass_fds: Any = (),
+        preexec_fn: Any = None,
+        text: bool = False,
+        universal_newlines: bool = False,
+        encoding: Any = None,
+        errors: Any = None,
+        bufsize: int = -1,
+        process_group: int | None = None,
+    ) -> None:
+        from tests.world.programs import body_of
+
+        me = kernel().step("spawn")
+        self.args = args
+        self.returncode: int | None = None
+        self.stdin = self.stdout = self.stderr = None
+        argv = [os.fsdecode(word) for word in args]
+        environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (me.env if env is None else env).items()}
+        ours: list[tuple[str, int]] = []
+        theirs: dict[int, Any] = {}
+        for number, (wanted, name) in enumerate(((stdin, "stdin"), (stdout, "stdout"), (stderr, "stderr"))):
+            if wanted is None:
+                file = me.fds.get(number)
+                theirs[number] = file.copy() if file is not None else None
+            elif wanted == subprocess.PIPE:
+                reading, writing = calls.new_pipe(me)
+                theirs[number] = reading if number == 0 else writing
+                ours.append((name, calls._new_fd(me, writing if number == 0 else reading)))
+            elif wanted == subprocess.STDOUT:
+                theirs[number] = theirs[1].copy()
+            elif wanted == subprocess.DEVNULL:
+                fd = calls.open_("/dev/null", os.O_RDWR)
+                theirs[number] = me.fds.pop(fd)
+            else:
+                theirs[number] = me.fds[wanted if isinstance(wanted, int) else wanted.fileno()].copy()
+        try:
+            body = body_of(argv, environment, cwd or me.cwd)
+        except OSError:
+            for file in theirs.values():
+                file and file.release()
+            for _, fd in ours:
+                calls.close(fd)
+            raise
+        child = kernel().new_process(me, argv, environment)
+        child.fds = {number: file for number, file in theirs.items() if file is not None}
+        for fd in pass_fds:
+            child.fds[fd] = me.fds[fd].copy()
+        child.cwd = cwd or me.cwd
+        if start_new_session:
+            child.session = child.group = child.pid
+        if preexec_fn is not None:
+            preexec_fn_in(child, preexec_fn)
+        kernel().start(child, body)
+        self.pid = child.pid
+        is_text = text or universal_newlines or encoding
+        for name, fd in ours:
+            mode = ("w" if name == "stdin" else "r") + ("" if is_text else "b")
+            setattr(self, name, open_(fd, mode, encoding="utf-8" if is_text else None, errors=errors))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._wait(os.WNOHANG)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and timeout is not None:
+            me, pid = this(), self.pid
+            deadline = kernel().now_ns + int(timeout * S)
+
+            def is_over() -> bool:
+                return all(child.is_over for child in me.children if child.pid == pid)
+
+            if not kernel().block(is_over, me.child_ended, deadline_ns=deadline):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        if self.returncode is None:
+            self._wait(0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def _wait(self, options: int) -> None:
+        try:
+            pid, status = process_calls.waitpid(self.pid, options)
+        except ChildProcessError:
+            self.returncode = 0  # somebody else has reaped it
+            return
+        if pid:
+            self.returncode = -(status & 0x7F) if status & 0x7F else status >> 8
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+        if self.stdin is not None:
+            try:
+                if input:
+                    self.stdin.write(input)
+                self.stdin.close()
+            except BrokenPipeError:
+                pass
+        if timeout is not None:
+            me, pid = this(), self.pid
+            deadline = kernel().now_ns + int(timeout * S)
+            if not kernel().block(
+                lambda: all(c.is_over for c in me.children if c.pid == pid), me.child_ended, deadline_ns=deadline
+            ):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        out = self.stdout.read() if self.stdout is not None else None
+        err = self.stderr.read() if self.stderr is not None else None
+        self.wait()
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            process_calls.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Popen:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for end in (self.stdout, self.stderr, self.stdin):
+            if end is not None:
+                end.close()
+        self.wait()
+
+
+def preexec_fn_in(child: Process, function: Callable[[], None]) -> None:
+    """Runs it as the child."""
+    before = kernel().current
+    stay, kernel().stay = kernel().stay, 2.0
+    kernel().current = Thread(child, lambda: None)
+    try:
+        function()
+    finally:
+        kernel().current, kernel().stay = before, stay
+
+
+def run(
+    args: Any,
+    *,
+    input: Any = None,
+    timeout: float | None = None,
+    check: bool = False,
+    capture_output: bool = False,
+    **words: Any,
+) -> Any:
+    if input is not None:
+        words["stdin"] = subprocess.PIPE
+    if capture_output:
+        words["stdout"] = words["stderr"] = subprocess.PIPE
+    with Popen(args, **words) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+    if check and process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, args, out, err)
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
