@@ -44,7 +44,7 @@ class Link:
         self.hello: dict[str, Any] = {}
         self._stream = stream
         self._calls: dict[int, Call] = {}
-        self._issued = 0  # the highest number that a call has got
+        self._lowest, self._issued = 1, 0  # the numbers that calls have got
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._lost: FerryError | None = None
@@ -99,7 +99,7 @@ class Link:
             transport.open(build_command(word)), host=transport.description, limits=transport.limits._replace(**bounds)
         )
         if request is not None:
-            link._calls[0] = Call(link, 0)
+            link._calls[0], link._lowest = Call(link, 0), 0
         link._payload = (_payload_frames(payload) if payload is not None else b"") + _stream_frames(ahead)
         link._agent_sent = agent_too
         # before the first bytes: a login that takes none of them is given up too
@@ -220,7 +220,7 @@ class Link:
                 issued = self._issued
             if call is not None:
                 call.deliver(frame)
-            elif control.id > issued:
+            elif not self._lowest <= control.id <= issued:
                 raise ProtocolError("an answer to what was not asked")
         elif "hello" in head:
             self.hello = from_json(head["hello"], dict[str, Any])

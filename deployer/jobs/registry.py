@@ -67,10 +67,9 @@ def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobR
     for path in (state_dir() / "jobs").glob("*.json"):
         try:
             records.append(_read(path))
-        except FileNotFoundError:
-            continue
         except (OSError, Damage) as error:
-            tell(_told(path, error))
+            if path.is_symlink() or path.exists():  # else it has just been forgotten; a link to nothing is damage
+                tell(_told(path, error))
     return sorted(records, key=lambda r: (r.created, r.job_id))
 
 

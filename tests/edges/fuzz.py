@@ -114,7 +114,7 @@ def command(chance: random.Random, scene: Scene) -> tuple[str, ...]:
 
 
 def check(said: Said, words: tuple[str, ...]) -> None:
-    assert said.code in CODES, said
+    assert said.code in CODES or words[0] == "exec", said  # whose code the host says
     assert not [word for word in WORDS if word in said.out + said.err], said
     assert_tame((said.out + said.err).encode("utf-8", "surrogateescape"))
 

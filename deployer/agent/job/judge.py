@@ -6,14 +6,14 @@ A host judges only jobs of its own machine id: homes may be shared. Stdlib only,
 import fcntl
 import os
 import time
-from typing import List, Optional, Set
+from typing import List, Optional
 
 from ..host.layout import Job
 from ..host.locks import is_held
 from ..host.machine import boot_id, is_alive, this_machine
 from ..host.marks import Found, Look, is_here, supervises
 from ..host.processes import Process, is_running
-from .ending import Evidence, RankRecord, decide_ending, group_ends, read_outcome, read_ranks
+from .ending import Evidence, decide_ending, group_ends, read_outcome, read_ranks
 from .status import (
     FINAL,
     LOST,
@@ -25,7 +25,6 @@ from .status import (
     Word,
     former_attempt,
     main_processes,
-    nproc_of,
     read_word,
     utc,
     write_status,
@@ -129,11 +128,11 @@ def _damaged(damage: str, found: Found) -> Status:
 
 
 def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Status:
-    """The supervisor was killed: do its processes go on, and if not, how did they end?"""
-    ranks = read_ranks(job, status.attempt)
-    if _any_running(status, ranks, set(found.others)):
+    """The supervisor was killed. While anything of the job runs, be it only what it left behind, it has not ended: its
+    next supervisor ends that, and says how the job ended."""
+    if found.others:
         return status._replace(state=RUNNING, unsupervised=True)
-    final = _end_of_orphan(job, status, ranks, rebooted=rebooted)._replace(phase=None, queue=None)
+    final = _end_of_orphan(job, status, rebooted=rebooted)._replace(phase=None, queue=None)
     try:
         write_status(job, final)
     except OSError:
@@ -141,16 +140,8 @@ def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Stat
     return final
 
 
-def _any_running(status: Status, ranks: List[RankRecord], ours: Set[Process]) -> bool:
-    """Whether the attempt goes on, and is not only survived by what it left running: that takes records of its end."""
-    codes = [rank.code for rank in ranks if rank.code is not None]
-    known = {rank.program for rank in ranks if rank.code is None}
-    known.update((rank.wrapper for rank in ranks), main_processes(status))
-    has_ended = any(codes) or len(codes) >= nproc_of(status)
-    return bool(ours) and (bool(known & ours) or not has_ended)
-
-
-def _end_of_orphan(job: Job, status: Status, ranks: List[RankRecord], *, rebooted: bool) -> Status:
+def _end_of_orphan(job: Job, status: Status, *, rebooted: bool) -> Status:
+    ranks = read_ranks(job, status.attempt)
     ending = decide_ending(Evidence(ranks, group_ends(status), read_stop(job), read_outcome(job)))
     if ending is not None:
         ended_at = max((rank.ended_at_ns for rank in ranks), default=0) / 1e9

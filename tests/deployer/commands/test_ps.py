@@ -216,4 +216,7 @@ def test_record_that_is_damaged_hides_no_other_one(text: str) -> None:
     (folder / "a-1.json").write_text(text)
     wrong_kind = {"job_id": 5, "name": "b", "ssh": [], "root": 1, "results": None, "created": 7}
     (folder / "c-1.json").write_text(json.dumps(wrong_kind))
-    assert [record.job_id for record in read_records()] == ["b-1"]
+    (folder / "d-1.json").symlink_to("/none")
+    damages: list[str] = []
+    assert [record.job_id for record in read_records(damages.append)] == ["b-1"]
+    assert sorted(damage.split(",")[0].rsplit(" ", 1)[1] for damage in damages) == ["a-1", "c-1", "d-1"]

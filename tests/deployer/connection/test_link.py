@@ -167,6 +167,14 @@ def test_log_that_breaks_off_ends_with_the_lost_connection(tmp_path):
             next(events)
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_answer_to_what_was_not_asked_ends_the_wait(tmp_path, number):
+    code = f"frame({{'hello': {{}}}})\nhear('exec')\nframe({{'id': {number}, 'ok': {{}}}})\nforever()"
+    with Link.open(Lying(code), root=str(tmp_path)) as link:
+        with pytest.raises(HostError, match="an answer to what was not asked"):
+            link.call("exec", argv=["true"], job=None).result()
+
+
 def test_request_that_fits_no_frame_is_refused_here(tmp_path):
     with Link.open(LocalTransport(), root=str(tmp_path)) as link, pytest.raises(UsageError, match="exec request"):
         link.call("exec", argv=["echo", "x" * MAX_FRAME], job=None)
