@@ -50,7 +50,7 @@ class Held:
         self.visible = visible
         self.fd = fd
         self.names = list(names)
-        self._written = _sight(fd)
+        self._mtime_ns = os.fstat(fd).st_mtime_ns if fd >= 0 else 0
 
     def handed(self) -> Handed:
         """For a process that inherits the descriptor under its number; see take_over."""
@@ -67,20 +67,20 @@ class Held:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written into the file: perhaps nobody takes it for a claim any more."""
-        return self.fd >= 0 and _sight(self.fd) != self._written
+        """Whether the file says something else by now: perhaps nobody takes it for a claim any more. Its size and time
+        do not tell: a disk that fails changes neither."""
+        return self.fd >= 0 and os.pread(self.fd, MAX_BYTES, 0) != _text(self.claim).encode("ascii")
 
     def write_again(self) -> None:
         """Says in the file what it said, since when it said it."""
-        text, mtime_ns = _text(self.claim).encode("ascii"), self._written[1]
+        text = _text(self.claim).encode("ascii")
         fd = os.open("/proc/self/fd/%d" % self.fd, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.pwrite(fd, text, 0)
             os.ftruncate(fd, len(text))
-            os.utime(fd, ns=(mtime_ns, mtime_ns))
+            os.utime(fd, ns=(self._mtime_ns, self._mtime_ns))
         finally:
             os.close(fd)
-        self._written = _sight(self.fd)
 
     def release(self, *, ended: bool = False) -> None:
         """Lets go; the file goes too, unless another process still holds the claim. `ended`: nothing is left of the
@@ -168,14 +168,6 @@ def take_over(handed: Handed) -> Held:
 
 def _text(claim: Claim) -> str:
     return json.dumps({key: getattr(claim, key) for key in _WRITTEN})
-
-
-def _sight(fd: int) -> Tuple[int, int]:
-    """What changes with what is in a file."""
-    if fd < 0:
-        return 0, 0
-    found = os.fstat(fd)
-    return found.st_size, found.st_mtime_ns
 
 
 def _make(place: Place, claim: Claim) -> Tuple[int, str]:
