@@ -9,7 +9,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.world.modules import MODULES, open_
+from tests.world.modules import MODULES
+from tests.world.planted import planted
+from tests.world.streams import open_
 
 PREFIX = "simulated."
 
@@ -56,7 +58,7 @@ class Package:
         )
         self.modules[name] = module
         if source.exists():
-            exec(compile(source.read_text(), str(source), "exec"), module.__dict__)
+            exec(compile(planted(name, source.read_text()), str(source), "exec"), module.__dict__)
             module.__dict__.update(self.instead.get(name, {}))
         if package is not None:
             setattr(package, last, module)

@@ -189,6 +189,8 @@ class Kernel:
         """Where faults come from: may raise OSError, and may end processes."""
         self.seen: list[Callable[[str, Any], None]] = []
         """Whoever wants to hear what happens: ended, locked, written ..."""
+        self.failure = ""
+        """What was found not to hold, by somebody who cannot say so: whoever is asked to look runs inside a process."""
         self.hub = greenlet.getcurrent()
         self.stay = 0.7
         """How probable it is that a thread goes on after a call."""
@@ -198,7 +200,9 @@ class Kernel:
     # --- time -------------------------------------------------------------------------------------------------------
 
     def boot_ns(self) -> int:
-        return self.now_ns - self.booted_ns
+        """The monotonic clock of whoever asks: clients are on machines that go on."""
+        away = self.current is not None and self.current.process.host == "client"
+        return self.now_ns if away else self.now_ns - self.booted_ns
 
     def unix_ns(self) -> int:
         return self.wall_ns + self.now_ns
@@ -282,7 +286,7 @@ class Kernel:
     def run(self, *, until: Callable[[], bool] = lambda: False, for_s: float = 1e6) -> bool:
         """Lets the world go on until `until` holds or its time is over; False when nothing will ever happen."""
         ends_ns = self.now_ns + int(for_s * S)
-        while not until():
+        while not self.failure and not until():
             if self.now_ns >= ends_ns:
                 return True
             if not self.ready:
@@ -423,10 +427,12 @@ class Kernel:
     # --- the machine ------------------------------------------------------------------------------------------------
 
     def reboot(self, *, cleanly: bool = False) -> None:
-        """Everything ends; of the disk is left what was synced, and perhaps more."""
+        """Everything on the host ends; of its disk is left what was synced, and perhaps more."""
         if not cleanly:
             self.disk.lose_power(self.chance)
         for process in list(self.processes.values()):
+            if process.host == "client":
+                continue
             if process is not self.init:
                 process.is_over = True
                 process.state = "Z"
@@ -435,9 +441,8 @@ class Kernel:
                     file.release()
                 process.fds.clear()
                 self.say("ended", process)
-        self.processes = {1: self.init}
-        self.init.children = []
-        self.ready = []
+        self.processes = {p.pid: p for p in self.processes.values() if p.host == "client" or p is self.init}
+        self.init.children = [p for p in self.init.children if p.host == "client"]
         self.now_ns += 30 * S
         self.booted_ns = self.now_ns
         self.boot_id = f"boot-{int(self.boot_id.split('-')[1]) + 1}"

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -421,6 +422,7 @@ def _make_all() -> dict[str, types.ModuleType]:
         "fnmatch": fnmatch,
         "stat": stat,
     }
+    found["traceback"] = _module("traceback", traceback, print_exc=lambda: this().complain(traceback.format_exc()))
     found["secrets"] = _module("secrets", secrets, token_hex=lambda size=32: process_calls.urandom(size).hex())
     found["queue"] = _with_ours(queue, threading=THREADING, time=TIME)
     found["shutil"] = _with_ours(shutil, os=OS, fnmatch=fnmatch, sys=found["sys"])

@@ -132,6 +132,7 @@ def execvp(name: str, argv: list[str]) -> None:
     for fd in [fd for fd in process.fds if fd > 2 and fd not in process.inheritable]:
         process.fds.pop(fd).release()
     process.own = {}
+    kernel().say("exec", process)
     code = 0
     try:
         body()

@@ -178,6 +178,7 @@ def launcher(words: list[str]) -> None:
             TIME.sleep(0.1)
         rank.kill()
         rank.wait()
+    failed = failed or any(rank.returncode for rank in ranks)
     raise SystemExit(1 if failed or told else 0)
 
 

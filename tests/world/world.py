@@ -30,6 +30,7 @@ class Gpus:
         self.uuids = [f"GPU-{number:08x}-0000" for number in range(count)]
         self.strangers: dict[int, int] = {}
         """Index -> pid."""
+        self.since_ns: dict[int, int] = {}
 
     def table(self, fields: str) -> str:
         if fields.startswith("--query-gpu"):
@@ -203,6 +204,15 @@ class Stream:
         self.cut = cut
         self.is_cut = self.is_closed = False
         self.process, self._stdin, self._stdout, self._stderr = world.session(message, uid)
+        current = world.kernel.current
+        assert current is not None
+        client = current.process
+
+        def hear(what: str, about: Any) -> None:
+            if what == "ended" and about is client:
+                self.break_()
+
+        world.kernel.seen.append(hear)
 
     def read(self, size: int) -> bytes:
         kernel = self.world.kernel

@@ -1,0 +1,77 @@
+"""The histories of leases and of the queue, held against a plain model: first in, first out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.world.kernel import S
+
+if TYPE_CHECKING:
+    from tests.world.disk import Inode
+    from tests.world.world import World
+
+FOLDER = "/tmp/.torchferry-leases/"
+SEEN_S = 1.0
+"""Whoever computes on a GPU for so long is seen by who claims it."""
+
+
+class Claim(NamedTuple):
+    kind: str
+    job: str
+    devices: tuple[str, ...]
+    auto: int
+    number: int
+
+
+class Ledger:
+    """Every claim as it appears. `broken` is told what is not in order."""
+
+    def __init__(self, world: World, broken: Any) -> None:
+        self.world = world
+        self.broken = broken
+        self.tickets: dict[str, int] = {}
+        """Job -> the number that it drew."""
+        self.had: set[str] = set()
+        """Jobs that have had their turn: a new supervisor shows their lease again."""
+        self.damaged = False
+        world.kernel.seen.append(self.hear)
+
+    def hear(self, what: str, about: Any) -> None:
+        if what == "named" and not self.damaged and about.path().startswith(FOLDER + "job-"):
+            claim = self._read(about)
+            if claim is not None and claim.kind == "ticket":
+                self.tickets.setdefault(claim.job, claim.number)
+            elif claim is not None and claim.kind == "lease":
+                self._check(about, claim)
+
+    def _read(self, inode: Inode) -> Claim | None:
+        try:
+            found = json.loads(bytes(inode.data))
+            return Claim(found["kind"], found["job"], tuple(found["devices"]), found["auto"], found["number"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _held(self) -> list[Claim]:
+        folder = self.world.kernel.disk.find(FOLDER)
+        files = list(folder.names.values()) if folder is not None else []
+        found = [self._read(inode) for inode in files if fcntl.LOCK_EX in inode.locks.values()]
+        return [claim for claim in found if claim is not None]
+
+    def _check(self, inode: Inode, lease: Claim) -> None:
+        others = [claim for claim in self._held() if claim.job != lease.job]
+        mine = 0 if lease.job in self.had else self.tickets.get(lease.job, 1 << 60)
+        self.had.add(lease.job)
+        for other in others:
+            shared = set(other.devices) & set(lease.devices)
+            if other.kind == "lease" and shared:
+                self.broken(f"{lease.job} has a lease of {shared}, which {other.job} holds")
+            wants_it = bool(other.auto) or bool(shared)
+            if other.kind == "ticket" and other.number < mine and wants_it:
+                self.broken(f"{lease.job} has got {lease.devices} before {other.job}, which came first and waits")
+        gpus = self.world.gpus
+        for index, since_ns in gpus.since_ns.items():
+            is_old = self.world.kernel.now_ns - since_ns > SEEN_S * S
+            if index in gpus.strangers and is_old and gpus.uuids[index] in lease.devices:
+                self.broken(f"{lease.job} has got GPU {index}, on which a stranger computes")

@@ -1,0 +1,184 @@
+"""Faults that are planted in the shipped sources, one at a time: the search has to find each.
+
+Each is a change of the source as it is loaded; the product itself knows nothing of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+CHOSEN = "TORCHFERRY_WORLD_PLANTED"
+"""The environment variable that names the one to plant; it has to be set before the sources are loaded."""
+
+
+class Planted(NamedTuple):
+    module: str
+    old: str
+    new: str
+    seed: int = -1
+    """Of a schedule that finds it."""
+
+
+PLANTED = {
+    "lease released before the sweep": Planted(
+        "deployer.agent.supervisor.life",
+        "        self._sweep()\n        self.status.note(\n            **ending",
+        "        if self.gpus is not None:\n            self.gpus.release(ended=True)\n"
+        "        self._sweep()\n        self.status.note(\n            **ending",
+    ),
+    "status written before the sweep": Planted(
+        "deployer.agent.supervisor.life",
+        "        self._sweep()\n        self.status.note(\n            **ending",
+        "        self.status.save(**ending._asdict())\n        self._sweep()\n"
+        "        self.status.note(\n            **ending",
+    ),
+    "offset one too high": Planted(
+        "deployer.launch.logview",
+        "self.offsets[file] = offset + len(data)\n",
+        "self.offsets[file] = offset + len(data) + 1\n",
+    ),
+    "offset of the connection before": Planted(
+        "deployer.launch.logview",
+        "            data = data[seen - offset :]\n            offset = seen\n",
+        "            pass\n",
+    ),
+    "launch that looks for no job before it": Planted(
+        "deployer.agent.requests.launch",
+        "    if not os.path.exists(job.status):\n        return False\n    record",
+        "    if True:\n        return False\n    record",
+    ),
+    "launches that do not wait for each other": Planted(
+        "deployer.agent.host.locks",
+        "        fcntl.flock(fd, fcntl.LOCK_EX)\n        yield\n",
+        "        yield\n",
+    ),
+    "status that is not synced": Planted(
+        "deployer.agent.host.files", "            if sync:\n                os.fsync(f.fileno())\n", ""
+    ),
+    "name that is not synced": Planted(
+        "deployer.agent.host.files",
+        "        os.fsync(fd)\n    except OSError:  # some network",
+        "        pass\n    except OSError:  # some network",
+    ),
+    "status written in place": Planted(
+        "deployer.agent.host.files",
+        '    temporary = aside or "%s.%d.tmp" % (path, os.getpid())\n',
+        "    temporary = aside or path\n",
+    ),
+    "process told by its number alone": Planted(
+        "deployer.agent.host.processes",
+        "return stat is not None and stat.start_time == process.start_time and",
+        "return stat is not None and",
+    ),
+    "queue that serves the last first": Planted(
+        "deployer.agent.gpus.queue",
+        "key=lambda c: (c.number, c.since, c.file))",
+        "key=lambda c: (-c.number, c.since, c.file))",
+    ),
+    "ticket that keeps nobody waiting": Planted(
+        "deployer.agent.gpus.queue",
+        "        taken += chosen if chosen is not None else _waits_for(ticket, gpus)\n",
+        "        taken += chosen if chosen is not None else ()\n",
+    ),
+    "GPU in use that counts as free": Planted(
+        "deployer.agent.gpus.nvidia",
+        "        return {device: who for device, who in users.items() if who}\n",
+        "        return {}\n",
+    ),
+    "lease that others' leases do not keep out": Planted(
+        "deployer.agent.gpus.queue",
+        "    taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]\n",
+        "    taken = []\n",
+    ),
+    "lease that ranks do not inherit": Planted(
+        "deployer.agent.supervisor.attempt",
+        "gpus.stdin if gpus is not None else subprocess.DEVNULL",
+        "subprocess.DEVNULL",
+    ),
+    "claims that are not locked while one chooses": Planted(
+        "deployer.agent.gpus.leases",
+        "    with opened() as places, locked(places, timeout_s):\n        yield Claims(places)\n",
+        "    with opened() as places:\n        yield Claims(places)\n",
+    ),
+    "last word believed whatever runs": Planted(
+        "deployer.agent.job.judge",
+        "    if known & ours or (found.supervisors and (ours or status.swept is None)):\n",
+        "    if False:\n",
+    ),
+    "job judged lost while its supervisor lives": Planted(
+        "deployer.agent.job.judge",
+        "    if found.supervisors:\n        return status  # one that has only begun is about to write its own\n",
+        "",
+    ),
+    "orphan judged without a look at its processes": Planted(
+        "deployer.agent.job.judge",
+        "    if _any_running(status, ranks, set(found.others)):\n",
+        "    if False:\n",
+    ),
+    "stop that believes the last word": Planted(
+        "deployer.agent.requests.stop",
+        "        told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)\n"
+        "        if final.damaged",
+        "        told, left = set(), []\n        if final.damaged",
+    ),
+    "sweep that only asks": Planted(
+        "deployer.agent.host.killing",
+        "        told.update(kill_all(find, subreaper=subreaper))\n",
+        "",
+    ),
+    "signal recorded as a code": Planted(
+        "deployer.agent.rank",
+        "(128 + os.WTERMSIG(status), os.WTERMSIG(status))",
+        "(os.WTERMSIG(status), os.WTERMSIG(status))",
+    ),
+    "last failure taken for the first": Planted(
+        "deployer.agent.job.ending",
+        "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
+        "    return max(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
+    ),
+    "ends compared by the wall clock": Planted(
+        "deployer.agent.job.ending",
+        "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
+        "    return min(failing, key=lambda r: (r.ended_at_ns, r.rank)) if failing else None\n",
+    ),
+    "stop that hides an earlier failure": Planted(
+        "deployer.agent.job.ending",
+        "    if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):\n",
+        "    if known.stop is not None:\n",
+    ),
+    "state read after the log": Planted(
+        "deployer.agent.requests.follow",
+        "        now = judge(job)\n        chunks = reader.poll()\n",
+        "        chunks = reader.poll()\n        now = judge(job)\n",
+    ),
+    "attempt that keeps its number": Planted(
+        "deployer.agent.supervisor.life", "            attempt=now.attempt + 1,\n", "            attempt=now.attempt,\n"
+    ),
+    "launcher's code that counts as success": Planted(
+        "deployer.agent.job.ending",
+        '    if code == 0:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
+        '    if code < 2:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
+    ),
+    "acknowledgement before the job is there": Planted(
+        "deployer.agent.requests.launch",
+        "    already = _existing(job, request.plan)\n    if not already:\n",
+        "    already = _existing(job, request.plan)\n"
+        '    call.send_event("ack", to_json(Ack(job.id, job.path, already)))\n    if not already:\n',
+    ),
+    "queue that is left before the lease is held": Planted(
+        "deployer.agent.gpus.claim",
+        "            self._held = _lease(claims, self._wanted, chosen, sight)\n        ticket.release(ended=True)\n",
+        "            pass\n        ticket.release(ended=True)\n        with claiming() as claims:\n"
+        "            self._held = _lease(claims, self._wanted, chosen, sight)\n",
+    ),
+}
+
+
+def planted(module: str, source: str) -> str:
+    """The source with the chosen fault in it, if that is this module's."""
+    fault = PLANTED.get(os.environ.get(CHOSEN, ""))
+    if fault is None or fault.module != module:
+        return source
+    assert source.count(fault.old) == 1, (module, source.count(fault.old))
+    return source.replace(fault.old, fault.new)
