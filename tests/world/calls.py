@@ -8,7 +8,7 @@ import signal
 import stat
 from typing import Any, NamedTuple
 
-from tests.world.disk import PIPE_BYTES, Inode, OpenFile, Pipe, refuse
+from tests.world.disk import PIPE_BUF, Inode, OpenFile, Pipe, refuse
 from tests.world.kernel import Kernel, Killed, Process
 from tests.world.proc import open_proc, read_proc_link, stat_of_proc
 
@@ -52,24 +52,19 @@ class Stat(NamedTuple):
     st_blocks = property(lambda self: (self.st_size + 511) // 512)
 
 
-class StatVfs(NamedTuple):
-    f_bavail: int
-    f_blocks: int
-    f_frsize: int = 4096
-    f_bsize: int = 4096
-    f_files: int = 1 << 20
-    f_favail: int = 1 << 19
-    f_ffree: int = 1 << 19
-    f_bfree: int = 1 << 28
-    f_flag: int = 0
-
-
 def _text(path: Any) -> str:
-    return path if type(path) is str else os.fsdecode(path)
+    text = path if type(path) is str else os.fsdecode(path)
+    if "\0" in text:
+        raise ValueError("embedded null byte")
+    return text
 
 
-def _at(process: Process, dir_fd: int | None) -> Inode | None:
-    return None if dir_fd is None else _file(process, dir_fd).inode
+def _at(process: Process, dir_fd: int | None, path: str) -> Inode | None:
+    if dir_fd is None or path.startswith("/"):
+        return None
+    if dir_fd not in process.fds:
+        raise refuse(errno.EBADF, path)
+    return process.fds[dir_fd].inode
 
 
 def _file(process: Process, fd: int) -> OpenFile:
@@ -79,13 +74,20 @@ def _file(process: Process, fd: int) -> OpenFile:
     return file
 
 
+def _seekable(process: Process, fd: int) -> OpenFile:
+    file = _file(process, fd)
+    if file.inode.pipe is not None:
+        raise refuse(errno.ESPIPE)
+    return file
+
+
 def _stat(inode: Inode) -> Stat:
     size = len(inode.target) if inode.kind == stat.S_IFLNK else len(inode.data)
     return Stat(
         inode.kind | inode.mode,
         inode.ino,
         DEVICE,
-        max(1, len(inode.places)) if inode.places or inode.is_folder else 0,
+        max(1, len(inode.places)) if inode.places or inode is inode.disk.root or inode.pipe is not None else 0,
         inode.uid,
         inode.gid,
         size,
@@ -103,7 +105,7 @@ def stat_(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True)
     process = kernel().step("stat", path)
     if path.startswith("/proc"):
         return stat_of_proc(kernel(), process, path, _stat, follow_symlinks)
-    inode = kernel().disk.lookup(process, path, follow=follow_symlinks, at=_at(process, dir_fd))[2]
+    inode = kernel().disk.lookup(process, path, follow=follow_symlinks, at=_at(process, dir_fd, path))[2]
     if inode is None:
         raise refuse(errno.ENOENT, path)
     return _stat(inode)
@@ -123,26 +125,33 @@ def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     if path.startswith("/proc/"):
         return _new_fd(process, open_proc(kernel(), process, path, flags))
     disk = kernel().disk
-    folder, name, inode = disk.lookup(process, path, follow=not flags & os.O_NOFOLLOW, at=_at(process, dir_fd))
+    at, makes, is_new = _at(process, dir_fd, path), bool(flags & os.O_CREAT), False
+    follow = not flags & os.O_NOFOLLOW and not (makes and (flags & os.O_EXCL or path.endswith("/")))
+    found = disk.walk(process, path, at, follow) if makes else disk.lookup(process, path, follow=follow, at=at)
+    inode = found.inode
     writes = flags & os.O_ACCMODE != os.O_RDONLY
+    if makes and (found.has_slash or not found.is_name):
+        raise refuse(errno.EEXIST if flags & os.O_EXCL and not found.has_slash else errno.EISDIR, path)
     if inode is None:
-        if not flags & os.O_CREAT:
+        if not makes:
             raise refuse(errno.ENOENT, path)
-        inode = disk.make(process, folder, name, stat.S_IFREG, mode, path)
+        inode, is_new = disk.make(process, found, stat.S_IFREG, mode, path), True
     else:
-        if flags & os.O_CREAT and flags & os.O_EXCL:
+        if makes and flags & os.O_EXCL:
             raise refuse(errno.EEXIST, path)
-        if inode.kind == stat.S_IFLNK:
-            raise refuse(errno.ELOOP, path)
         if flags & os.O_DIRECTORY and not inode.is_folder:
             raise refuse(errno.ENOTDIR, path)
-        if inode.is_folder and (writes or flags & os.O_CREAT):
+        if inode.kind == stat.S_IFLNK:
+            raise refuse(errno.ELOOP, path)
+        if inode.is_folder and (writes or makes or flags & os.O_TRUNC):
             raise refuse(errno.EISDIR, path)
-        wanted = 4 * (flags & os.O_ACCMODE != os.O_WRONLY) | 2 * writes
-        if any(bit & wanted and not disk.allows(process, inode, bit) for bit in (4, 2)):
-            raise refuse(errno.EACCES, path)
+    wanted = 4 * (flags & os.O_ACCMODE != os.O_WRONLY) | 2 * writes
+    if not is_new and any(bit & wanted and not disk.allows(process, inode, bit) for bit in (4, 2)):
+        raise refuse(errno.EACCES, path)
     file = OpenFile(disk, inode, flags, path if path.startswith("/") else f"{process.cwd}/{path}")
-    if flags & os.O_TRUNC and writes and inode.kind == stat.S_IFREG:
+    if found.is_name and inode.places:
+        file.place = disk.place_of(found.folder, found.name)
+    if flags & os.O_TRUNC and not is_new and inode.kind == stat.S_IFREG and not inode.device:
         _resize(inode, 0)
     return _new_fd(process, file)
 
@@ -171,51 +180,68 @@ def _resize(inode: Inode, size: int) -> None:
 def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
     path = _text(path)
     process = kernel().step("mkdir", path)
-    folder, name, inode = kernel().disk.lookup(process, path.rstrip("/") or "/", follow=False, at=_at(process, dir_fd))
-    if inode is not None:
-        raise refuse(errno.EEXIST, path)
-    kernel().disk.make(process, folder, name, stat.S_IFDIR, mode, path)
+    found = kernel().disk.place_for(process, path, _at(process, dir_fd, path), folder=True)
+    kernel().disk.make(process, found, stat.S_IFDIR, mode, path)
 
 
 def rmdir(path: Any, *, dir_fd: int | None = None) -> None:
     path = _text(path)
     process = kernel().step("rmdir", path)
-    folder, name, inode = kernel().disk.lookup(process, path, follow=False, at=_at(process, dir_fd))
+    found = kernel().disk.walk(process, path, _at(process, dir_fd, path), False)
+    inode = found.inode
+    if not found.is_name:
+        raise refuse({"/": errno.EBUSY, ".": errno.EINVAL, "..": errno.ENOTEMPTY}[found.name], path)
     if inode is None:
         raise refuse(errno.ENOENT, path)
+    kernel().disk.check_writable(process, found.folder, path, inode)
     if not inode.is_folder:
         raise refuse(errno.ENOTDIR, path)
-    kernel().disk.check_writable(process, folder, path, inode)
     if inode.names:
         raise refuse(errno.ENOTEMPTY, path)
-    kernel().disk.drop(folder, name)
+    kernel().disk.drop(found.folder, found.name)
 
 
 def unlink(path: Any, *, dir_fd: int | None = None) -> None:
     path = _text(path)
     process = kernel().step("unlink", path)
-    folder, name, inode = kernel().disk.lookup(process, path, follow=False, at=_at(process, dir_fd))
+    found = kernel().disk.walk(process, path, _at(process, dir_fd, path), False)
+    inode = found.inode
+    if not found.is_name:
+        raise refuse(errno.EISDIR, path)
     if inode is None:
         raise refuse(errno.ENOENT, path)
+    if found.has_slash and not inode.is_folder:
+        raise refuse(errno.ENOTDIR, path)
+    kernel().disk.check_writable(process, found.folder, path, inode)
     if inode.is_folder:
         raise refuse(errno.EISDIR, path)
-    kernel().disk.check_writable(process, folder, path, inode)
-    kernel().disk.drop(folder, name)
+    kernel().disk.drop(found.folder, found.name)
 
 
 def rename(old: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
     old, new = _text(old), _text(new)
     process = kernel().step("rename", new)
-    kernel().disk.rename(process, old, new, _at(process, src_dir_fd), _at(process, dst_dir_fd))
+    try:
+        kernel().disk.rename(process, old, new, _at(process, src_dir_fd, old), _at(process, dst_dir_fd, new))
+    except OSError as refused:
+        raise _of_both(refused, old, new) from None
+
+
+def _of_both(refused: OSError, old: str, new: str) -> OSError:
+    return OSError(refused.errno, refused.strerror, old, None, new)
 
 
 def symlink(target: Any, path: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-    path = _text(path)
+    target, path = _text(target), _text(path)
     process = kernel().step("symlink", path)
-    folder, name, inode = kernel().disk.lookup(process, path, follow=False, at=_at(process, dir_fd))
-    if inode is not None:
-        raise refuse(errno.EEXIST, path)
-    kernel().disk.make(process, folder, name, stat.S_IFLNK, 0o777, path).target = _text(target)
+    disk = kernel().disk
+    try:
+        if not target:
+            raise refuse(errno.ENOENT)
+        found = disk.place_for(process, path, _at(process, dir_fd, path))
+        disk.make(process, found, stat.S_IFLNK, 0o777, path).target = target
+    except OSError as refused:
+        raise _of_both(refused, target, path) from None
 
 
 def link(
@@ -228,27 +254,37 @@ def link(
 ) -> None:
     source, path = _text(source), _text(path)
     process = kernel().step("link", path)
-    if source.startswith("/proc/self/fd/"):
-        inode: Inode | None = _file(process, int(source.rsplit("/", 1)[1])).inode
-        if inode is not None and not inode.places:
-            raise refuse(errno.ENOENT, source)
-    else:
-        inode = kernel().disk.lookup(process, source, follow=follow_symlinks, at=_at(process, src_dir_fd))[2]
-    folder, name, there = kernel().disk.lookup(process, path, follow=False, at=_at(process, dst_dir_fd))
-    if inode is None:
-        raise refuse(errno.ENOENT, source)
-    if there is not None:
-        raise refuse(errno.EEXIST, path)
-    kernel().disk.check_writable(process, folder, path)
-    kernel().disk.put(folder, name, inode)
+    follows = follow_symlinks and (src_dir_fd is not None or dst_dir_fd is not None)  # without, Python calls link(2)
+    disk = kernel().disk
+    try:
+        if source.startswith("/proc/"):
+            if not follows:
+                raise refuse(errno.EXDEV)
+            inode: Inode | None = open_proc(kernel(), process, source, os.O_RDONLY).inode
+        else:
+            inode = disk.lookup(process, source, follow=follows, at=_at(process, src_dir_fd, source)).inode
+        if inode is None:
+            raise refuse(errno.ENOENT)
+        found = disk.place_for(process, path, _at(process, dst_dir_fd, path))
+        if inode.is_folder:
+            raise refuse(errno.EPERM)
+        disk.check_named(found.folder, path)
+        disk.check_writable(process, found.folder, path)
+        if not inode.places:
+            raise refuse(errno.ENOENT)
+        disk.put(found.folder, found.name, inode)
+    except OSError as refused:
+        raise _of_both(refused, source, path) from None
 
 
-def readlink(path: Any, *, dir_fd: int | None = None) -> str:
+def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
+    if isinstance(path, bytes):
+        return os.fsencode(readlink(os.fsdecode(path), dir_fd=dir_fd))
     path = _text(path)
     process = kernel().step("readlink", path)
     if path.startswith("/proc/"):
         return read_proc_link(kernel(), process, path)
-    inode = kernel().disk.lookup(process, path, follow=False, at=_at(process, dir_fd))[2]
+    inode = kernel().disk.lookup(process, path, follow=False, at=_at(process, dir_fd, path))[2]
     if inode is None:
         raise refuse(errno.ENOENT, path)
     if inode.kind != stat.S_IFLNK:
@@ -273,7 +309,9 @@ def _folder(path: Any, name: str) -> tuple[Process, str, Inode]:
     return process, path, inode
 
 
-def listdir(path: Any = ".") -> list[str]:
+def listdir(path: Any = ".") -> list[Any]:
+    if isinstance(path, bytes):
+        return [os.fsencode(name) for name in listdir(os.fsdecode(path))]
     if isinstance(path, str) and path.startswith("/proc"):
         process = kernel().step("listdir", path)
         names = open_proc(kernel(), process, path, os.O_DIRECTORY).content
@@ -282,64 +320,30 @@ def listdir(path: Any = ".") -> list[str]:
     return list(_folder(path, "listdir")[2].names)
 
 
-def chmod(path: Any, mode: int, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
-    _chmod(_at_path("chmod", path, dir_fd), mode)
-
-
-def fchmod(fd: int, mode: int) -> None:
-    _chmod(_file(kernel().step("fchmod"), fd).inode, mode)
-
-
 def _at_path(name: str, path: Any, dir_fd: int | None = None) -> Inode:
     path = _text(path)
     process = kernel().step(name, path)
-    inode = kernel().disk.lookup(process, path, at=_at(process, dir_fd))[2]
+    inode = kernel().disk.lookup(process, path, at=_at(process, dir_fd, path))[2]
     if inode is None:
         raise refuse(errno.ENOENT, path)
     return inode
 
 
-def _chmod(inode: Inode, mode: int) -> None:
-    if this().uid not in (0, inode.uid):
-        raise refuse(errno.EPERM)
-    inode.mode = mode
-
-
-def fchown(fd: int, uid: int, gid: int) -> None:
-    process = kernel().step("fchown")
-    if process.uid != 0:
-        raise refuse(errno.EPERM)
-    inode = _file(process, fd).inode
-    inode.uid, inode.gid = uid, gid
-
-
-def utime(path: Any, times: Any = None, *, ns: tuple[int, int] | None = None, **_: Any) -> None:
-    inode = _file(kernel().step("utime"), path).inode if isinstance(path, int) else _at_path("utime", path)
-    inode.mtime_ns = ns[1] if ns is not None else kernel().unix_ns() if times is None else int(times[1] * 1e9)
-
-
-def access(path: Any, mode: int, **_: Any) -> bool:
-    path = _text(path)
-    process = kernel().step("access", path)
-    try:
-        inode = kernel().disk.lookup(process, path)[2]
-    except OSError:
-        return False
-    return inode is not None and all(kernel().disk.allows(process, inode, bit) for bit in (4, 2, 1) if mode & bit)
-
-
 def truncate(path: Any, length: int) -> None:
-    inode = _file(kernel().step("truncate"), path).inode if isinstance(path, int) else _at_path("truncate", path)
+    if isinstance(path, int):
+        file = _file(kernel().step("truncate"), path)
+        inode, path = file.inode, None
+        if length < 0 or inode.kind != stat.S_IFREG or not file.can_write:
+            raise refuse(errno.EINVAL)
+    else:
+        if length < 0:
+            raise refuse(errno.EINVAL, _text(path))
+        inode = _at_path("truncate", path)
+        if inode.is_folder:
+            raise refuse(errno.EISDIR, _text(path))
     if length - len(inode.data) > kernel().disk.room():
         raise refuse(errno.ENOSPC)
     _resize(inode, length)
-
-
-def statvfs(path: Any) -> StatVfs:
-    if isinstance(path, str):
-        _at_path("statvfs", path)
-    disk = kernel().disk
-    return StatVfs(disk.room() >> 12, disk.size >> 12)
 
 
 def getcwd() -> str:
@@ -369,9 +373,11 @@ def read(fd: int, size: int) -> bytes:
     pipe = file.inode.pipe
     if pipe is None:
         return file.read(size)
+    if not file.can_read:
+        raise refuse(errno.EBADF)
     if not pipe.data and pipe.writers:
         if file.flags & os.O_NONBLOCK:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise refuse(errno.EAGAIN)
         kernel().block(lambda: bool(pipe.data) or not pipe.writers, pipe.changed)
     data = bytes(pipe.data[:size])
     del pipe.data[:size]
@@ -385,29 +391,38 @@ def write(fd: int, data: Any) -> int:
     pipe = file.inode.pipe
     if pipe is None:
         return file.write(bytes(data))
-    if pipe.readers and len(pipe.data) >= PIPE_BYTES:
-        if file.flags & os.O_NONBLOCK:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        kernel().block(lambda: len(pipe.data) < PIPE_BYTES or not pipe.readers, pipe.changed)
-    if not pipe.readers:
-        kernel().signal(process, signal.SIGPIPE)
-        this()
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-    return file.write(bytes(data[: PIPE_BYTES - len(pipe.data)]))
+    if not file.can_write:
+        raise refuse(errno.EBADF)
+    rest = bytes(data)
+    while rest:
+        least = len(rest) if len(rest) <= PIPE_BUF else 1  # what is small goes as one
+        if pipe.readers and pipe.room < least:
+            if file.flags & os.O_NONBLOCK:
+                break
+            kernel().block(lambda least=least: pipe.room >= least or not pipe.readers, pipe.changed)  # type: ignore[misc]
+        if not pipe.readers:
+            kernel().signal(process, signal.SIGPIPE)
+            this()
+            if len(rest) < len(data):
+                break
+            raise refuse(errno.EPIPE)
+        part, rest = rest[: pipe.room], rest[pipe.room :]
+        file.write(part)
+    if len(rest) == len(data) and rest:
+        raise refuse(errno.EAGAIN)
+    return len(data) - len(rest)
 
 
 def pread(fd: int, size: int, offset: int) -> bytes:
-    return _file(kernel().step("pread"), fd).pread(size, offset)
+    return _seekable(kernel().step("pread"), fd).pread(size, offset)
 
 
 def pwrite(fd: int, data: Any, offset: int) -> int:
-    return _file(kernel().step("pwrite"), fd).write(bytes(data), offset)
+    return _seekable(kernel().step("pwrite"), fd).write(bytes(data), offset)
 
 
 def lseek(fd: int, position: int, how: int) -> int:
-    file = _file(kernel().step("lseek"), fd)
-    if file.inode.pipe is not None:
-        raise refuse(errno.ESPIPE)
+    file = _seekable(kernel().step("lseek"), fd)
     length = len(file.inode.data if file.content is None else file.content)
     if how == getattr(os, "SEEK_DATA", -1):
         if position >= length:
@@ -427,6 +442,8 @@ def ftruncate(fd: int, length: int) -> None:
 
 def fsync(fd: int) -> None:
     file = _file(kernel().step("fsync"), fd)
+    if file.inode.pipe is not None or file.inode.device:
+        raise refuse(errno.EINVAL)
     kernel().disk.sync(file.inode)
 
 
@@ -473,7 +490,3 @@ def set_inheritable(fd: int, inheritable: bool) -> None:
 
 def isatty(fd: int) -> bool:
     return False
-
-
-def getxattr(path: Any, name: Any, **_: Any) -> bytes:
-    raise refuse(errno.EOPNOTSUPP, _text(path))

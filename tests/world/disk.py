@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import random
@@ -14,11 +14,25 @@ if TYPE_CHECKING:
     from tests.world.kernel import Channel, Kernel, Process
 
 MAX_LINKS = 40
-PIPE_BYTES = 1 << 16
+PIPE_BYTES, PIPE_BUF = 1 << 16, 4096
 
 
 def refuse(number: int, path: str | None = None) -> OSError:
     return OSError(number, os.strerror(number), path) if path is not None else OSError(number, os.strerror(number))
+
+
+class Found(NamedTuple):
+    """Where a path leads."""
+
+    folder: Inode
+    name: str
+    """The last one; also `.`, `..` and `/`, which name nothing in the folder."""
+    inode: Inode | None
+    has_slash: bool
+
+    @property
+    def is_name(self) -> bool:
+        return self.name not in (".", "..", "/")
 
 
 class Inode:
@@ -36,8 +50,10 @@ class Inode:
         self.gid = uid
         self.data = bytearray()
         self.names: dict[str, Inode] = {}
-        self.places: list[tuple[Inode, str]] = []
-        """Where it has names."""
+        self.places: list[Place] = []
+        """Its names."""
+        self.place: Place | None = None
+        """Its latest name; a folder has one."""
         self.target = ""
         self.mtime_ns = disk.kernel.unix_ns()
         self.device = ""
@@ -52,17 +68,25 @@ class Inode:
     def is_folder(self) -> bool:
         return self.kind == stat.S_IFDIR
 
+    @property
+    def above(self) -> Inode:
+        """Of a folder: where `..` leads, also when it has no name any more."""
+        return self.place.folder if self.place is not None else self
+
+
+class Place:
+    """A name of an inode: it moves when the name is renamed, and whoever has opened the file by it still knows it."""
+
+    __slots__ = ("folder", "is_gone", "name")
+
+    def __init__(self, folder: Inode, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self.is_gone = False
+
     def path(self) -> str:
-        """By one of its names; "" for none."""
-        parts: list[str] = []
-        inode = self
-        while inode is not self.disk.root:
-            if not inode.places:
-                return ""
-            above, name = inode.places[0]
-            parts.append(name)
-            inode = above
-        return "/" + "/".join(reversed(parts))
+        above = self.folder.place
+        return f"{above.path() if above is not None else ''}/{self.name}"
 
 
 class Pipe:
@@ -73,6 +97,10 @@ class Pipe:
         self.readers = 0
         self.writers = 0
         self.changed: Channel = Channel()
+
+    @property
+    def room(self) -> int:
+        return PIPE_BYTES - len(self.data)
 
 
 class OpenFile:
@@ -87,6 +115,7 @@ class OpenFile:
         self.users = 1
         self.content: bytes | None = None
         """Of what /proc tells: as it was when it was opened."""
+        self.place = inode.place
         inode.opened += 1
 
     def copy(self) -> OpenFile:
@@ -124,19 +153,23 @@ class OpenFile:
             return f"pipe:[{self.inode.ino}]"
         if self.inode.device or self.content is not None:
             return self.path
-        return self.inode.path() or f"{self.path} (deleted)"
+        if self.place is None:
+            return "/"
+        return self.place.path() + (" (deleted)" if self.place.is_gone else "")
 
     def read(self, size: int) -> bytes:
-        """Of a file; pipes block and are read by posix.py."""
-        if not self.can_read:
-            raise refuse(errno.EBADF)
+        """Of a file; pipes block and are read by calls.py."""
         data = self.pread(size, self.position)
         self.position += len(data)
         return data
 
     def pread(self, size: int, offset: int) -> bytes:
+        if not self.can_read:
+            raise refuse(errno.EBADF)
         if self.inode.is_folder:
             raise refuse(errno.EISDIR)
+        if offset < 0:
+            raise refuse(errno.EINVAL)
         if self.content is not None:
             return self.content[offset : offset + size]
         return bytes(self.inode.data[offset : offset + size])
@@ -154,9 +187,11 @@ class OpenFile:
             inode.pipe.data += data
             inode.pipe.changed.notify()
             return len(data)
-        at = offset
-        if at is None:
-            at = len(inode.data) if self.flags & os.O_APPEND else self.position
+        if not data:
+            return 0
+        at = self.position if offset is None else offset
+        if self.flags & os.O_APPEND:
+            at = len(inode.data)  # so does Linux, even where an offset is given
         room = self.disk.room()
         grows = max(0, at + len(data) - len(inode.data))
         if grows > room:
@@ -194,59 +229,50 @@ class Disk:
 
     # --- names ------------------------------------------------------------------------------------------------------
 
-    def lookup(
-        self, process: Process, path: str, *, follow: bool = True, at: Inode | None = None
-    ) -> tuple[Inode, str, Inode | None]:
-        """(the folder, the last name, what is there). ENOENT, ENOTDIR, ELOOP, EACCES for what lies on the way."""
-        return self._walk(process, path, path, follow, at, 0)
+    def lookup(self, process: Process, path: str, *, follow: bool = True, at: Inode | None = None) -> Found:
+        """Where a path leads. ENOENT, ENOTDIR, ELOOP, EACCES for what lies on the way."""
+        found = self.walk(process, path, at, follow or path.endswith("/"))
+        if found.has_slash and found.inode is not None and not found.inode.is_folder:
+            raise refuse(errno.ENOTDIR, path)
+        return found
 
-    def _walk(
-        self, process: Process, path: str, named: str, follow: bool, at: Inode | None, depth: int
-    ) -> tuple[Inode, str, Inode | None]:
+    def walk(self, process: Process, path: str, at: Inode | None, follow: bool) -> Found:
+        """The same for who makes or takes away a name: the last one is looked up, and no more."""
         if not path:
-            raise refuse(errno.ENOENT, named)
-        if depth > MAX_LINKS:
-            raise refuse(errno.ELOOP, named)
-        if path.startswith("/"):
-            folder = self.root
-        elif at is not None:
-            folder = at
-        else:
-            folder = self.find(process.cwd) or self.root
-        parts = [part for part in path.split("/") if part not in ("", ".")]
-        if not parts:
-            above, name = folder.places[0] if folder.places else (folder, "")
-            return above, name, folder
-        must_be_folder = path.endswith("/")
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
+            raise refuse(errno.ENOENT, path)
+        if len(path) > 1000 and len(os.fsencode(path)) >= 4096:
+            raise refuse(errno.ENAMETOOLONG, path)
+        folder = self.root if path.startswith("/") else at or self.find(process.cwd) or self.root
+        has_slash = path.endswith("/")
+        parts = [part for part in reversed(path.split("/")) if part]
+        links = 0
+        while parts:
+            part = parts.pop()
             if not folder.is_folder:
-                raise refuse(errno.ENOTDIR, named)
+                raise refuse(errno.ENOTDIR, path)
             if process.uid != 0 and not self.allows(process, folder, 1):
-                raise refuse(errno.EACCES, named)
-            if len(os.fsencode(part)) > 255:
-                raise refuse(errno.ENAMETOOLONG, named)
-            if part == "..":
-                found: Inode | None = folder.places[0][0] if folder.places else folder
+                raise refuse(errno.EACCES, path)
+            if part in (".", ".."):
+                found: Inode | None = folder if part == "." else folder.above
+            elif len(part) > 63 and len(os.fsencode(part)) > 255:
+                raise refuse(errno.ENAMETOOLONG, path)
             else:
                 found = folder.names.get(part)
-            if last and (found is None or found.kind != stat.S_IFLNK or not (follow or must_be_folder)):
-                if found is not None and must_be_folder and not found.is_folder:
-                    raise refuse(errno.ENOTDIR, named)
-                if part == "..":
-                    assert found is not None
-                    above, name = found.places[0] if found.places else (found, "")
-                    return above, name, found
-                return folder, part, found
-            if found is None:
-                raise refuse(errno.ENOENT, named)
-            if found.kind == stat.S_IFLNK:
-                rest = "/".join(parts[number + 1 :])
-                return self._walk(
-                    process, f"{found.target}/{rest}" if rest else found.target, named, follow, folder, depth + 1
-                )
-            folder = found
-        raise AssertionError("unreachable")
+            if found is not None and found.kind == stat.S_IFLNK and (parts or follow):
+                links += 1
+                if links > MAX_LINKS:
+                    raise refuse(errno.ELOOP, path)
+                has_slash = has_slash or (not parts and found.target.endswith("/"))
+                parts += [part for part in reversed(found.target.split("/")) if part]
+                if found.target.startswith("/"):
+                    folder = self.root
+            elif not parts:
+                return Found(folder, part, found, has_slash)
+            elif found is None:
+                raise refuse(errno.ENOENT, path)
+            else:
+                folder = found
+        return Found(self.root, "/", self.root, False)
 
     def find(self, path: str) -> Inode | None:
         """Of a path without links."""
@@ -265,15 +291,30 @@ class Disk:
         return bool((inode.mode >> shift) & bit)
 
     def put(self, folder: Inode, name: str, inode: Inode) -> None:
-        folder.names[name] = inode
-        inode.places.append((folder, name))
+        self._name(folder, name, inode)
         folder.mtime_ns = self.kernel.unix_ns()
         self.journal.append((folder, name, inode))
         self.kernel.say("named", inode)
 
-    def drop(self, folder: Inode, name: str) -> None:
+    @staticmethod
+    def _name(folder: Inode, name: str, inode: Inode) -> None:
+        folder.names[name] = inode
+        inode.place = Place(folder, name)
+        inode.places.append(inode.place)
+
+    @staticmethod
+    def place_of(folder: Inode, name: str) -> Place:
+        return next(place for place in folder.names[name].places if place.folder is folder and place.name == name)
+
+    def _unname(self, folder: Inode, name: str) -> Inode:
+        place = self.place_of(folder, name)
+        place.is_gone = True
         inode = folder.names.pop(name)
-        inode.places.remove((folder, name))
+        inode.places.remove(place)
+        return inode
+
+    def drop(self, folder: Inode, name: str) -> None:
+        inode = self._unname(folder, name)
         folder.mtime_ns = self.kernel.unix_ns()
         self.journal.append((folder, name, None))
         self.forget(inode)
@@ -294,60 +335,83 @@ class Disk:
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def make(self, process: Process, folder: Inode, name: str, kind: int, mode: int, path: str) -> Inode:
-        self.check_writable(process, folder, path)
-        if not folder.places and folder is not self.root:
+    def place_for(self, process: Process, path: str, at: Inode | None, *, folder: bool = False) -> Found:
+        """Where a new name goes."""
+        found = self.walk(process, path, at, False)
+        if found.inode is not None:
+            raise refuse(errno.EEXIST, path)
+        if found.has_slash and not folder:
             raise refuse(errno.ENOENT, path)
-        inode = Inode(self, kind, mode & ~process.umask, process.uid)
-        self.put(folder, name, inode)
+        return found
+
+    def make(self, process: Process, found: Found, kind: int, mode: int, path: str) -> Inode:
+        self.check_named(found.folder, path)
+        self.check_writable(process, found.folder, path)
+        inode = Inode(self, kind, mode if kind == stat.S_IFLNK else mode & ~process.umask, process.uid)
+        self.put(found.folder, found.name, inode)
         return inode
 
+    def check_named(self, folder: Inode, path: str) -> None:
+        """A folder that was taken away gets no new names."""
+        if not folder.places and folder is not self.root:
+            raise refuse(errno.ENOENT, path)
+
     def rename(self, process: Process, old: str, new: str, at: Inode | None, to: Inode | None) -> None:
-        above, name, inode = self.lookup(process, old, follow=False, at=at)
+        source, target = self.walk(process, old, at, False), self.walk(process, new, to, False)
+        inode, there = source.inode, target.inode
+        if not source.is_name or not target.is_name:
+            raise refuse(errno.EBUSY)
         if inode is None:
-            raise refuse(errno.ENOENT, old)
-        folder, new_name, there = self.lookup(process, new, follow=False, at=to)
-        self.check_writable(process, above, old, inode)
-        self.check_writable(process, folder, new, there)
+            raise refuse(errno.ENOENT)
+        if not inode.is_folder and (source.has_slash or target.has_slash):
+            raise refuse(errno.ENOTDIR)
+        if inode in self._way_to(target.folder):
+            raise refuse(errno.EINVAL)
+        if there in self._way_to(source.folder):
+            raise refuse(errno.ENOTEMPTY)
         if there is inode:
             return
+        self.check_named(target.folder, new)
+        self.check_writable(process, source.folder, old, inode)
+        self.check_writable(process, target.folder, new, there)
         if there is not None:
             if there.is_folder and not inode.is_folder:
-                raise refuse(errno.EISDIR, old)
+                raise refuse(errno.EISDIR)
             if inode.is_folder and not there.is_folder:
-                raise refuse(errno.ENOTDIR, old)
+                raise refuse(errno.ENOTDIR)
             if there.names:
-                raise refuse(errno.ENOTEMPTY, old)
-        if inode.is_folder:
-            walked: Inode = folder
-            while walked is not self.root and walked.places:
-                if walked is inode:
-                    raise refuse(errno.EINVAL, old)
-                walked = walked.places[0][0]
-        if there is not None:
-            del folder.names[new_name]
-            there.places.remove((folder, new_name))
-        del above.names[name]
-        inode.places.remove((above, name))
-        folder.names[new_name] = inode
-        inode.places.append((folder, new_name))
-        above.mtime_ns = folder.mtime_ns = self.kernel.unix_ns()
+                raise refuse(errno.ENOTEMPTY)
+            self._unname(target.folder, target.name)
+        place = self.place_of(source.folder, source.name)
+        del source.folder.names[source.name]
+        target.folder.names[target.name] = inode
+        place.folder, place.name = target.folder, target.name
+        source.folder.mtime_ns = target.folder.mtime_ns = self.kernel.unix_ns()
         # one transaction: after a power cut both are so, or neither
-        self.journal.append((above, name, None))
-        self.journal.append((folder, new_name, inode))
+        self.journal.append((source.folder, source.name, None))
+        self.journal.append((target.folder, target.name, inode))
         if there is not None:
             self.forget(there)
         self.kernel.say("named", inode)
 
+    def _way_to(self, folder: Inode) -> list[Inode]:
+        """The folder and those above it."""
+        way = [folder]
+        while folder.above is not folder:
+            folder = folder.above
+            way.append(folder)
+        return way
+
     # --- locks ------------------------------------------------------------------------------------------------------
 
     def try_lock(self, file: OpenFile, how: int) -> bool:
-        inode, shared = file.inode, bool(how & fcntl.LOCK_SH)
-        others = [kind for holder, kind in inode.locks.items() if holder is not file]
-        if fcntl.LOCK_EX in others or (others and not shared):
+        inode, kind = file.inode, fcntl.LOCK_SH if how & fcntl.LOCK_SH else fcntl.LOCK_EX
+        if inode.locks.get(file) == kind:
+            return True
+        self.unlock(file)  # so does Linux: who asks for another kind in vain has none
+        if inode.locks and (kind == fcntl.LOCK_EX or fcntl.LOCK_EX in inode.locks.values()):
             return False
-        inode.locks.pop(file, None)
-        inode.locks[file] = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        inode.locks[file] = kind
         self.kernel.say("locked", file)
         return True
 
@@ -402,7 +466,8 @@ class Disk:
     def _restore(self, folder: Inode, chance: random.Random) -> None:
         folder.names = dict(self.durable.get(folder.ino, {}))
         for name, inode in folder.names.items():
-            inode.places = [(folder, name)]
+            inode.place = Place(folder, name)
+            inode.places = [inode.place]
             if inode.is_folder:
                 self._restore(inode, chance)
             elif inode.kind == stat.S_IFREG and inode.synced != inode.data:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import stat
 from collections.abc import Iterator
 from typing import Any
 
-from tests.world.calls import Stat, _folder, _stat, kernel, stat_
-from tests.world.disk import Inode, refuse
+from tests.world.calls import Stat, _folder, stat_
+from tests.world.disk import Inode
 
 
 class Entry:
-    """As os.DirEntry."""
+    """As os.DirEntry: the kind is that of when it was listed, and what stat has told once is kept."""
 
-    def __init__(self, folder: str, name: str, inode: Inode) -> None:
+    def __init__(self, folder: str, name: str, inode: Inode, fd: int | None) -> None:
         self.name = name
-        self.path = f"{folder.rstrip('/')}/{name}" if folder != "." else name
-        self._inode = inode
-        self._stat = _stat(inode)
+        self.path = f"{folder}{'' if folder.endswith('/') or not folder else '/'}{name}"
+        self._fd = fd
+        self._kind = inode.kind
+        self._ino = inode.ino
+        self._stats: dict[bool, Stat] = {}
 
     def inode(self) -> int:
-        return self._inode.ino
+        return self._ino
 
     def is_symlink(self) -> bool:
-        return self._inode.kind == stat.S_IFLNK
+        return self._kind == stat.S_IFLNK
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         return self._is(stat.S_IFDIR, follow_symlinks)
@@ -35,18 +36,16 @@ class Entry:
     def _is(self, kind: int, follow: bool) -> bool:
         if self.is_symlink() and follow:
             try:
-                return stat.S_IFMT(stat_(self.path).st_mode) == kind
-            except OSError:
+                return stat.S_IFMT(self.stat().st_mode) == kind
+            except FileNotFoundError:
                 return False
-        return self._inode.kind == kind
+        return self._kind == kind
 
     def stat(self, *, follow_symlinks: bool = True) -> Stat:
-        if self.is_symlink() and follow_symlinks:
-            return stat_(self.path)
-        if not self._inode.places:
-            raise refuse(errno.ENOENT, self.path)
-        kernel().step("stat", self.path)
-        return _stat(self._inode)
+        follow = follow_symlinks and self.is_symlink()
+        if follow not in self._stats:
+            self._stats[follow] = stat_(self.path, dir_fd=self._fd, follow_symlinks=follow)
+        return self._stats[follow]
 
     def __fspath__(self) -> str:
         return self.path
@@ -73,5 +72,9 @@ class Scan:
 
 
 def scandir(path: Any = ".") -> Scan:
+    if isinstance(path, bytes):
+        raise NotImplementedError("os.scandir of bytes is not simulated")
+    path = "." if path is None else path
     _, named, inode = _folder(path, "scandir")
-    return Scan([Entry(named, name, below) for name, below in inode.names.items()])
+    fd = path if isinstance(path, int) else None
+    return Scan([Entry(named, name, below, fd) for name, below in inode.names.items()])

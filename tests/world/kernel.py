@@ -23,8 +23,8 @@ STEP_NS = 20_000
 MOST_STEPS = 400_000
 TICKS = 100
 """A second, in /proc/PID/stat."""
-IGNORED = {signal.SIGCHLD, signal.SIGCONT, signal.SIGWINCH, signal.SIGURG}
-"""By default."""
+IGNORED = {signal.SIGCHLD, signal.SIGCONT, signal.SIGWINCH, signal.SIGURG, *range(signal.SIGTSTP, signal.SIGTTOU + 1)}
+"""By default; those of a terminal by who has none, and nobody here has one."""
 
 
 class Killed(BaseException):
@@ -54,9 +54,11 @@ class Channel:
 class Thread:
     """One thread of a process."""
 
-    def __init__(self, process: Process, body: Callable[[], None], name: str = "main") -> None:
+    def __init__(self, process: Process, body: Callable[[], None], shown: Any = None, *, daemon: bool = False) -> None:
         self.process = process
-        self.name = name
+        self.shown = shown
+        """As `threading` has it; None for the main one."""
+        self.is_daemon = daemon
         self.token = 0
         self.is_runnable = False
         self.is_over = False
@@ -67,27 +69,42 @@ class Thread:
     def _run(self) -> None:
         kernel = self.process.kernel
         try:
-            self.body()
-            code = 0
+            status = self._do_body()
+            if self.shown is None:
+                self._wait_for_others()
         except Killed:
             return
-        except SystemExit as left:
-            code = exit_code(left, self.process)
-        except BaseException:
-            if self.process.is_over:
-                return
-            import traceback
-
-            self.process.complain(traceback.format_exc())
-            code = 1
         if self.process.is_over:
             return
         self.is_over = True
         self.is_runnable = False
-        if self.name == "main":
-            kernel.end(self.process, code << 8)
+        if self.shown is None:
+            kernel.end(self.process, status)
         else:
             self.ended.notify()
+
+    def _do_body(self) -> int:
+        """As a program of Python: the status of who leaves so."""
+        try:
+            self.body()
+        except Killed:
+            raise
+        except SystemExit as left:
+            return exit_code(left, self.process) << 8
+        except BaseException as failed:
+            if self.process.is_over:
+                raise Killed from None
+            import traceback
+
+            self.process.complain(traceback.format_exc())
+            return int(signal.SIGINT) if isinstance(failed, KeyboardInterrupt) else 1 << 8
+        return 0
+
+    def _wait_for_others(self) -> None:
+        """Python ends with the last thread that is no daemon."""
+        for thread in self.process.threads[1:]:
+            if not thread.is_daemon:
+                self.process.kernel.block(lambda thread=thread: thread.is_over, thread.ended)  # type: ignore[misc]
 
     def wake(self) -> None:
         self.token += 1
@@ -114,6 +131,8 @@ class Process:
         self.parent = parent
         self.argv = argv
         self.env = env
+        self.first_env = dict(env)
+        """As its program was started with it: what /proc tells."""
         self.uid = parent.uid if parent else 0
         self.group = parent.group if parent else pid
         self.session = parent.session if parent else pid
@@ -130,6 +149,8 @@ class Process:
         self.is_over = False
         self.is_subreaper = False
         self.dies_with_parent = 0
+        self.has_execed = False
+        """Since its parent made it."""
         self.handlers: dict[int, Any] = {}
         self.blocked: set[int] = set()
         self.pending: list[int] = []
@@ -142,8 +163,8 @@ class Process:
     def main(self) -> Thread:
         return self.threads[0]
 
-    def start_thread(self, body: Callable[[], None], name: str) -> Thread:
-        thread = Thread(self, body, name)
+    def start_thread(self, body: Callable[[], None], shown: Any = None, daemon: bool = False) -> Thread:
+        thread = Thread(self, body, shown, daemon=daemon)
         self.threads.append(thread)
         if self.state == "T":
             thread.is_runnable = False
@@ -151,6 +172,19 @@ class Process:
         else:
             thread.wake()
         return thread
+
+    def state_now(self) -> str:
+        """As /proc has it."""
+        waits = self.state == "R" and not any(
+            thread.is_runnable or thread is self.kernel.current for thread in self.threads
+        )
+        return "S" if waits else self.state
+
+    def begin_python(self) -> None:
+        """What Python's interpreter does with signals when it starts."""
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            self.handlers[number] = signal.SIG_IGN
+        self.handlers.setdefault(signal.SIGINT, signal.default_int_handler)
 
     def complain(self, text: str) -> None:
         file = self.fds.get(2)
@@ -326,7 +360,7 @@ class Kernel:
         return process
 
     def start(self, process: Process, body: Callable[[], None]) -> None:
-        process.start_thread(body, "main")
+        process.start_thread(body)
 
     def end(self, process: Process, status: int) -> None:
         """It is no more; what it left is its parent's to collect."""
@@ -334,7 +368,7 @@ class Kernel:
             return
         process.is_over = True
         process.state = "Z"
-        process.status = status
+        process.status = int(status)
         self.graves.append(process)
         for file in list(process.fds.values()):
             file.release()
@@ -362,6 +396,8 @@ class Kernel:
         if parent is None or parent is self.init or parent.is_over:
             self.reap(process)
             return
+        if parent.handlers.get(signal.SIGCHLD) == signal.SIG_IGN:
+            self.reap(process)
         self.signal(parent, signal.SIGCHLD)
         parent.child_ended.notify()
 
@@ -412,6 +448,8 @@ class Kernel:
     def handle_signals(self, process: Process) -> None:
         """What waits and is not blocked; Python's own handlers run in the main thread."""
         for number in [n for n in process.pending if n not in process.blocked]:
+            if number not in process.pending:
+                continue  # the handler of another one made a call, and met it there
             handler = process.handlers.get(number, signal.SIG_DFL)
             if handler == signal.SIG_DFL:
                 process.pending.remove(number)

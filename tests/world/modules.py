@@ -5,6 +5,7 @@ lead into it; what is pure is the real one, and some is the real source on top o
 from __future__ import annotations
 
 import builtins
+import enum
 import errno
 import fcntl
 import io
@@ -24,12 +25,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.world import calls, entries, process_calls
+from tests.world import attributes, calls, entries, process_calls
 from tests.world.calls import kernel, this
-from tests.world.kernel import Channel, Killed, S
+from tests.world.disk import refuse
+from tests.world.kernel import IGNORED, Channel, Killed, S
 from tests.world.spawn import Popen, run
 from tests.world.streams import file_io, open_
-from tests.world.threads import Condition, Event, Lock, RLock, Thread
+from tests.world.threads import Condition, Event, Lock, RLock, Thread, current_thread, main_thread
 
 PYTHON = "/usr/bin/python3"
 
@@ -132,8 +134,17 @@ _NAMES = [
     "sched_getaffinity",
     "execvp",
 ]
+
+
+def _find(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(
+        getattr(place, name) for place in (calls, attributes, process_calls) if hasattr(place, name)
+    )
+    return found
+
+
 _CALLS = {
-    **{name: getattr(calls, name, None) or getattr(process_calls, name) for name in _NAMES},
+    **{name: _find(name) for name in _NAMES},
     "stat": calls.stat_,
     "open": calls.open_,
     "replace": calls.rename,
@@ -183,7 +194,7 @@ _NOT_HERE = (
 
 def _refused(name: str) -> Callable[..., Any]:
     def call(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"os.{name} is not simulated")
+        raise NotImplementedError(f"{name} is not simulated")
 
     return call
 
@@ -202,7 +213,7 @@ def _make_os() -> types.ModuleType:
         if not callable(value) or name in _PURE:
             names.setdefault(name, value)
     names.update(_CALLS)
-    names.update({name: _refused(name) for name in _NOT_HERE})
+    names.update({name: _refused(f"os.{name}") for name in _NOT_HERE})
     names["environ"] = Environ()
     names["sys"] = sys
     names["fdopen"] = lambda fd, mode="r", *a, **k: open_(fd, mode, *a, **k)
@@ -213,8 +224,11 @@ def _make_os() -> types.ModuleType:
     generic_module = types.ModuleType("genericpath")
     generic_module.__dict__.update(generic)
     _exec(Path(os.path.__file__), path.__dict__, {"os": made, "genericpath": generic_module, "posix": made})
-    for name in ("makedirs", "walk", "removedirs", "get_exec_path"):
-        names[name] = _rebuilt(getattr(os, name), names)
+    for name in ("makedirs", "walk", "_walk", "removedirs", "get_exec_path"):
+        if hasattr(os, name):  # `_walk` until Python 3.11
+            names[name] = _rebuilt(getattr(os, name), names)
+    for name in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks"):
+        names[name] = {names[call.__name__] for call in getattr(os, name) if call.__name__ in _CALLS}
     return made
 
 
@@ -231,9 +245,17 @@ def _exec(source: Path, names: dict[str, Any], imports: dict[str, Any]) -> None:
 # --- time, signals, locks, processes ----------------------------------------------------------------------------------
 
 
-def _module(name: str, of: types.ModuleType, **names: Any) -> types.ModuleType:
+def _module(name: str, of: types.ModuleType, pure: str = "", **names: Any) -> types.ModuleType:
+    """`of` with these names instead; what else can be called is refused, unless it touches no world (`pure`)."""
     made = types.ModuleType(name)
-    made.__dict__.update({key: value for key, value in of.__dict__.items() if not key.startswith("__")})
+    for key, value in of.__dict__.items():
+        if not key.startswith("__"):
+            is_real = (
+                callable(value)
+                and key not in pure.split()
+                and not (isinstance(value, type) and issubclass(value, (BaseException, enum.Enum)))
+            )
+            made.__dict__[key] = _refused(f"{name}.{key}") if is_real else value
     made.__dict__.update(names)
     return made
 
@@ -245,6 +267,7 @@ def _gmtime(seconds: float | None = None) -> time.struct_time:
 TIME = _module(
     "time",
     time,
+    "struct_time strptime mktime asctime",
     time=lambda: kernel().unix_ns() / 1e9,
     time_ns=lambda: kernel().unix_ns(),
     monotonic=lambda: kernel().boot_ns() / 1e9,
@@ -260,8 +283,17 @@ TIME = _module(
 
 def _signal(number: int, handler: Any) -> Any:
     process = this()
+    if process.threads and kernel().current is not process.main:
+        raise ValueError("signal only works in main thread of the main interpreter")
+    if not 0 < number < signal.NSIG:
+        raise ValueError("signal number out of range")
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise refuse(errno.EINVAL)
     before = process.handlers.get(number, signal.SIG_DFL)
     process.handlers[number] = handler
+    drops = handler == signal.SIG_IGN or (handler == signal.SIG_DFL and number in IGNORED)
+    if drops and number in process.pending:
+        process.pending.remove(number)
     return before
 
 
@@ -307,6 +339,7 @@ def _sigtimedwait(numbers: Any, seconds: float) -> _Info | None:
 SIGNAL = _module(
     "signal",
     signal,
+    "strsignal valid_signals default_int_handler struct_siginfo",
     signal=_signal,
     getsignal=lambda number: this().handlers.get(number, signal.SIG_DFL),
     pthread_sigmask=_mask,
@@ -323,7 +356,8 @@ THREADING = _module(
     Lock=Lock,
     RLock=RLock,
     Condition=Condition,
-    current_thread=lambda: kernel().current,
+    current_thread=current_thread,
+    main_thread=main_thread,
 )
 
 
@@ -351,7 +385,7 @@ def _no_ioctl(*_: Any) -> Any:
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-SUBPROCESS = _module("subprocess", subprocess, Popen=Popen, run=run)
+SUBPROCESS = _module("subprocess", subprocess, "CompletedProcess list2cmdline", Popen=Popen, run=run)
 OS = _make_os()
 
 
@@ -415,10 +449,10 @@ def _make_all() -> dict[str, types.ModuleType]:
         "threading": THREADING,
         "subprocess": SUBPROCESS,
         "fcntl": _module("fcntl", fcntl, flock=process_calls.flock, ioctl=_no_ioctl),
-        "select": _module("select", select, select=process_calls.select),
+        "select": _module("select", select, select=process_calls.select, poll=process_calls.Poll),
         "ctypes": _CTypes("ctypes"),
         "sys": _Sys("sys"),
-        "io": _module("io", io, open=open_, FileIO=file_io),
+        "io": _module("io", io, " ".join(vars(io)), open=open_, FileIO=file_io),
         "fnmatch": fnmatch,
         "stat": stat,
     }

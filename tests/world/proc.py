@@ -42,7 +42,9 @@ def open_proc(kernel: Kernel, asking: Process, path: str, flags: int) -> OpenFil
         file = process.fds.get(int(rest[1]))
         if file is None:
             raise refuse(errno.ENOENT, path)
-        return OpenFile(kernel.disk, file.inode, flags, file.path)
+        again = OpenFile(kernel.disk, file.inode, flags, file.path)
+        again.place = file.place
+        return again
     if process is None:
         text = _of_the_host(kernel, rest, path)
     else:
@@ -83,7 +85,7 @@ def _of(kernel: Kernel, asking: Process, process: Process, rest: list[str], path
     name = "/".join(rest)
     if name == "stat":
         parent = process.parent.pid if process.parent else 0
-        fields = [process.state, parent, process.group, process.session, *[0] * 15, process.start]
+        fields = [process.state_now(), parent, process.group, process.session, *[0] * 15, process.start]
         return f"{process.pid} (python3) {' '.join(map(str, fields))} 0 0 0\n".encode()
     if name == "status":
         return f"Name:\tpython3\nUid:\t{process.uid}\t{process.uid}\t{process.uid}\t{process.uid}\n".encode()
@@ -95,7 +97,7 @@ def _of(kernel: Kernel, asking: Process, process: Process, rest: list[str], path
         raise refuse(errno.ENOENT, path)
     _may_look(asking, process, path)
     if name == "environ":
-        return b"".join(f"{k}={v}".encode("utf-8", "surrogateescape") + b"\0" for k, v in process.env.items())
+        return b"".join(f"{k}={v}".encode("utf-8", "surrogateescape") + b"\0" for k, v in process.first_env.items())
     if name == "fd":
         return " ".join(map(str, process.fds)).encode()
     if rest[0] == "fdinfo" and len(rest) == 2:
@@ -136,9 +138,8 @@ def stat_of_proc(kernel: Kernel, asking: Process, path: str, stat_of: Callable[[
             raise refuse(errno.ENOENT, path)
         _may_look(asking, process, path)
         return stat_of(file.inode)
-    inode = Inode(
-        kernel.disk, stat.S_IFDIR if process and not rest else stat.S_IFREG, 0o555, process.uid if process else 0
-    )
-    if process is None or rest:
+    is_folder = not rest or rest in (["fd"], ["fdinfo"], ["task"])
+    inode = Inode(kernel.disk, stat.S_IFDIR if is_folder else stat.S_IFREG, 0o555, process.uid if process else 0)
+    if not is_folder:
         open_proc(kernel, asking, path, os.O_RDONLY).release()
     return stat_of(inode)

@@ -6,10 +6,11 @@ import errno
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from select import POLLERR, POLLHUP, POLLIN, POLLNVAL, POLLOUT
+from typing import Any, NamedTuple
 
 from tests.world.calls import _file, kernel, this
-from tests.world.disk import PIPE_BYTES
+from tests.world.disk import PIPE_BUF, refuse
 from tests.world.kernel import Channel, Killed, Process, exit_code
 
 
@@ -45,6 +46,14 @@ def getpgid(pid: int) -> int:
 def setpgid(pid: int, group: int) -> None:
     me = kernel().step("setpgid")
     process = _process(pid) if pid else me
+    if process is not me and process not in me.children:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    others = (p for p in kernel().processes.values() if p.group == group and p.session == me.session)
+    no_group = group not in (0, process.pid) and next(others, None) is None
+    if process.session == process.pid or process.session != me.session or no_group:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    if process is not me and process.has_execed:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     process.group = group or process.pid
 
 
@@ -55,22 +64,36 @@ def _may_signal(process: Process) -> None:
 
 def kill(pid: int, number: int) -> None:
     kernel().step("kill", str(pid))
+    _check_signal(number)
     process = _process(pid)
     _may_signal(process)
     if number:
         kernel().signal(process, number)
-    this()
+    _after_signals()
+
+
+def _check_signal(number: int) -> None:
+    if not 0 <= number < signal.NSIG:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def _after_signals() -> None:
+    """Whoever has signalled itself has heard it before the call is over."""
+    me = this()
+    if me.pending:
+        kernel().handle_signals(me)
 
 
 def killpg(group: int, number: int) -> None:
     kernel().step("killpg", str(group))
+    _check_signal(number)
     found = [p for p in kernel().processes.values() if p.group == group and p.pid != 1]
     if not found:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     for process in found:
         if number and this().uid in (0, process.uid):
             kernel().signal(process, number)
-    this()
+    _after_signals()
 
 
 def waitpid(pid: int, options: int) -> tuple[int, int]:
@@ -93,12 +116,22 @@ def waitpid(pid: int, options: int) -> tuple[int, int]:
     return found.pid, found.status
 
 
-def waitid(kind: int, number: int, options: int) -> Any:
+class Waited(NamedTuple):
+    """What waitid tells."""
+
+    si_pid: int
+    si_status: int
+    si_signo: int = signal.SIGCHLD
+
+
+def waitid(kind: int, number: int, options: int) -> Waited | None:
     process = kernel().step("waitid")
     if not process.children:
         raise ChildProcessError(errno.ECHILD, os.strerror(errno.ECHILD))
-    assert options & os.WNOWAIT and options & os.WNOHANG
-    return next((child.pid for child in process.children if child.is_over), None)
+    if kind != os.P_ALL or not options & os.WNOWAIT or not options & os.WNOHANG:
+        raise NotImplementedError("os.waitid but for a look at any child is not simulated")
+    status = next(((child.pid, child.status) for child in process.children if child.is_over), None)
+    return None if status is None else Waited(status[0], status[1] & 0x7F or status[1] >> 8)
 
 
 def exit_(code: int) -> None:
@@ -116,7 +149,7 @@ def fork_run(body: Callable[[], None]) -> int:
     for fd, file in process.fds.items():
         child.fds[fd] = file.copy()
     child.inheritable = set(process.inheritable)
-    child.own = {key: value for key, value in process.own.items() if key != "halted"}
+    child.own = {key: value for key, value in process.own.items() if key not in ("halted", "main thread")}
     kernel().start(child, body)
     return child.pid
 
@@ -126,8 +159,12 @@ def execvp(name: str, argv: list[str]) -> None:
     from tests.world.programs import body_of
 
     process = kernel().step("exec", name)
-    body = body_of(list(argv), process.env, process.cwd)
+    try:
+        body = body_of([name, *argv[1:]], process.env, process.cwd)
+    except OSError as refused:
+        raise refuse(refused.errno or 0) from None  # Python names no file here
     process.argv = list(argv)
+    process.first_env, process.has_execed = dict(process.env), True
     process.handlers = {s: h for s, h in process.handlers.items() if h == signal.SIG_IGN}
     for fd in [fd for fd in process.fds if fd > 2 and fd not in process.inheritable]:
         process.fds.pop(fd).release()
@@ -166,7 +203,7 @@ def flock(fd: Any, how: int) -> None:
     import fcntl
 
     process = kernel().step("flock")
-    file = _file(process, fd if isinstance(fd, int) else fd.fileno())
+    file = _file(process, _number(fd))
     disk = kernel().disk
     if how & fcntl.LOCK_UN:
         disk.unlock(file)
@@ -177,20 +214,26 @@ def flock(fd: Any, how: int) -> None:
 
 
 def select(
-    readers: list[int], writers: list[int], others: list[int], timeout: float | None = None
-) -> tuple[list[int], list[int], list[int]]:
+    readers: list[Any], writers: list[Any], others: list[Any], timeout: float | None = None
+) -> tuple[list[Any], list[Any], list[Any]]:
     process = kernel().step("select")
 
-    def ready() -> tuple[list[int], list[int], list[int]]:
-        return [fd for fd in readers if _is_readable(process, fd)], [w for w in writers if _has_room(process, w)], []
+    def ready() -> tuple[list[Any], list[Any], list[Any]]:
+        readable = [end for end in readers if _is_readable(process, _number(end))]
+        return readable, [end for end in writers if _has_room(process, _number(end))], []
 
     channels: list[Channel] = []
-    for fd in (*readers, *writers):
-        end = _file(process, fd).inode.pipe
+    for one in (*readers, *writers):
+        end = _file(process, _number(one)).inode.pipe
         channels += [end.changed] if end is not None else []
     deadline = None if timeout is None else kernel().now_ns + int(timeout * 1e9)
     kernel().block(lambda: any(ready()), *channels, deadline_ns=deadline)
     return ready()
+
+
+def _number(fd: Any) -> int:
+    number: int = fd if isinstance(fd, int) else fd.fileno()
+    return number
 
 
 def _is_readable(process: Process, fd: int) -> bool:
@@ -200,4 +243,43 @@ def _is_readable(process: Process, fd: int) -> bool:
 
 def _has_room(process: Process, fd: int) -> bool:
     end = _file(process, fd).inode.pipe
-    return end is None or len(end.data) < PIPE_BYTES or not end.readers
+    return end is None or end.room >= PIPE_BUF or not end.readers
+
+
+class Poll:
+    """As select.poll."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, int] = {}
+
+    def register(self, fd: Any, events: int = POLLIN | POLLOUT) -> None:
+        self._wanted[_number(fd)] = events
+
+    modify = register
+
+    def unregister(self, fd: Any) -> None:
+        del self._wanted[_number(fd)]
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        process = kernel().step("poll")
+        ends = [_file(process, fd).inode.pipe for fd in self._wanted if fd in process.fds]
+        deadline = None if timeout is None or timeout < 0 else kernel().now_ns + int(timeout * 1e6)
+        channels = [end.changed for end in ends if end is not None]
+        kernel().block(lambda: bool(self._ready(process)), *channels, deadline_ns=deadline)
+        return self._ready(process)
+
+    def _ready(self, process: Process) -> list[tuple[int, int]]:
+        found = [(fd, self._events(process, fd, wanted)) for fd, wanted in self._wanted.items()]
+        return [(fd, events) for fd, events in found if events]
+
+    @staticmethod
+    def _events(process: Process, fd: int, wanted: int) -> int:
+        file = process.fds.get(fd)
+        if file is None:
+            return POLLNVAL
+        end = file.inode.pipe
+        if end is None:
+            return wanted & (POLLIN | POLLOUT)
+        if file.can_read:
+            return (wanted & POLLIN if end.data else 0) | (0 if end.writers else POLLHUP)
+        return (wanted & POLLOUT if end.room >= PIPE_BUF else 0) | (0 if end.readers else POLLERR)

@@ -51,12 +51,20 @@ def body_of(argv: list[str], env: dict[str, str], cwd: str) -> Body:
     """What a process with these words does. ENOENT for no program."""
     name = argv[0].rsplit("/", 1)[-1]
     if name.startswith("python"):
-        return _python(argv)
+        return in_python(_python(argv))
     if name == "nvidia-smi":
         return lambda: nvidia_smi(argv)
     if name in JOBS:
         return lambda: JOBS[name](argv[1:])
     raise refuse(errno.ENOENT, argv[0])
+
+
+def in_python(body: Body) -> Body:
+    def run() -> None:
+        this().begin_python()
+        body()
+
+    return run
 
 
 def _python(argv: list[str]) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 from tests.world import calls, process_calls
 from tests.world.calls import kernel, this
+from tests.world.disk import refuse
 from tests.world.kernel import Process, S, Thread
 from tests.world.streams import open_
 
@@ -42,7 +44,9 @@ class Popen:
         me = kernel().step("spawn")
         self.args = args
         self.returncode: int | None = None
-        self.stdin = self.stdout = self.stderr = None
+        self.stdin: Any = None
+        self.stdout: Any = None
+        self.stderr: Any = None
         argv = [os.fsdecode(word) for word in args]
         environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (me.env if env is None else env).items()}
         ours: list[tuple[str, int]] = []
@@ -63,7 +67,8 @@ class Popen:
             else:
                 theirs[number] = me.fds[wanted if isinstance(wanted, int) else wanted.fileno()].copy()
         try:
-            body = body_of(argv, environment, cwd or me.cwd)
+            folder = me.cwd if cwd is None else _folder(me, os.fsdecode(cwd))
+            body = body_of(argv, environment, folder)
         except OSError:
             for file in theirs.values():
                 file and file.release()
@@ -72,19 +77,32 @@ class Popen:
             raise
         child = kernel().new_process(me, argv, environment)
         child.fds = {number: file for number, file in theirs.items() if file is not None}
-        for fd in pass_fds:
+        for fd in {*pass_fds, *(() if close_fds or pass_fds else me.inheritable)} - {0, 1, 2}:
             child.fds[fd] = me.fds[fd].copy()
-        child.cwd = cwd or me.cwd
+            child.inheritable.add(fd)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python gives a child back what it has itself set to ignored
+            child.handlers.pop(number, None)
+        child.has_execed = True
+        child.cwd = folder
         if start_new_session:
             child.session = child.group = child.pid
         if preexec_fn is not None:
-            preexec_fn_in(child, preexec_fn)
+            try:
+                preexec_fn_in(child, preexec_fn)
+            except Exception:
+                kernel().end(child, 255 << 8)
+                kernel().reap(child)
+                for _, fd in ours:
+                    calls.close(fd)
+                raise subprocess.SubprocessError("Exception occurred in preexec_fn.") from None
         kernel().start(child, body)
         self.pid = child.pid
-        is_text = text or universal_newlines or encoding
+        self._encoding = encoding or ("utf-8" if text or universal_newlines else "")
+        self._errors = errors or "strict"
+        self._has_begun = False
         for name, fd in ours:
-            mode = ("w" if name == "stdin" else "r") + ("" if is_text else "b")
-            setattr(self, name, open_(fd, mode, encoding="utf-8" if is_text else None, errors=errors))
+            mode = ("w" if name == "stdin" else "r") + ("" if self._encoding else "b")
+            setattr(self, name, open_(fd, mode, encoding=self._encoding or None, errors=errors))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -116,24 +134,57 @@ class Popen:
             self.returncode = -(status & 0x7F) if status & 0x7F else status >> 8
 
     def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
-        if self.stdin is not None:
-            try:
-                if input:
-                    self.stdin.write(input)
-                self.stdin.close()
-            except BrokenPipeError:
-                pass
-        if timeout is not None:
-            me, pid = this(), self.pid
-            deadline = kernel().now_ns + int(timeout * S)
-            if not kernel().block(
-                lambda: all(c.is_over for c in me.children if c.pid == pid), me.child_ended, deadline_ns=deadline
-            ):
-                raise subprocess.TimeoutExpired(self.args, timeout)
-        out = self.stdout.read() if self.stdout is not None else None
-        err = self.stderr.read() if self.stderr is not None else None
-        self.wait()
+        """Writes and reads at the same time; after a timeout it can go on."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._left = memoryview(self._encoded(input or b""))
+            self._told = {end: bytearray() for end in (self.stdout, self.stderr) if end is not None}
+        deadline = None if timeout is None else kernel().now_ns + int(timeout * S)
+
+        def seconds_left() -> float | None:
+            left = None if deadline is None else (deadline - kernel().now_ns) / S
+            if left is not None and left <= 0:
+                told = [bytes(self._told[end]) or None if end else None for end in (self.stdout, self.stderr)]
+                raise subprocess.TimeoutExpired(self.args, timeout or 0, *told)
+            return left
+
+        while ends := [end for end in (*self._told, self.stdin) if end is not None and not end.closed]:
+            if self.stdin in ends and not self._left:
+                self._close_stdin()
+                continue
+            writers = [self.stdin] if self.stdin in ends else []
+            readers = [end for end in ends if end is not self.stdin]
+            readable, writable, _ = process_calls.select(readers, writers, [], seconds_left())
+            for end in readable:
+                data = calls.read(end.fileno(), 1 << 15)
+                self._told[end] += data
+                if not data:
+                    end.close()
+            if writable:
+                try:
+                    self._left = self._left[calls.write(self.stdin.fileno(), self._left[: calls.PIPE_BUF]) :]
+                except BrokenPipeError:
+                    self._left = self._left[:0]
+            seconds_left()
+        self.wait(seconds_left())
+        out, err = (
+            None if end is None else self._decoded(bytes(self._told[end])) for end in (self.stdout, self.stderr)
+        )
         return out, err
+
+    def _close_stdin(self) -> None:
+        try:
+            self.stdin.close()
+        except BrokenPipeError:
+            pass
+
+    def _encoded(self, data: Any) -> bytes:
+        return data.encode(self._encoding, self._errors) if isinstance(data, str) else bytes(data)
+
+    def _decoded(self, data: bytes) -> Any:
+        if not self._encoding:
+            return data
+        return data.decode(self._encoding, self._errors).replace("\r\n", "\n").replace("\r", "\n")
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -153,6 +204,14 @@ class Popen:
             if end is not None:
                 end.close()
         self.wait()
+
+
+def _folder(process: Process, path: str) -> str:
+    """The whole path of where a child shall run."""
+    inode = kernel().disk.lookup(process, path).inode
+    if inode is None or not inode.is_folder:
+        raise refuse(errno.ENOENT if inode is None else errno.ENOTDIR, path)
+    return inode.place.path() if inode.place is not None else "/"
 
 
 def preexec_fn_in(child: Process, function: Callable[[], None]) -> None:

@@ -86,6 +86,8 @@ def open_(
     kind = mode.replace("b", "").replace("t", "")
     if isinstance(file, int):
         fd = file
+        if fd not in this().fds:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     else:
         flags = {
             "r": os.O_RDONLY,
@@ -102,6 +104,8 @@ def open_(
             calls.close(fd)
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     raw = Raw(fd, kind, file, closefd)
+    if kind[0] == "a" and raw.seekable():
+        raw.seek(0, os.SEEK_END)
     if buffering == 0:
         return raw
     buffered: Any
@@ -111,7 +115,11 @@ def open_(
         buffered = io.BufferedWriter(raw)
     else:
         buffered = io.BufferedReader(raw)
-    return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
+    if "b" in mode:
+        return buffered
+    text: Any = io.TextIOWrapper(buffered, encoding or "utf-8", errors, newline)
+    text.mode = mode
+    return text
 
 
 def file_io(fd: Any, mode: str = "r", closefd: bool = True) -> Raw:

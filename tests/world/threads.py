@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,8 @@ from tests.world.kernel import Channel, S
 
 
 def _deadline(timeout: float | None) -> int | None:
-    return None if timeout is None or timeout < 0 else kernel().now_ns + int(timeout * S)
+    """Rounded up: whoever waits again for what is left of its time would never come to the end of it otherwise."""
+    return None if timeout is None or timeout < 0 else kernel().now_ns + int(timeout * S) + 1
 
 
 class Lock:
@@ -21,13 +21,16 @@ class Lock:
         self._freed = Channel()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        current = kernel().current
+        if not blocking and timeout != -1:
+            raise ValueError("can't specify a timeout for a non-blocking call")
+        if timeout < 0 and timeout != -1:
+            raise ValueError("timeout value must be a non-negative number")
         if self._holder is not None:
             if not blocking:
                 return False
             if not kernel().block(lambda: self._holder is None, self._freed, deadline_ns=_deadline(timeout)):
                 return False
-        self._holder = current
+        self._holder = kernel().current
         return True
 
     def release(self) -> None:
@@ -38,6 +41,18 @@ class Lock:
 
     def locked(self) -> bool:
         return self._holder is not None
+
+    def is_held(self) -> bool:
+        """By whoever may let go of it: here, anybody."""
+        return self._holder is not None
+
+    def let_go(self) -> int:
+        """How often it was taken, for `take_again`."""
+        self.release()
+        return 1
+
+    def take_again(self, count: int) -> None:
+        self.acquire()
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -54,22 +69,36 @@ class RLock(Lock):
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if self._holder is not kernel().current and not super().acquire(blocking, timeout):
+        if not self.is_held() and not super().acquire(blocking, timeout):
             return False
         self._count += 1
         return True
 
     def release(self) -> None:
+        if not self.is_held():
+            raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
         if not self._count:
             super().release()
 
+    def is_held(self) -> bool:
+        return self._holder is not None and self._holder is kernel().current
+
+    def let_go(self) -> int:
+        count, self._count = self._count, 1
+        self.release()
+        return count
+
+    def take_again(self, count: int) -> None:
+        self.acquire()
+        self._count = count
+
 
 class Condition:
     def __init__(self, lock: Any = None) -> None:
-        self._lock = lock or Lock()
+        self._lock = lock or RLock()
         self._told = Channel()
-        self._round = 0
+        self._waiters: list[object] = []
         self.acquire = self._lock.acquire
         self.release = self._lock.release
 
@@ -80,12 +109,17 @@ class Condition:
         self._lock.__exit__(*exc)
 
     def wait(self, timeout: float | None = None) -> bool:
-        before = self._round
-        self._lock.release()
+        if not self._lock.is_held():
+            raise RuntimeError("cannot wait on un-acquired lock")
+        me = object()
+        self._waiters.append(me)
+        count = self._lock.let_go()
         try:
-            return kernel().block(lambda: self._round != before, self._told, deadline_ns=_deadline(timeout))
+            return kernel().block(lambda: me not in self._waiters, self._told, deadline_ns=_deadline(timeout))
         finally:
-            self._lock.acquire()
+            if me in self._waiters:
+                self._waiters.remove(me)
+            self._lock.take_again(count)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         ends_ns = _deadline(timeout)
@@ -97,11 +131,13 @@ class Condition:
         return found
 
     def notify(self, n: int = 1) -> None:
-        self._round += 1
+        if not self._lock.is_held():
+            raise RuntimeError("cannot notify on un-acquired lock")
+        del self._waiters[:n]
         self._told.notify()
 
     def notify_all(self) -> None:
-        self.notify()
+        self.notify(len(self._waiters))
 
 
 class Event:
@@ -141,7 +177,7 @@ class Thread:
         self._args = args
         self._kwargs = kwargs or {}
         self.name = name or "thread"
-        self.daemon = daemon
+        self.daemon = current_thread().daemon if daemon is None else daemon
         self._thread: world.Thread | None = None
 
     def run(self) -> None:
@@ -149,17 +185,38 @@ class Thread:
             self._target(*self._args, **self._kwargs)
 
     def start(self) -> None:
+        if self._thread is not None:
+            raise RuntimeError("threads can only be started once")
         process = kernel().step("thread")
-        name = self.name if self.name != "main" else "thread"
-        self._thread = process.start_thread(self.run, name)
+        self._thread = process.start_thread(self.run, self, self.daemon)
 
     def join(self, timeout: float | None = None) -> None:
         thread = self._thread
-        if thread is not None:
-            kernel().block(lambda: thread.is_over, thread.ended, deadline_ns=_deadline(timeout))
+        if thread is None:
+            raise RuntimeError("cannot join thread before it is started")
+        if thread is kernel().current:
+            raise RuntimeError("cannot join current thread")
+        kernel().block(lambda: thread.is_over, thread.ended, deadline_ns=_deadline(timeout))
 
     def is_alive(self) -> bool:
         return self._thread is not None and not self._thread.is_over
 
 
-__all__ = ["Condition", "Event", "Lock", "RLock", "Thread", "this", "threading"]
+class _MainThread(Thread):
+    def __init__(self, thread: world.Thread) -> None:
+        self.name, self.daemon, self._thread = "MainThread", False, thread
+
+
+def main_thread() -> Thread:
+    process = this()
+    shown: Thread = process.own.setdefault("main thread", _MainThread(process.main))
+    return shown
+
+
+def current_thread() -> Thread:
+    current = kernel().current
+    assert current is not None
+    return current.shown or main_thread()
+
+
+__all__ = ["Condition", "Event", "Lock", "RLock", "Thread", "current_thread", "main_thread"]

@@ -62,7 +62,8 @@ class World:
         if gpus:
             self.file("/usr/bin/nvidia-smi", b"", 0o755)
         for name in ("null", "full"):
-            self.file(f"/dev/{name}", b"", 0o666).device = name
+            device = self.file(f"/dev/{name}", b"", 0o666)
+            device.kind, device.device = stat.S_IFCHR, name
         self.kernel.disk.settle()
 
     def folder(self, path: str, mode: int = 0o700, uid: int = 0) -> Inode:
@@ -111,6 +112,7 @@ class World:
         process = Process(kernel, self._pid(), kernel.init, [name], env or {})
         process.uid, process.host = uid, host
         process.group = process.session = process.pid
+        process.begin_python()
         kernel.processes[process.pid] = process
         kernel.init.children.append(process)
         for fd in (0, 1, 2):
@@ -132,6 +134,7 @@ class World:
         process = Process(kernel, self._pid(), kernel.init, ["python3", "-c", "agent"], env)
         process.uid = uid
         process.group = process.session = process.pid
+        process.begin_python()
         kernel.processes[process.pid] = process
         kernel.init.children.append(process)
         ours = []
