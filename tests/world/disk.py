@@ -64,6 +64,10 @@ class Inode:
         """Of a file: what it has after a power cut for sure. None where it was never synced."""
         self.pipe: Pipe | None = None
 
+    def path(self) -> str:
+        """By its latest name; "" for none."""
+        return self.place.path() if self.place is not None else ""
+
     @property
     def is_folder(self) -> bool:
         return self.kind == stat.S_IFDIR

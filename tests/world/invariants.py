@@ -72,7 +72,7 @@ class Truth:
             self._ends(about)
         elif what == "named" and not self.damaged:
             self._named(about)
-        elif what == "written" and not self.damaged and about.places and about.places[0][1] in WHOLE:
+        elif what == "written" and not self.damaged and about.places and about.places[0].name in WHOLE:
             self.broken(f"{about.path()} is written in place")
 
     def of(self, folder: str) -> list[Process]:
@@ -110,7 +110,7 @@ class Truth:
             self.ended_ns[self._key(process)] = self.world.kernel.now_ns
 
     def _named(self, inode: Inode) -> None:
-        if not inode.places or inode.places[0][1] != "status.json":
+        if not inode.places or inode.places[0].name != "status.json":
             return
         path = inode.path()
         try:

@@ -144,8 +144,7 @@ class Run:
                 if inode is None:
                     continue
                 if how == "gone":
-                    folder, name = inode.places[0]
-                    disk.drop(folder, name)
+                    disk.drop(inode.places[0].folder, inode.places[0].name)
                 else:
                     data = bytes(inode.data)
                     new = {"cut": data[: len(data) // 2], "zeros": bytes(len(data)), "other": b'{"job": 7}'}[how]
