@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.world.kernel import Process, S
 from tests.world.leases import Ledger
-from tests.world.programs import JOBS
+from tests.world.programs import CHILDREN, JOBS
 
 if TYPE_CHECKING:
     from tests.world.disk import Inode
@@ -87,7 +87,7 @@ class Truth:
         return process.env.get(RUN_DIR, ""), process.env.get(ATTEMPT, ""), process.env.get("RANK", "0")
 
     def _begins(self, process: Process) -> None:
-        if process.argv[0] == "sleep":
+        if process.argv[0] in CHILDREN:
             return
         key = self._key(process)
         self.started[key] += 1
@@ -104,7 +104,7 @@ class Truth:
                     self.broken(f"GPU {shared} is used by {other} and by {process}")
 
     def _ends(self, process: Process) -> None:
-        if role_of(process) == "program" and process.argv[0] != "sleep" and process.env.get(RUN_DIR):
+        if role_of(process) == "program" and process.argv[0] not in CHILDREN and process.env.get(RUN_DIR):
             status = process.status
             self.codes[self._key(process)] = 128 + (status & 0x7F) if status & 0x7F else status >> 8
             self.ended_ns[self._key(process)] = self.world.kernel.now_ns

@@ -21,11 +21,36 @@ class Planted(NamedTuple):
 
 
 PLANTED = {
-    "lease released before the sweep": Planted(
+    "lease released before the start": Planted(
         "deployer.agent.supervisor.life",
-        "        self._sweep()\n        self.status.note(\n            **ending",
-        "        if self.gpus is not None:\n            self.gpus.release(ended=True)\n"
-        "        self._sweep()\n        self.status.note(\n            **ending",
+        "            self.status.note(devices=self.gpus.devices)\n",
+        "            self.status.note(devices=self.gpus.devices)\n            self.gpus.release(ended=True)\n",
+    ),
+    "orphan judged without a look at its processes": Planted(
+        "deployer.agent.job.judge",
+        "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
+        "",
+    ),
+    "orphan that left something running judged ended": Planted(
+        "deployer.agent.job.judge",
+        "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
+        "    if found.others and not any(r.code is not None for r in read_ranks(job, status.attempt)):\n"
+        "        return status._replace(state=RUNNING, unsupervised=True)\n",
+    ),
+    "end that is not recorded": Planted(
+        "deployer.agent.rank",
+        "    _write(record, {**started, **_end(code, signum)})\n    return code\n",
+        "    return code\n",
+    ),
+    "launcher's signal that counts as success": Planted(
+        "deployer.agent.supervisor.children",
+        "self._codes[pid] = exit_code(wait_status)",
+        "self._codes[pid] = (wait_status >> 8) & 0xFF",
+    ),
+    "ticket that is believed for its size and time": Planted(
+        "deployer.agent.gpus.leases",
+        'return self.fd >= 0 and os.pread(self.fd, MAX_BYTES, 0) != _text(self.claim).encode("ascii")',
+        "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
     ),
     "status written before the sweep": Planted(
         "deployer.agent.supervisor.life",
@@ -37,11 +62,6 @@ PLANTED = {
         "deployer.launch.logview",
         "self.offsets[file] = offset + len(data)\n",
         "self.offsets[file] = offset + len(data) + 1\n",
-    ),
-    "offset of the connection before": Planted(
-        "deployer.launch.logview",
-        "            data = data[seen - offset :]\n            offset = seen\n",
-        "            pass\n",
     ),
     "launch that looks for no job before it": Planted(
         "deployer.agent.requests.launch",
@@ -110,17 +130,6 @@ PLANTED = {
         "deployer.agent.job.judge",
         "    if found.supervisors:\n        return status  # one that has only begun is about to write its own\n",
         "",
-    ),
-    "orphan judged without a look at its processes": Planted(
-        "deployer.agent.job.judge",
-        "    if _any_running(status, ranks, set(found.others)):\n",
-        "    if False:\n",
-    ),
-    "stop that believes the last word": Planted(
-        "deployer.agent.requests.stop",
-        "        told, left = end_all(lambda: Look().of(self._job).all, term_s=0.0, settle_s=0.0, seen=self._seen)\n"
-        "        if final.damaged",
-        "        told, left = set(), []\n        if final.damaged",
     ),
     "sweep that only asks": Planted(
         "deployer.agent.host.killing",

@@ -124,6 +124,11 @@ def _stubborn(words: list[str]) -> None:
     TIME.sleep(float(words[0]))
 
 
+def _lingers(words: list[str]) -> None:
+    SIGNAL.signal(signal.SIGTERM, signal.SIG_IGN)
+    TIME.sleep(float(words[0]))
+
+
 def _orderly(words: list[str]) -> None:
     """Ends well when it is told to."""
 
@@ -137,10 +142,10 @@ def _orderly(words: list[str]) -> None:
 
 
 def _forks(words: list[str]) -> None:
-    """forks N S: leaves N children behind that live for S seconds, in sessions of their own."""
+    """forks N S WHAT: leaves N of CHILDREN behind that live for S seconds, in sessions of their own."""
     say("begins")
     for _ in range(int(words[0])):
-        MODULES["subprocess"].Popen(["sleep", words[1]], start_new_session=True)
+        MODULES["subprocess"].Popen([words[2], words[1]], start_new_session=True)
     TIME.sleep(0.1)
     say("ends")
 
@@ -192,6 +197,7 @@ def launcher(words: list[str]) -> None:
 
 JOBS: dict[str, Callable[[list[str]], None]] = {
     "sleep": _sleep,
+    "lingers": _lingers,
     "exit": _exit,
     "stubborn": _stubborn,
     "orderly": _orderly,
@@ -200,5 +206,8 @@ JOBS: dict[str, Callable[[list[str]], None]] = {
     "talks": _talks,
     "launcher": launcher,
 }
+
+CHILDREN = ("sleep", "lingers")
+"""What other programs start: nobody asks how it ends."""
 
 __all__ = ["OS", "SHIPPED", "body_of", "os"]

@@ -66,8 +66,8 @@ def make_schedule(seed: int) -> Schedule:
     """Of a seed, which is also that of the kernel's chance."""
     chance = random.Random(f"schedule {seed}")
     crowded = chance.random() < 0.4
-    gpus = chance.choice((1, 1, 2)) if crowded else chance.choice((0, 0, 1, 2))
-    count = chance.choice((2, 2, 3)) if crowded else chance.choice((1, 1, 1, 2))
+    gpus = chance.choice((1, 1, 2, 2)) if crowded else chance.choice((0, 0, 1, 2))
+    count = chance.choice((2, 3, 3)) if crowded else chance.choice((1, 1, 1, 2))
     jobs = tuple(_job(chance, f"job-{number}", gpus, crowded=crowded) for number in range(count))
     commands = []
     for job in jobs:
@@ -95,7 +95,8 @@ def _job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
             ("talks", "4", "0.1"),
             ("orderly", "1"),
             ("stubborn", "1.5"),
-            ("forks", "2", "1"),
+            ("forks", "2", "1", "sleep"),
+            ("forks", "1", "3", "lingers"),
             ("dies", "11"),
         )
     )
@@ -130,7 +131,7 @@ def _fault(chance: random.Random, gpus: int) -> Fault:
         return Fault(kind, at_s=at_s, value=chance.choice((0.5, 3.0, 15.0)))
     if kind == "damage":
         what = chance.choice(("status.json", "job.json", "control/stop.json", "ranks", "lease"))
-        how = chance.choice(("cut", "zeros", "gone", "other"))
+        how = chance.choice(("cut", "zeros", "gone", "other", "ended"))
         return Fault(kind, at_s=at_s, word=f"{what} {how}")
     if kind == "stranger":
         return Fault(kind, at_s=at_s, count=chance.randrange(gpus), value=chance.choice((0.5, 3.0)))
