@@ -6,9 +6,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 # tests.run ends what does not end by itself: a test, a worker, all of it
 SPREAD := -n 2 --dist loadfile -m "not soak and not real" tests
+WAITING := $(addprefix tests/,agent compat deployer edges end_to_end world)
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.run
 
-.PHONY: help install demo test test-oldest soak real lint format docs bench bench-train clean
+.PHONY: help install demo test test-oldest soak simulate real lint format docs bench bench-train clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,9 +48,12 @@ test-oldest: system  ## the CPU tests on the oldest supported torch
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' -e '.[train,test]'
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m tests.run $(SPREAD)
 
-soak: install system  ## the long tests, then every other one on a busy machine, five times as patient: hours
-	$(TESTS) --within 36000 -m soak tests
-	TORCHFERRY_TEST_PATIENCE=5 $(TESTS) --beside 8 $(SPREAD)
+soak: install system  ## the long tests, then what waits for processes on a busy machine, five times as patient: two hours
+	$(TESTS) --within 36000 -n 2 -m "soak and not real" tests
+	TORCHFERRY_TEST_PATIENCE=5 $(TESTS) --beside 4 --within 36000 -n 2 --dist loadfile -m "not soak and not real" $(WAITING)
+
+simulate: install  ## N schedules of the simulated world from FIRST on: make simulate N=200000
+	$(BIN)/python -m tests.world --first $(or $(FIRST),0) --count $(or $(N),10000)
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import setuptools  # noqa: F401  # torch's compiler imports it, and it fails where distutils came before it
 
 from tests.support.ferry import Ferry
 from tests.support.notes import (  # noqa: F401 - hooks of pytest

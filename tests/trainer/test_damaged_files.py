@@ -299,7 +299,7 @@ def play(place: Path, seed: int, rounds: int) -> Counter[str]:
                 try:
                     check_told(error, case, told)
                 except AssertionError as wrong:
-                    where = f"seed {seed}, {case.file.name}, {number}, {damage.__name__}: {spoilt and spoilt[:300]!r}"
+                    where = f"seed {seed}, {case.file.name}, {number}, {damage.__name__}: {spoilt and spoilt[:3000]!r}"
                     raise AssertionError(f"{wrong}\n{where}") from error
             case.file.parent.mkdir(parents=True, exist_ok=True)
             case.file.write_bytes(whole)

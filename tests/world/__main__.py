@@ -41,13 +41,15 @@ def main(words: list[str]) -> int:
 
 
 def replay(seed: int, plant: str) -> int:
-    from tests.world.run import carry_out
+    from tests.world.run import Run, carry_out
     from tests.world.schedule import make_schedule
 
     schedule = make_schedule(seed)
-    why = carry_out(schedule)
+    run = Run(schedule)
+    why = carry_out(schedule, run)
     print(schedule)
     print(f"seed {seed}: {why or 'all invariants hold'}")
+    print(f"{run.kernel.steps:,} calls, {(run.kernel.now_ns - run.began_ns) / 1e9:.3f} virtual seconds")
     return 1 if why else 0
 
 

@@ -150,6 +150,23 @@ def _forks(words: list[str]) -> None:
     say("ends")
 
 
+def _differs(words: list[str]) -> None:
+    """Rank N ends with N + 1, the last one first."""
+    rank, size = int(this().env.get("RANK", "0")), int(this().env.get("WORLD_SIZE", "1"))
+    say("begins")
+    TIME.sleep(0.15 * (size - rank))
+    raise SystemExit(rank + 1)
+
+
+def _uneven(words: list[str]) -> None:
+    """Rank 0 fails, and the others hear no TERM."""
+    say("begins")
+    if this().env.get("RANK", "0") == "0":
+        raise SystemExit(3)
+    SIGNAL.signal(signal.SIGTERM, signal.SIG_IGN)
+    TIME.sleep(float(words[0]))
+
+
 def _dies(words: list[str]) -> None:
     """Of a signal."""
     say("begins")
@@ -202,6 +219,8 @@ JOBS: dict[str, Callable[[list[str]], None]] = {
     "stubborn": _stubborn,
     "orderly": _orderly,
     "forks": _forks,
+    "differs": _differs,
+    "uneven": _uneven,
     "dies": _dies,
     "talks": _talks,
     "launcher": launcher,

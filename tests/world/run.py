@@ -35,6 +35,7 @@ class Run:
         self.schedule = schedule
         self.world = World(schedule.seed, gpus=schedule.gpus)
         self.kernel = self.world.kernel
+        self.began_ns = self.kernel.now_ns
         self.truth = Truth(self.world)
         self.jobs = {job.name: job for job in schedule.jobs}
         self.steps: Counter[str] = Counter()
@@ -363,11 +364,11 @@ class Run:
                 raise Broken(f"of {name} was shown {shown!r}, and its log is {log!r}")
 
 
-def carry_out(schedule: Schedule) -> str | None:
+def carry_out(schedule: Schedule, run: Run | None = None) -> str | None:
     """What does not hold, None for nothing."""
     was = gc.isenabled()
-    gc.disable()
-    run = Run(schedule)
+    gc.disable()  # what is collected closes files, at a moment that no seed decides
+    run = run or Run(schedule)
     try:
         run.carry_out()
     except (Broken, Endless) as broken:

@@ -98,9 +98,11 @@ def _job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
             ("forks", "2", "1", "sleep"),
             ("forks", "1", "3", "lingers"),
             ("dies", "11"),
+            ("differs",),
+            ("uneven", "2"),
         )
     )
-    ranks = chance.choice((1, 1, 1, 1, 1, 2, 2, 4))
+    ranks = chance.choice((2, 4)) if program[0] in ("differs", "uneven") else chance.choice((1, 1, 1, 1, 2, 4))
     if ranks > 1:
         program = ("launcher", str(ranks), *program)
     wanted: tuple[str, ...] = ()

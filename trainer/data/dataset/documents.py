@@ -282,5 +282,6 @@ def check_documents(documents: Documents, *, where: str, seq_len: int) -> None:
     raise DataError(
         f"none of the {report.rows_read} conversations can be used: {reasons or 'nothing was read'}",
         where=where,
-        hint=f"raise data.seq_len (now {seq_len}), or set data.loss_on=all",
+        hint=f"raise data.seq_len (now {seq_len}), set data.loss_on=all, or look at what the chat template makes of "
+        "them",
     )

@@ -196,7 +196,7 @@ class WindowMaker:
             raise DataError(
                 f"none of the {window.rows_read} conversations read can be used: {reasons}",
                 where="data.train",
-                hint="raise data.seq_len, or set data.loss_on=all",
+                hint="raise data.seq_len, set data.loss_on=all, or look at what the chat template makes of them",
             )
         return window
 
