@@ -57,8 +57,8 @@ def test_every_option_that_a_page_names_exists(page):
     }
     for command in (*cli.commands.values(), train_command, *map(load_command, COMMANDS)):
         known |= {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
-    for bench in (REPO / "bench").glob("*.py"):
-        known |= set(re.findall(r'"(--[a-z-]+)"', bench.read_text()))
+    for program in (*(REPO / "bench").glob("*.py"), REPO / "tests" / "world" / "__main__.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', program.read_text()))
     text = re.sub(r"https?://\S+", "", page.read_text())
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set()
 
