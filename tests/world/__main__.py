@@ -27,6 +27,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes that search; 2")
     parser.add_argument("--plant", default="", metavar="NAME", help="with this fault in the sources: see planted.py")
     parser.add_argument("--most", type=int, default=5, metavar="N", help="failures after which it ends; 5")
+    parser.add_argument(
+        "--every", type=int, metavar="BYTES", help="a crash in each write of a state file, so far apart"
+    )
     options = parser.parse_args(words)
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
@@ -37,7 +40,17 @@ def main(words: list[str]) -> int:
         if options.plant not in PLANTED:
             parser.error(f"--plant is one of: {'; '.join(PLANTED)}")
         os.environ[CHOSEN] = options.plant
+    if options.every is not None:
+        return crash_everywhere(options.every)
     return replay(options.seed, options.plant) if options.seed is not None else search(options)
+
+
+def crash_everywhere(stride: int) -> int:
+    from tests.world.every import first_broken
+
+    count, why = first_broken(stride)
+    print(why or f"{count:,} crashes in the writes of state files, and all invariants hold")
+    return 1 if why else 0
 
 
 def replay(seed: int, plant: str) -> int:

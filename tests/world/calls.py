@@ -390,7 +390,7 @@ def write(fd: int, data: Any) -> int:
     file = _file(process, fd)
     pipe = file.inode.pipe
     if pipe is None:
-        return file.write(bytes(data))
+        return _write_file(process, file, bytes(data))
     if not file.can_write:
         raise refuse(errno.EBADF)
     rest = bytes(data)
@@ -415,6 +415,17 @@ def write(fd: int, data: Any) -> int:
 
 def pread(fd: int, size: int, offset: int) -> bytes:
     return _seekable(kernel().step("pread"), fd).pread(size, offset)
+
+
+def _write_file(process: Process, file: OpenFile, data: bytes) -> int:
+    ending = kernel().ends_in_write
+    most = ending(process, file, data) if ending is not None else None
+    if most is None:
+        return file.write(data)
+    if most:
+        file.write(data[:most])
+    kernel().crash(process)
+    raise Killed
 
 
 def pwrite(fd: int, data: Any, offset: int) -> int:

@@ -11,9 +11,9 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.world.disk import refuse
+from tests.world.disk import OpenFile, refuse
 from tests.world.invariants import FINAL, Broken, Truth, role_of
 from tests.world.kernel import Endless, Process, S
 from tests.world.programs import SHIPPED
@@ -26,6 +26,15 @@ FREE_S = 120.0
 """A session whose client has gone without a word may hold on for so long."""
 load = SHIPPED.load
 CODE = b"print('hello')\n"
+
+
+class Write(NamedTuple):
+    """A write into a file: whose, its number among that role's, and how much."""
+
+    role: str
+    number: int
+    size: int
+    path: str
 
 
 class Run:
@@ -49,6 +58,10 @@ class Run:
         self.rebooted = False
         self.ends_ns = self.kernel.now_ns
         self.kernel.before_call = self.before_call
+        self.writes: Counter[str] = Counter()
+        self.written: list[Write] = []
+        self.prefixes = [f for f in schedule.faults if f.kind == "prefix"]
+        self.kernel.ends_in_write = self.before_write
         tree = load("deployer.agent.store.tree")
         digest = tree.content_hash(CODE)
         self.entries = (tree.Entry("main.py", "f", len(CODE), digest),)
@@ -80,6 +93,18 @@ class Run:
                 else:
                     self.kernel.signal(process, signal.SIGSTOP)
                     self.later(fault.value, lambda p=process: self.kernel.signal(p, signal.SIGCONT))
+
+    def before_write(self, process: Process, file: OpenFile, data: bytes) -> int | None:
+        role = role_of(process)
+        self.writes[role] += 1
+        self.written.append(Write(role, self.writes[role], len(data), file.where()))
+        for fault in self.prefixes:
+            if (fault.role, fault.count) == (role, self.writes[role]):
+                self.note()
+                if fault.word == "power":
+                    self.kernel.crash = lambda process, fault=fault: self._reboot(fault)  # type: ignore[misc]
+                return int(fault.value)
+        return None
 
     def note(self, lasts_s: float = 0.0) -> None:
         self.ends_ns = max(self.ends_ns, self.kernel.now_ns + int(lasts_s * S))
@@ -350,7 +375,7 @@ class Run:
         return [name for name, inode in (folder.names.items() if folder else ()) if inode.locks]
 
     def _check_logs(self, kinds: set[str]) -> None:
-        if kinds & {"damage", "reboot", "full", "error"}:
+        if kinds & {"damage", "reboot", "full", "error", "prefix"}:
             return
         for name, shown, final in self.views:
             job = self.jobs[name]
