@@ -74,7 +74,11 @@ class Run:
     def before_call(self, process: Process, name: str, what: str) -> None:
         if not self.waiting:
             return
-        role = role_of(process)
+        role = process.own.get("role")
+        if (
+            role is None
+        ):  # what it does is another thing once it has become another program, which forgets all of its own
+            role = process.own["role"] = role_of(process)
         if not role:
             return
         self.steps[role] += 1
