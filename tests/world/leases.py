@@ -63,13 +63,19 @@ class Ledger:
         others = [claim for claim in self._held() if claim.job != lease.job]
         mine = 0 if lease.job in self.had else self.tickets.get(lease.job, 1 << 60)
         self.had.add(lease.job)
+        before = [other for other in others if other.kind == "ticket" and other.number < mine]
         for other in others:
             shared = set(other.devices) & set(lease.devices)
             if other.kind == "lease" and shared:
                 self.broken(f"{lease.job} has a lease of {shared}, which {other.job} holds")
-            wants_it = bool(other.auto) or bool(shared)
-            if other.kind == "ticket" and other.number < mine and wants_it:
-                self.broken(f"{lease.job} has got {lease.devices} before {other.job}, which came first and waits")
+            if other in before and not other.auto and shared:
+                self.broken(f"{lease.job} has got {shared} before {other.job}, which came first and waits")
+        taken = {device for claim in (*others, lease) if claim.kind == "lease" for device in claim.devices}
+        free = len(set(self.world.gpus.uuids) - taken)
+        if sum(other.auto for other in before) > free:  # else there is enough for those before, too
+            self.broken(
+                f"{lease.job} has got {lease.devices} before {[b.job for b in before]}, which came first and wait"
+            )
         gpus = self.world.gpus
         for index, since_ns in gpus.since_ns.items():
             is_old = self.world.kernel.now_ns - since_ns > SEEN_S * S

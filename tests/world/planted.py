@@ -16,7 +16,7 @@ class Planted(NamedTuple):
     module: str
     old: str
     new: str
-    seed: int = -1
+    seed: int
     """Of a schedule that finds it."""
 
 
@@ -25,161 +25,172 @@ PLANTED = {
         "deployer.agent.supervisor.life",
         "            self.status.note(devices=self.gpus.devices)\n",
         "            self.status.note(devices=self.gpus.devices)\n            self.gpus.release(ended=True)\n",
+        seed=2,
     ),
     "orphan judged without a look at its processes": Planted(
         "deployer.agent.job.judge",
         "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
         "",
+        seed=82,
     ),
     "orphan that left something running judged ended": Planted(
         "deployer.agent.job.judge",
         "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
         "    if found.others and not any(r.code is not None for r in read_ranks(job, status.attempt)):\n"
         "        return status._replace(state=RUNNING, unsupervised=True)\n",
+        seed=82,
     ),
     "end that is not recorded": Planted(
         "deployer.agent.rank",
         "    _write(record, {**started, **_end(code, signum)})\n    return code\n",
         "    return code\n",
+        seed=2,
     ),
     "launcher's signal that counts as success": Planted(
         "deployer.agent.supervisor.children",
         "self._codes[pid] = exit_code(wait_status)",
         "self._codes[pid] = (wait_status >> 8) & 0xFF",
+        seed=43,
     ),
     "ticket that is believed for its size and time": Planted(
         "deployer.agent.gpus.leases",
         'return self.fd >= 0 and os.pread(self.fd, MAX_BYTES, 0) != _text(self.claim).encode("ascii")',
         "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
+        seed=7,
     ),
     "status written before the sweep": Planted(
         "deployer.agent.supervisor.life",
         "        self._sweep()\n        self.status.note(\n            **ending",
         "        self.status.save(**ending._asdict())\n        self._sweep()\n"
         "        self.status.note(\n            **ending",
+        seed=1,
     ),
     "offset one too high": Planted(
         "deployer.launch.logview",
         "self.offsets[file] = offset + len(data)\n",
         "self.offsets[file] = offset + len(data) + 1\n",
+        seed=14,
     ),
     "launch that looks for no job before it": Planted(
         "deployer.agent.requests.launch",
         "    if not os.path.exists(job.status):\n        return False\n    record",
         "    if True:\n        return False\n    record",
+        seed=3,
     ),
     "launches that do not wait for each other": Planted(
         "deployer.agent.host.locks",
         "        fcntl.flock(fd, fcntl.LOCK_EX)\n        yield\n",
         "        yield\n",
+        seed=443,
     ),
     "status that is not synced": Planted(
-        "deployer.agent.host.files", "            if sync:\n                os.fsync(f.fileno())\n", ""
+        "deployer.agent.host.files",
+        "            if sync:\n                os.fsync(f.fileno())\n",
+        "",
+        seed=10,
     ),
     "name that is not synced": Planted(
         "deployer.agent.host.files",
         "        os.fsync(fd)\n    except OSError:  # some network",
         "        pass\n    except OSError:  # some network",
+        seed=32,
     ),
     "status written in place": Planted(
         "deployer.agent.host.files",
         '    temporary = aside or "%s.%d.tmp" % (path, os.getpid())\n',
         "    temporary = aside or path\n",
-    ),
-    "process told by its number alone": Planted(
-        "deployer.agent.host.processes",
-        "return stat is not None and stat.start_time == process.start_time and",
-        "return stat is not None and",
+        seed=0,
     ),
     "queue that serves the last first": Planted(
         "deployer.agent.gpus.queue",
         "key=lambda c: (c.number, c.since, c.file))",
         "key=lambda c: (-c.number, c.since, c.file))",
+        seed=2,
     ),
     "ticket that keeps nobody waiting": Planted(
         "deployer.agent.gpus.queue",
         "        taken += chosen if chosen is not None else _waits_for(ticket, gpus)\n",
         "        taken += chosen if chosen is not None else ()\n",
+        seed=55,
     ),
     "GPU in use that counts as free": Planted(
         "deployer.agent.gpus.nvidia",
         "        return {device: who for device, who in users.items() if who}\n",
         "        return {}\n",
+        seed=1,
     ),
     "lease that others' leases do not keep out": Planted(
         "deployer.agent.gpus.queue",
         "    taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]\n",
         "    taken = []\n",
+        seed=0,
     ),
     "lease that ranks do not inherit": Planted(
         "deployer.agent.supervisor.attempt",
         "gpus.stdin if gpus is not None else subprocess.DEVNULL",
         "subprocess.DEVNULL",
+        seed=82,
     ),
     "claims that are not locked while one chooses": Planted(
         "deployer.agent.gpus.leases",
         "    with opened() as places, locked(places, timeout_s):\n        yield Claims(places)\n",
         "    with opened() as places:\n        yield Claims(places)\n",
+        seed=5,
     ),
     "last word believed whatever runs": Planted(
         "deployer.agent.job.judge",
         "    if known & ours or (found.supervisors and (ours or status.swept is None)):\n",
         "    if False:\n",
-    ),
-    "job judged lost while its supervisor lives": Planted(
-        "deployer.agent.job.judge",
-        "    if found.supervisors:\n        return status  # one that has only begun is about to write its own\n",
-        "",
-    ),
-    "sweep that only asks": Planted(
-        "deployer.agent.host.killing",
-        "        told.update(kill_all(find, subreaper=subreaper))\n",
-        "",
+        seed=1998,
     ),
     "signal recorded as a code": Planted(
         "deployer.agent.rank",
         "(128 + os.WTERMSIG(status), os.WTERMSIG(status))",
         "(os.WTERMSIG(status), os.WTERMSIG(status))",
+        seed=3,
     ),
     "last failure taken for the first": Planted(
         "deployer.agent.job.ending",
         "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
         "    return max(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
+        seed=5,
     ),
     "ends compared by the wall clock": Planted(
         "deployer.agent.job.ending",
         "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
         "    return min(failing, key=lambda r: (r.ended_at_ns, r.rank)) if failing else None\n",
+        seed=735,
     ),
     "stop that hides an earlier failure": Planted(
         "deployer.agent.job.ending",
         "    if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):\n",
         "    if known.stop is not None:\n",
+        seed=1316,
     ),
     "state read after the log": Planted(
         "deployer.agent.requests.follow",
         "        now = judge(job)\n        chunks = reader.poll()\n",
         "        chunks = reader.poll()\n        now = judge(job)\n",
+        seed=2438,
     ),
     "attempt that keeps its number": Planted(
-        "deployer.agent.supervisor.life", "            attempt=now.attempt + 1,\n", "            attempt=now.attempt,\n"
+        "deployer.agent.supervisor.life",
+        "            attempt=now.attempt + 1,\n",
+        "            attempt=now.attempt,\n",
+        seed=11,
     ),
     "launcher's code that counts as success": Planted(
         "deployer.agent.job.ending",
         '    if code == 0:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
         '    if code < 2:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
+        seed=67,
     ),
     "acknowledgement before the job is there": Planted(
         "deployer.agent.requests.launch",
         "    already = _existing(job, request.plan)\n    if not already:\n",
         "    already = _existing(job, request.plan)\n"
         '    call.send_event("ack", to_json(Ack(job.id, job.path, already)))\n    if not already:\n',
-    ),
-    "queue that is left before the lease is held": Planted(
-        "deployer.agent.gpus.claim",
-        "            self._held = _lease(claims, self._wanted, chosen, sight)\n        ticket.release(ended=True)\n",
-        "            pass\n        ticket.release(ended=True)\n        with claiming() as claims:\n"
-        "            self._held = _lease(claims, self._wanted, chosen, sight)\n",
+        seed=0,
     ),
 }
 

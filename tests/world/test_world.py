@@ -1,0 +1,64 @@
+"""Schedules of the simulated world, and the faults that the search must find. At length: `make simulate N=…`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.ferry import REPO
+from tests.support.limits import patient
+from tests.world.planted import CHOSEN, PLANTED
+
+LEAST = 40
+"""Schedules that even a slow machine carries out in its time."""
+
+
+def world(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {name: text for name, text in os.environ.items() if name != CHOSEN}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.world", *words], cwd=REPO, env=env, capture_output=True, text=True
+    )
+
+
+def test_no_schedule_breaks_a_promise() -> None:
+    done = world("--count", "1000", "--seconds", str(patient(40)), "--workers", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["schedules"] >= LEAST and found["failed"] == 0
+
+
+def test_seed_is_a_schedule() -> None:
+    first, second = world("--seed", "16"), world("--seed", "16")
+    assert first.stdout == second.stdout and "all invariants hold" in first.stdout
+    assert world("--seed", "17").stdout != first.stdout
+
+
+def test_crash_in_any_write_of_a_state_file_breaks_no_promise() -> None:
+    done = world("--every", "300")
+    assert done.returncode == 0 and " crashes in the writes of state files" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_crash_after_any_byte_of_a_state_file_breaks_no_promise() -> None:
+    done = world("--every", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_fault_is_found(name: str) -> None:
+    found = world("--seed", str(PLANTED[name].seed), "--plant", name)
+    assert found.returncode == 1 and "all invariants hold" not in found.stdout, found.stdout + found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_failure_is_told_with_the_shortest_schedule_and_what_replays_it() -> None:
+    found = world("--first", "14", "--count", "1", "--workers", "1", "--plant", "offset one too high")
+    told = found.stdout.splitlines()
+    assert found.returncode == 1 and told[0].startswith("seed 14, commit ")
+    assert "  python -m tests.world --seed 14 --plant 'offset one too high'" in told
+    assert sum(line.startswith("    job ") for line in told) == 1 and not any("fault" in line for line in told[1:-2])
