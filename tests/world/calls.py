@@ -346,16 +346,6 @@ def truncate(path: Any, length: int) -> None:
     _resize(inode, length)
 
 
-def getcwd() -> str:
-    return this().cwd
-
-
-def umask(mask: int) -> int:
-    process = this()
-    before, process.umask = process.umask, mask
-    return before
-
-
 # --- open files -------------------------------------------------------------------------------------------------------
 
 
@@ -418,12 +408,10 @@ def pread(fd: int, size: int, offset: int) -> bytes:
 
 
 def _write_file(process: Process, file: OpenFile, data: bytes) -> int:
-    ending = kernel().ends_in_write
-    most = ending(process, file, data) if ending is not None else None
+    most = kernel().ends_in_write(process, file, data)
     if most is None:
         return file.write(data)
-    if most:
-        file.write(data[:most])
+    file.write(data[:most])
     kernel().crash(process)
     raise Killed
 

@@ -221,7 +221,7 @@ class Kernel:
         self.graves: list[Process] = []
         self.before_call: Callable[[Process, str, str], None] | None = None
         """Where faults come from: may raise OSError, and may end processes."""
-        self.ends_in_write: Callable[[Process, OpenFile, bytes], int | None] | None = None
+        self.ends_in_write: Callable[[Process, OpenFile, bytes], int | None] = lambda process, file, data: None
         """Whether a write into a file is its process's last: then how much of it is written, before `crash`."""
         self.crash: Callable[[Process], None] = lambda process: self.signal(process, signal.SIGKILL)
         self.seen: list[Callable[[str, Any], None]] = []

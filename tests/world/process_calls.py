@@ -14,6 +14,16 @@ from tests.world.disk import PIPE_BUF, refuse
 from tests.world.kernel import Channel, Killed, Process, exit_code
 
 
+def getcwd() -> str:
+    return this().cwd
+
+
+def umask(mask: int) -> int:
+    process = this()
+    before, process.umask = process.umask, mask
+    return before
+
+
 def getpid() -> int:
     return this().pid
 
