@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-import setuptools  # noqa: F401  # torch's compiler imports it, and it fails where distutils came before it
+import setuptools  # noqa: F401  # torch's compiler imports it, and late in some workers that fails
 
 from tests.support.ferry import Ferry
 from tests.support.notes import (  # noqa: F401 - hooks of pytest

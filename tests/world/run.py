@@ -6,7 +6,6 @@ import errno
 import gc
 import io
 import json
-import os
 import re
 import signal
 from collections import Counter
@@ -75,9 +74,7 @@ class Run:
         if not self.waiting:
             return
         role = process.own.get("role")
-        if (
-            role is None
-        ):  # what it does is another thing once it has become another program, which forgets all of its own
+        if role is None:  # another program forgets it
             role = process.own["role"] = role_of(process)
         if not role:
             return
@@ -320,22 +317,18 @@ class Run:
 
     def _heal(self) -> dict[str, Any]:
         """Somebody looks from time to time, as people do, until every job has ended."""
-        rows: dict[str, Any] = {}
+        looks: list[dict[str, Any]] = []
 
         def look() -> None:
-            while True:
-                found = {row.id: row for row in self.ps()}
-                rows.clear()
-                rows.update(found)
-                rows["looked"] = True
-                if all(row.state in FINAL for name, row in found.items()):
-                    return
-                self.kernel.sleep(10)
+            while not looks or any(row.state not in FINAL for row in looks[-1].values()):
+                self.kernel.sleep(10 if looks else 0)
+                looks.append({row.id: row for row in self.ps()})
 
         somebody = self.world.start("somebody", look)
         self.go_on(lambda: somebody.is_over, LIMIT_S)
-        if not somebody.is_over or not rows.pop("looked", False):
-            states = {name: (row.state, row.reason) for name, row in rows.items() if name != "looked"}
+        rows = looks[-1] if looks else {}
+        if somebody.status or not somebody.is_over:
+            states = {name: (row.state, row.reason) for name, row in rows.items()}
             raise Broken(
                 f"{LIMIT_S:g} s after the last fault not every job has ended: {states}; {self.world.processes()}"
             )
@@ -408,6 +401,3 @@ def carry_out(schedule: Schedule, run: Run | None = None) -> str | None:
         if was:
             gc.enable()
     return None
-
-
-__all__ = ["Broken", "Run", "carry_out", "os"]

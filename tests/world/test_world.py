@@ -10,11 +10,10 @@ import sys
 import pytest
 
 from tests.support.ferry import REPO
-from tests.support.limits import patient
 from tests.world.planted import CHOSEN, PLANTED
 
-LEAST = 40
-"""Schedules that even a slow machine carries out in its time."""
+COUNT = 200
+"""The same on every machine: what a quicker one would reach nobody has seen."""
 
 
 def world(*words: str) -> subprocess.CompletedProcess[str]:
@@ -25,10 +24,10 @@ def world(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_schedule_breaks_a_promise() -> None:
-    done = world("--count", "1000", "--seconds", str(patient(40)), "--workers", "1")
+    done = world("--count", str(COUNT), "--workers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["schedules"] >= LEAST and found["failed"] == 0
+    assert (found["schedules"], found["failed"]) == (COUNT, 0)
 
 
 def test_seed_is_a_schedule() -> None:
@@ -54,6 +53,11 @@ def test_planted_fault_is_found(name: str) -> None:
     found = world("--seed", str(PLANTED[name].seed), "--plant", name)
     assert found.returncode == 1 and "all invariants hold" not in found.stdout, found.stdout + found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_seeds_of_planted_faults_hold_without_them() -> None:
+    done = world("--seed", *sorted({str(fault.seed) for fault in PLANTED.values()}))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_failure_is_told_with_the_shortest_schedule_and_what_replays_it() -> None:

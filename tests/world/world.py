@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
-import gc
 import io
 import json
 import os
@@ -15,7 +13,7 @@ from typing import Any
 
 from tests.world import calls
 from tests.world.disk import Inode, OpenFile, Pipe
-from tests.world.kernel import Kernel, Killed, Process, S
+from tests.world.kernel import Kernel, Process, S
 from tests.world.programs import HOME, SHIPPED
 
 ROOT = "/root/.torchferry"
@@ -323,6 +321,3 @@ class Stream:
 def _lost(text: str) -> Exception:
     error: Exception = SHIPPED.load("deployer.errors").LostConnection(text)
     return error
-
-
-__all__ = ["Cut", "Killed", "Transport", "World", "errno", "gc"]
