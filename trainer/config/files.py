@@ -260,9 +260,12 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
 
     if len(source) > MAX_BYTES:
         raise ConfigError(f"not a config: more than {MAX_BYTES >> 10:,} KiB", where=place)
-    loader = yaml.SafeLoader if len(source) < LARGE else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader = yaml.SafeLoader if len(source) < LARGE else fast
     try:
-        if len(source) >= LARGE:
+        try:
+            _check_shape(yaml.parse(source, Loader=fast), place)
+        except yaml.YAMLError:  # libyaml has a bound of its own in some versions, and other words
             _check_shape(yaml.parse(source, Loader=loader), place)
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
     except yaml.YAMLError as error:
@@ -270,13 +273,12 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
         where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         raise ConfigError(f"not valid YAML: {problem}", where=where) from None
-    except RecursionError:
-        raise ConfigError(TOO_DEEP, where=place) from None
     return node
 
 
 def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
-    """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own."""
+    """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own, and Python's
+    is what any library last set."""
     depth = values = 0
     for event in events:
         kind = type(event).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def test_config_beyond_all_bounds_is_one_quick_line(tmp_path: Path, case: str) -
         load_config(tmp_path / name)
     assert "\n" not in caught.value.message and len(caught.value.message) < 200
     assert time.monotonic() - begun < patient(15)  # 30 s and more without the bounds
+
+
+@pytest.mark.parametrize("text", [b"a: " + b"[" * 4000, b"- " * 4000, b"{" * 4000], ids=["lists", "dashes", "maps"])
+def test_depth_is_bounded_whatever_python_allows(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "a.yaml").write_bytes(text)
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)  # as a library that needs it leaves it
+    try:
+        with pytest.raises(ConfigError, match=DEEP):
+            load_config(tmp_path / "a.yaml")
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_pipe_in_the_place_of_a_config_keeps_nobody_waiting(tmp_path: Path) -> None:
