@@ -6,12 +6,12 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from tests.world.kernel import Process, S
 from tests.world.leases import Ledger
+from tests.world.linux.kernel import Process, S
 from tests.world.programs import CHILDREN, JOBS
 
 if TYPE_CHECKING:
-    from tests.world.disk import Inode
+    from tests.world.linux.disk import Inode
     from tests.world.world import World
 
 FINAL = ("succeeded", "failed", "stopped", "lost")

@@ -6,10 +6,10 @@ import fcntl
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.world.kernel import S
+from tests.world.linux.kernel import S
 
 if TYPE_CHECKING:
-    from tests.world.disk import Inode
+    from tests.world.linux.disk import Inode
     from tests.world.world import World
 
 FOLDER = "/tmp/.torchferry-leases/"

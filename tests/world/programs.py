@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.world import calls, process_calls
-from tests.world.calls import kernel, this
-from tests.world.disk import refuse
-from tests.world.imports import Package
-from tests.world.modules import MODULES
+from tests.world.linux import calls, process_calls
+from tests.world.linux.calls import kernel, this
+from tests.world.linux.disk import refuse
+from tests.world.linux.imports import Package
+from tests.world.linux.modules import MODULES
 
 DEPLOYER = Path(__file__).resolve().parents[2] / "deployer"
 HASH = "0123456789abcdef0123"

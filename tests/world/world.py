@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.world import calls
-from tests.world.disk import Inode, OpenFile, Pipe
-from tests.world.kernel import Kernel, Process, S
+from tests.world.linux import calls
+from tests.world.linux.disk import Inode, OpenFile, Pipe
+from tests.world.linux.kernel import Kernel, Process, S
 from tests.world.programs import HOME, SHIPPED
 
 ROOT = "/root/.torchferry"
@@ -142,7 +142,7 @@ class World:
             ours.append(writing if fd == 0 else reading)
 
         def serve() -> None:
-            from tests.world.modules import MODULES
+            from tests.world.linux.modules import MODULES
 
             MODULES["os"].umask(0o077)
             guard = SHIPPED.load("deployer.agent.guard")

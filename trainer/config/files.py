@@ -277,8 +277,7 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
 
 
 def _check_shape(events: Iterator[yaml.Event], place: str) -> None:
-    """ConfigError for more than a config holds, before anything is made of it: C has no bound of its own, and Python's
-    is what any library last set."""
+    """ConfigError for more than a config holds, before anything is made of it: any library sets Python's own bound."""
     depth = values = 0
     for event in events:
         kind = type(event).__name__

@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from tests.world import process_calls
-from tests.world.calls import this
-from tests.world.modules import MODULES, open_
+from tests.world.linux import process_calls
+from tests.world.linux.calls import this
+from tests.world.linux.modules import MODULES, open_
 from tests.world.programs import JOBS
 from tests.world.same.cases import Libraries, run_case
 from tests.world.same.children import CHILDREN

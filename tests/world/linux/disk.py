@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import random
 
-    from tests.world.kernel import Channel, Kernel, Process
+    from tests.world.linux.kernel import Channel, Kernel, Process
 
 MAX_LINKS = 40
 PIPE_BYTES, PIPE_BUF = 1 << 16, 4096
@@ -39,7 +39,7 @@ class Inode:
     """A file, folder, link, pipe or device."""
 
     def __init__(self, disk: Disk, kind: int, mode: int, uid: int) -> None:
-        from tests.world.kernel import Channel
+        from tests.world.linux.kernel import Channel
 
         disk.next_ino += 1
         self.ino = disk.next_ino
@@ -95,7 +95,7 @@ class Place:
 
 class Pipe:
     def __init__(self) -> None:
-        from tests.world.kernel import Channel
+        from tests.world.linux.kernel import Channel
 
         self.data = bytearray()
         self.readers = 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import greenlet
 
-from tests.world.disk import Disk, OpenFile
+from tests.world.linux.disk import Disk, OpenFile
 
 S = 1_000_000_000
 STEP_NS = 20_000

@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
-from tests.world import calls, process_calls
-from tests.world.calls import kernel, this
-from tests.world.disk import refuse
-from tests.world.kernel import Process, S, Thread
-from tests.world.streams import open_
+from tests.world.linux import calls, process_calls
+from tests.world.linux.calls import kernel, this
+from tests.world.linux.disk import refuse
+from tests.world.linux.kernel import Process, S, Thread
+from tests.world.linux.streams import open_
 
 
 class Popen:

@@ -7,8 +7,8 @@ import io
 import os
 from typing import Any
 
-from tests.world import calls
-from tests.world.calls import kernel, this
+from tests.world.linux import calls
+from tests.world.linux.calls import kernel, this
 
 
 class Raw(io.RawIOBase):

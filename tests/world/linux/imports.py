@@ -9,9 +9,9 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.world.modules import MODULES
+from tests.world.linux.modules import MODULES
+from tests.world.linux.streams import open_
 from tests.world.planted import planted
-from tests.world.streams import open_
 
 PREFIX = "simulated."
 

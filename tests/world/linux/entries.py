@@ -6,8 +6,8 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from tests.world.calls import Stat, _folder, stat_
-from tests.world.disk import Inode
+from tests.world.linux.calls import Stat, _folder, stat_
+from tests.world.linux.disk import Inode
 
 
 class Entry:

@@ -8,9 +8,9 @@ import signal
 import stat
 from typing import Any, NamedTuple
 
-from tests.world.disk import PIPE_BUF, Inode, OpenFile, Pipe, refuse
-from tests.world.kernel import Kernel, Killed, Process
-from tests.world.proc import open_proc, read_proc_link, stat_of_proc
+from tests.world.linux.disk import PIPE_BUF, Inode, OpenFile, Pipe, refuse
+from tests.world.linux.kernel import Kernel, Killed, Process
+from tests.world.linux.proc import open_proc, read_proc_link, stat_of_proc
 
 DEVICE = 0x801
 

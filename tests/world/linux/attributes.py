@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any, NamedTuple
 
-from tests.world.calls import _at_path, _file, _text, kernel, this
-from tests.world.disk import Inode, refuse
+from tests.world.linux.calls import _at_path, _file, _text, kernel, this
+from tests.world.linux.disk import Inode, refuse
 
 
 class StatVfs(NamedTuple):

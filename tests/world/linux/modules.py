@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.world import attributes, calls, entries, process_calls
-from tests.world.calls import kernel, this
-from tests.world.disk import refuse
-from tests.world.kernel import IGNORED, Channel, Killed, S
-from tests.world.spawn import Popen, run
-from tests.world.streams import file_io, open_
-from tests.world.threads import Condition, Event, Lock, RLock, Thread, current_thread, main_thread
+from tests.world.linux import attributes, calls, entries, process_calls
+from tests.world.linux.calls import kernel, this
+from tests.world.linux.disk import refuse
+from tests.world.linux.kernel import IGNORED, Channel, Killed, S
+from tests.world.linux.spawn import Popen, run
+from tests.world.linux.streams import file_io, open_
+from tests.world.linux.threads import Condition, Event, Lock, RLock, Thread, current_thread, main_thread
 
 PYTHON = "/usr/bin/python3"
 

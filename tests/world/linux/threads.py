@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.world import kernel as world
-from tests.world.calls import kernel, this
-from tests.world.kernel import Channel, S
+from tests.world.linux import kernel as world
+from tests.world.linux.calls import kernel, this
+from tests.world.linux.kernel import Channel, S
 
 
 def _deadline(timeout: float | None) -> int | None:

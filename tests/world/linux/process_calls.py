@@ -9,9 +9,9 @@ from collections.abc import Callable
 from select import POLLERR, POLLHUP, POLLIN, POLLNVAL, POLLOUT
 from typing import Any, NamedTuple
 
-from tests.world.calls import _file, kernel, this
-from tests.world.disk import PIPE_BUF, refuse
-from tests.world.kernel import Channel, Killed, Process, exit_code
+from tests.world.linux.calls import _file, kernel, this
+from tests.world.linux.disk import PIPE_BUF, refuse
+from tests.world.linux.kernel import Channel, Killed, Process, exit_code
 
 
 def getcwd() -> str:

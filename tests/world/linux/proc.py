@@ -9,10 +9,10 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.world.disk import Inode, OpenFile, refuse
+from tests.world.linux.disk import Inode, OpenFile, refuse
 
 if TYPE_CHECKING:
-    from tests.world.kernel import Kernel, Process
+    from tests.world.linux.kernel import Kernel, Process
 
 
 def find(kernel: Kernel, asking: Process, path: str) -> tuple[Process | None, list[str]]:
