@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.world.linux.disk import PIPE_BUF, Inode, OpenFile, Pipe, refuse
 from tests.world.linux.kernel import Kernel, Killed, Process
-from tests.world.linux.proc import open_proc, read_proc_link, stat_of_proc
+from tests.world.linux.proc import content_of_proc, open_proc, read_proc_link, stat_of_proc
 
 DEVICE = 0x801
 
@@ -154,6 +154,14 @@ def open_(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     if flags & os.O_TRUNC and not is_new and inode.kind == stat.S_IFREG and not inode.device:
         _resize(inode, 0)
     return _new_fd(process, file)
+
+
+def read_proc(path: Any) -> bytes | None:
+    """What a file of /proc says now, in one step: nobody can change what has been opened there. None for another."""
+    if type(path) is not str or not path.startswith("/proc/") or "/fd/" in path:
+        return None
+    process = kernel().step("open", path)
+    return content_of_proc(kernel(), process, path)
 
 
 def _new_fd(process: Process, file: OpenFile, lowest: int = 0) -> int:

@@ -246,6 +246,10 @@ class Disk:
             raise refuse(errno.ENOENT, path)
         if len(path) > 1000 and len(os.fsencode(path)) >= 4096:
             raise refuse(errno.ENAMETOOLONG, path)
+        if process.uid == 0 and path[0] == "/" and path[-1] != "/" and len(path) < 64:
+            quick = self._straight(path, follow)
+            if quick is not None:
+                return quick
         folder = self.root if path.startswith("/") else at or self.find(process.cwd) or self.root
         has_slash = path.endswith("/")
         parts = [part for part in reversed(path.split("/")) if part]
@@ -277,6 +281,21 @@ class Disk:
             else:
                 folder = found
         return Found(self.root, "/", self.root, False)
+
+    def _straight(self, path: str, follow: bool) -> Found | None:
+        """The same for most paths: nothing but names of folders, without a link."""
+        *parts, name = path.split("/")
+        folder = self.root
+        for part in parts:
+            if part:
+                below = folder.names.get(part)
+                if below is None or below.kind != stat.S_IFDIR:
+                    return None
+                folder = below
+        found = folder.names.get(name)
+        if name in (".", "..") or (found is not None and follow and found.kind == stat.S_IFLNK):
+            return None
+        return Found(folder, name, found, False)
 
     def find(self, path: str) -> Inode | None:
         """Of a path without links."""

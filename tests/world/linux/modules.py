@@ -206,6 +206,20 @@ def _rebuilt(function: Any, names: dict[str, Any]) -> Any:
     return built
 
 
+def _in_one_step(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks much and changes nothing: nobody comes between its calls, which are many."""
+
+    def call(*words: Any, **named: Any) -> Any:
+        kernel().step(word)
+        kernel().is_aside = True
+        try:
+            return function(*words, **named)
+        finally:
+            kernel().is_aside = False
+
+    return call
+
+
 def _make_os() -> types.ModuleType:
     made = types.ModuleType("os")
     names = made.__dict__
@@ -224,6 +238,7 @@ def _make_os() -> types.ModuleType:
     generic_module = types.ModuleType("genericpath")
     generic_module.__dict__.update(generic)
     _exec(Path(os.path.__file__), path.__dict__, {"os": made, "genericpath": generic_module, "posix": made})
+    path.__dict__["realpath"] = _in_one_step("realpath", path.__dict__["realpath"])
     for name in ("makedirs", "walk", "_walk", "removedirs", "get_exec_path"):
         if hasattr(os, name):  # `_walk` until Python 3.11
             names[name] = _rebuilt(getattr(os, name), names)

@@ -45,14 +45,21 @@ def open_proc(kernel: Kernel, asking: Process, path: str, flags: int) -> OpenFil
         again = OpenFile(kernel.disk, file.inode, flags, file.path)
         again.place = file.place
         return again
-    if process is None:
-        text = _of_the_host(kernel, rest, path)
-    else:
-        text = _of(kernel, asking, process, rest, path)
     inode = Inode(kernel.disk, stat.S_IFREG, 0o444, 0)
     found = OpenFile(kernel.disk, inode, flags, path)
-    found.content = text
+    found.content = _content(kernel, asking, process, rest, path)
     return found
+
+
+def content_of_proc(kernel: Kernel, asking: Process, path: str) -> bytes:
+    """What a file there says now."""
+    return _content(kernel, asking, *find(kernel, asking, path), path)
+
+
+def _content(kernel: Kernel, asking: Process, process: Process | None, rest: list[str], path: str) -> bytes:
+    if process is None:
+        return _of_the_host(kernel, rest, path)
+    return _of(kernel, asking, process, rest, path)
 
 
 def _of_the_host(kernel: Kernel, rest: list[str], path: str) -> bytes:
