@@ -8,11 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import selectors
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 HASH_SEED = "PYTHONHASHSEED"
@@ -67,27 +71,34 @@ def replay(seed: int) -> int:
 
 
 def search(options: Any) -> int:
-    """Spreads the seeds over processes; a line of JSON at the end says what was done."""
-    began, pids, reports = time.monotonic(), [], []
+    """Spreads the seeds over processes. A failure is told when it is found; a line of JSON at the end says what was
+    done."""
+    began, pids, reports = time.monotonic(), [], selectors.DefaultSelector()
     for worker in range(options.workers):
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(reading)
-            with os.fdopen(writing, "w") as out:
+            with os.fdopen(writing, "w", buffering=1) as out:
                 _work(options, worker, began, out)
             os._exit(0)
         os.close(writing)
         pids.append(pid)
-        reports.append(reading)
+        reports.register(os.fdopen(reading), selectors.EVENT_READ)
     done = failed = 0
-    for reading in reports:
-        with os.fdopen(reading) as lines:
-            for line in lines:
+    with Progress("{task.completed:,} schedules", console=Console(stderr=True), transient=True) as progress:
+        shown = progress.add_task("")
+        while reports.get_map():
+            for key, _ in reports.select():
+                line = key.fileobj.readline()  # type: ignore[union-attr]
+                if not line:
+                    reports.unregister(key.fileobj)
+                    continue
                 told = json.loads(line)
                 done += told["done"]
-                failed += len(told["failures"])
+                progress.advance(shown, told["done"])
                 for seed, why, schedule in told["failures"]:
+                    failed += 1
                     _tell(seed, why, schedule, options.plant)
     for pid in pids:
         failed += os.waitpid(pid, 0)[1] != 0
@@ -101,19 +112,18 @@ def _work(options: Any, worker: int, began: float, out: Any) -> None:
     from tests.world.schedule import make_schedule
     from tests.world.shrink import shrink
 
-    failures: list[tuple[int, str, str]] = []
-    done = 0
+    failed = 0
     for seed in range(options.first + worker, options.first + options.count, options.workers):
-        if time.monotonic() - began > options.seconds or len(failures) >= options.most:
+        if time.monotonic() - began > options.seconds or failed >= options.most:
             break
-        done += 1
         schedule = make_schedule(seed)
         why = carry_out(schedule)
+        failures: list[tuple[int, str, str]] = []
         if why is not None:
+            failed += 1
             shortest, why = shrink(schedule, carry_out)
             failures.append((seed, why, str(shortest)))
-    json.dump({"done": done, "failures": failures}, out)
-    out.write("\n")
+        out.write(json.dumps({"done": 1, "failures": failures}) + "\n")
 
 
 def _tell(seed: int, why: str, schedule: str, plant: str) -> None:
@@ -123,7 +133,7 @@ def _tell(seed: int, why: str, schedule: str, plant: str) -> None:
     with_fault = f" --plant {plant!r}" if plant else ""
     print(f"seed {seed}, commit {commit or 'unknown'}: {why}")
     print("  the shortest schedule that still fails:", *schedule.splitlines(), sep="\n    ")
-    print(f"  python -m tests.world --seed {seed}{with_fault}\n")
+    print(f"  python -m tests.world --seed {seed}{with_fault}\n", flush=True)
 
 
 if __name__ == "__main__":
