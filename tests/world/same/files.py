@@ -202,7 +202,11 @@ def modes(m: Any) -> Any:
     m.os.utime("file", (1000, 2000.5))
     answers += [m.os.stat("file").st_mtime, m.os.stat("file").st_mtime_ns]
     m.os.utime("file", ns=(5, 7_000_000_003))
-    answers += [m.os.path.getmtime("file"), m.os.stat("file").st_mtime_ns, str(tried(m.os.utime, "missing")).split(": 'missing'")[0]]
+    answers += [
+        m.os.path.getmtime("file"),
+        m.os.stat("file").st_mtime_ns,
+        str(tried(m.os.utime, "missing")).split(": 'missing'")[0],
+    ]
     return answers
 
 
