@@ -58,6 +58,12 @@ PLANTED = {
         "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
         seed=7,
     ),
+    "lease that makes no sense keeps nobody out": Planted(
+        "deployer.agent.gpus.leases",
+        "parse_claim(os.read(fd, MAX_BYTES + 1)) or _of_all(place, name)\n        return claim._replace(",
+        "parse_claim(os.read(fd, MAX_BYTES + 1))\n        return claim and claim._replace(",
+        seed=100816,
+    ),
     "status written before the sweep": Planted(
         "deployer.agent.supervisor.life",
         "        self._sweep()\n        self.status.note(\n            **ending",

@@ -17,7 +17,7 @@ from ..host.typed import to_json
 from . import nvidia
 from .leases import MAX_NUMBER, Claims, Held, claiming, read_claims, show_again, take_over
 from .nvidia import Sight
-from .queue import Devices, any_overlap, freest, grant, queue_of, queue_view, refusal
+from .queue import Devices, any_overlap, freest, grant, holds, queue_of, queue_view, refusal
 from .report import GpuClaim, GpuLimit, GpuReport, GpuRow, GpuTicket
 from .view import (
     LEASE,
@@ -80,7 +80,7 @@ def report(root: Root, call: "Call") -> None:
     sight, claims = nvidia.see([], env, limited=True), read_claims()
     rows = []
     for gpu in sight.gpus:
-        holding = [c for c in claims if c.kind != TICKET and any_overlap(gpu.device, c.devices)]
+        holding = [c for c in claims if c.kind != TICKET and holds(c, gpu.device)]
         held = tuple(GpuClaim(c.job, c.user, c.since, c.kind == SHARED, c.devices) for c in holding)
         rows.append(GpuRow(*gpu, held=held, processes=tuple(h for h in sight.using if h.gpu_uuid == gpu.uuid)))
     index_of = {gpu.uuid: str(gpu.index) for gpu in sight.gpus}

@@ -27,7 +27,7 @@ from ..host.locks import lock_holders, lock_key, take_lock
 from ..host.processes import uid_of, user_name
 from ..host.typed import Damage, parse
 from .places import Place, Places, locked, opened, unusable
-from .view import Claim, Handed
+from .view import LEASE, Claim, Handed
 
 MUTEX_S = 10.0
 """Whoever looks and claims holds the folder for milliseconds; longer than this, somebody hangs."""
@@ -95,7 +95,8 @@ class Held:
 
 
 def read_claims() -> List[Claim]:
-    """All claims that somebody holds. Contents are other users' words: bounded, and what makes no sense is left out."""
+    """All claims that somebody holds. Contents are other users' words: bounded, and a lease that
+    makes no sense names no device."""
     with opened() as places:
         return _read_all(places)
 
@@ -285,12 +286,18 @@ def _read(place: Place, name: str) -> Optional[Claim]:
             if found.st_uid == os.geteuid():
                 _unlink_quietly(name, place)
             return None
-        claim = parse_claim(os.read(fd, MAX_BYTES + 1))
-        return claim and claim._replace(uid=found.st_uid, since=found.st_mtime, file=lock_key(found))
+        claim = parse_claim(os.read(fd, MAX_BYTES + 1)) or _of_all(place, name)
+        return claim._replace(uid=found.st_uid, since=found.st_mtime, file=lock_key(found))
     except OSError as e:
         raise _unreadable(place, name, e)
     finally:
         os.close(fd)
+
+
+def _of_all(place: Place, name: str) -> Claim:
+    """What is held by a file that makes no sense, of a disk that fails or of another version: any GPU, so every one."""
+    found = place.claims.match(name)
+    return Claim(LEASE, found.group(1) if found else "", ())
 
 
 def _unreadable(place: Place, name: str, error: OSError) -> AgentError:

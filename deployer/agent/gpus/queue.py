@@ -9,6 +9,7 @@ from .nvidia import Gpu, Sight, users_of
 from .view import LEASE, TICKET, Block, Claim, QueueView, Waiter
 
 Devices = Tuple[str, ...]
+UNREAD = " (its lease cannot be read, so it counts for every GPU)"
 
 
 def overlap(one: str, other: str) -> bool:
@@ -18,6 +19,11 @@ def overlap(one: str, other: str) -> bool:
 
 def any_overlap(device: str, others: Sequence[str]) -> bool:
     return any(overlap(device, other) for other in others)
+
+
+def holds(lease: Claim, device: str) -> bool:
+    """Whether a lease keeps others out of a device; one that cannot be read could be of any."""
+    return not lease.devices or any_overlap(device, lease.devices)
 
 
 def queue_of(claims: Sequence[Claim]) -> List[Claim]:
@@ -31,7 +37,9 @@ def grant(claims: Sequence[Claim], gpus: Sequence[Gpu], busy: Collection[str]) -
     `gpus`: all that are known, slices among them. Free is what no lease names and nobody computes on. A ticket that
     cannot start keeps the later ones from what it waits for: from all GPUs when it takes any.
     """
-    taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]
+    leases = [claim for claim in claims if claim.kind == LEASE]
+    everything = [gpu.device for gpu in gpus]
+    taken = [device for lease in leases for device in lease.devices or everything]
     granted: Dict[str, Devices] = {}
     for ticket in queue_of(claims):
         chosen = _choose(ticket, gpus, taken, busy)
@@ -95,9 +103,10 @@ def _shares(some: Devices, others: Devices) -> bool:
 
 
 def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Block]:
-    lease = next((c for c in claims if c.kind == LEASE and any_overlap(gpu.device, c.devices)), None)
+    lease = next((c for c in claims if c.kind == LEASE and holds(c, gpu.device)), None)
     if lease is not None:
-        return Block(gpu.label, lease.job, lease.user, lease.since, lease.locker)
+        job = lease.job if lease.devices else lease.job + UNREAD
+        return Block(gpu.label, job, lease.user, lease.since, lease.locker)
     using = users_of(gpu, sight.using, memory=memory)
     return Block(gpu.label, using=using) if using else None
 

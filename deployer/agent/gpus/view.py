@@ -42,7 +42,8 @@ class Claim(NamedTuple):
 
     kind: ClaimKind  # shared: beside others, it keeps nobody out; ticket: a place in the queue
     job: str
-    devices: Tuple[str, ...]  # GPU-…, or GPU-…/MIG-… for a slice; a ticket's are those it waits for
+    devices: Tuple[str, ...]  # GPU-…, or GPU-…/MIG-… for a slice; a ticket's are those it waits for; of a lease that
+    # cannot be read none, and it keeps others out of all
     auto: int = 0  # a ticket's: any so many GPUs, of its devices where it names some
     number: int = 0  # a ticket's place: the lower ones come first
     uid: int = 0  # the file's owner, whatever the text in it says

@@ -184,7 +184,9 @@ def test_full_disk_refuses_and_names_who_fills_it(tmp: Path, monkeypatch: pytest
         subprocess.run(["umount", mounted], check=True)
 
 
-def test_huge_file_that_looks_like_a_lease_costs_its_first_bytes_and_is_none(leases: Path) -> None:
+def test_huge_file_that_looks_like_a_lease_costs_its_first_bytes_and_keeps_others_out(
+    leases: Path,
+) -> None:
     def plant() -> None:
         path = leases / "job-x-0123456789abcdef.lock"
         path.touch()
@@ -192,7 +194,10 @@ def test_huge_file_that_looks_like_a_lease_costs_its_first_bytes_and_is_none(lea
         lock(path)
 
     with staying(MALLORY, plant):
-        assert as_account(ALICE, ask) == "asks"
+        assert f"job x (its lease cannot be read, so it counts for every GPU) of user {MALLORY}" in as_account(
+            ALICE, ask
+        )
+    assert as_account(ALICE, ask) == "asks"
 
 
 # --- hold -------------------------------------------------------------------------------------------------------------

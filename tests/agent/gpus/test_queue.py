@@ -41,6 +41,7 @@ def granted(*claims: Claim, busy: tuple[int, ...] = ()) -> dict[int, list[int]]:
         ([lease(0), ticket(1, auto=4), ticket(2, 3)], (), {}),  # who takes any GPUs waits for all
         ([lease(0), ticket(1, 0), ticket(2, auto=3), ticket(3, auto=1)], (), {2: [1, 2, 3]}),
         ([ticket(1, auto=2), ticket(2, auto=2), ticket(3, auto=1)], (), {1: [1, 3], 2: [0, 2]}),
+        ([lease(), ticket(1, 0), ticket(2, auto=1)], (), {}),  # it cannot be read, and could be of any
     ],
 )
 def test_tickets_that_may_start(claims: list[Claim], busy: tuple[int, ...], expected: dict[int, list[int]]) -> None:
