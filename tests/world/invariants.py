@@ -11,7 +11,7 @@ from tests.world.linux.kernel import Process, S
 from tests.world.programs import CHILDREN, JOBS
 
 if TYPE_CHECKING:
-    from tests.world.linux.disk import Inode
+    from tests.world.linux.inodes import Inode
     from tests.world.world import World
 
 FINAL = ("succeeded", "failed", "stopped", "lost")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.world.linux.kernel import S
 
 if TYPE_CHECKING:
-    from tests.world.linux.disk import Inode
+    from tests.world.linux.inodes import Inode
     from tests.world.world import World
 
 FOLDER = "/tmp/.torchferry-leases/"

@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.world.linux import calls, process_calls
 from tests.world.linux.calls import kernel, this
-from tests.world.linux.disk import refuse
 from tests.world.linux.imports import Package
+from tests.world.linux.inodes import refuse
 from tests.world.linux.modules import MODULES
 
 DEPLOYER = Path(__file__).resolve().parents[2] / "deployer"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tests.world.invariants import FINAL, Broken, Truth, role_of
-from tests.world.linux.disk import OpenFile, refuse
+from tests.world.linux.inodes import OpenFile, refuse
 from tests.world.linux.kernel import Endless, Process, S
 from tests.world.programs import SHIPPED
 from tests.world.schedule import Command, Fault, Job, Schedule

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.world.linux import calls
-from tests.world.linux.disk import Inode, OpenFile, Pipe
+from tests.world.linux.inodes import Inode, OpenFile, Pipe
 from tests.world.linux.kernel import Kernel, Process, S
 from tests.world.programs import HOME, SHIPPED
 

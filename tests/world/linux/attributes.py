@@ -6,7 +6,7 @@ import errno
 from typing import Any, NamedTuple
 
 from tests.world.linux.calls import _at_path, _file, _text, kernel, this
-from tests.world.linux.disk import Inode, refuse
+from tests.world.linux.inodes import Inode, refuse
 
 
 class StatVfs(NamedTuple):

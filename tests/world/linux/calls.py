@@ -8,7 +8,7 @@ import signal
 import stat
 from typing import Any, NamedTuple
 
-from tests.world.linux.disk import PIPE_BUF, Inode, OpenFile, Pipe, refuse
+from tests.world.linux.inodes import PIPE_BUF, Inode, OpenFile, Pipe, refuse
 from tests.world.linux.kernel import Kernel, Killed, Process
 from tests.world.linux.proc import content_of_proc, open_proc, read_proc_link, stat_of_proc
 
@@ -443,14 +443,15 @@ def lseek(fd: int, position: int, how: int) -> int:
     return file.position
 
 
-def ftruncate(fd: int, length: int) -> None:
-    truncate(fd, length)
+ftruncate = truncate
 
 
 def fsync(fd: int) -> None:
     file = _file(kernel().step("fsync"), fd)
     if file.inode.pipe is not None or file.inode.device:
         raise refuse(errno.EINVAL)
+    if kernel().disk.sync_s:
+        kernel().sleep(kernel().disk.sync_s)
     kernel().disk.sync(file.inode)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.world.linux.calls import Stat, _folder, stat_
-from tests.world.linux.disk import Inode
+from tests.world.linux.inodes import Inode
 
 
 class Entry:

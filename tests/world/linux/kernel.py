@@ -15,7 +15,8 @@ from typing import Any
 
 import greenlet
 
-from tests.world.linux.disk import Disk, OpenFile
+from tests.world.linux.disk import Disk
+from tests.world.linux.inodes import OpenFile
 
 S = 1_000_000_000
 STEP_NS = 20_000

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.world.linux.disk import Inode, OpenFile, refuse
+from tests.world.linux.inodes import Inode, OpenFile, refuse
 
 if TYPE_CHECKING:
     from tests.world.linux.kernel import Kernel, Process

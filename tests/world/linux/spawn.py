@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.world.linux import calls, process_calls
 from tests.world.linux.calls import kernel, this
-from tests.world.linux.disk import refuse
+from tests.world.linux.inodes import refuse
 from tests.world.linux.kernel import Process, S, Thread
 from tests.world.linux.streams import open_
 
