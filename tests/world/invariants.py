@@ -58,6 +58,8 @@ class Truth:
         """Processes that have nothing to do with any job."""
         self.damaged = False
         """Somebody has damaged files: what they say then is not ours."""
+        self.hides_lease = False
+        """Somebody has taken a lease's name away: until its supervisor gives it another nobody can see it."""
         world.kernel.seen.append(self.hear)
         self.ledger = Ledger(world, self.broken)
 
@@ -96,6 +98,8 @@ class Truth:
         self._check_gpus(process)
 
     def _check_gpus(self, process: Process) -> None:
+        if self.hides_lease:
+            return
         mine = set(filter(None, process.env.get("CUDA_VISIBLE_DEVICES", "").split(",")))
         for other in self.world.processes():
             if other.argv[0] in JOBS and other.env.get(RUN_DIR) != process.env.get(RUN_DIR):

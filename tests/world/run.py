@@ -158,6 +158,7 @@ class Run:
 
     def _damage(self, fault: Fault) -> None:
         self.truth.damaged = self.truth.ledger.damaged = True
+        self.truth.hides_lease |= fault.word == "lease gone"
         what, how = fault.word.split()
         disk = self.kernel.disk
         for job in self.schedule.jobs:

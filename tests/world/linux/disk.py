@@ -148,9 +148,10 @@ class Disk:
         self.forget(inode)
 
     def forget(self, inode: Inode) -> None:
-        if not inode.places and not inode.opened and inode.data:
+        """Its room is free; a power cut may bring its name back, and with it what it held."""
+        if not inode.places and not inode.opened and not inode.is_forgotten:
             self.used -= len(inode.data)
-            inode.data = bytearray()
+            inode.is_forgotten = True
 
     def check_writable(self, process: Process, folder: Inode, path: str, inode: Inode | None = None) -> None:
         """Whether names of the folder may be changed; `inode`: what goes."""
@@ -296,6 +297,7 @@ class Disk:
         for name, inode in folder.names.items():
             inode.place = Place(folder, name)
             inode.places = [inode.place]
+            inode.is_forgotten = False
             if inode.is_folder:
                 self._restore(inode, chance)
             elif inode.kind == stat.S_IFREG and inode.synced != inode.data:

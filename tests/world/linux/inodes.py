@@ -60,6 +60,8 @@ class Inode:
         self.synced: bytes | None = None
         """Of a file: what it has after a power cut for sure. None where it was never synced."""
         self.pipe: Pipe | None = None
+        self.is_forgotten = False
+        """Neither a name nor anybody who has it open is left."""
 
     def path(self) -> str:
         """By its latest name; "" for none."""
