@@ -80,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_line(sys.stderr, error.render())
         sys.exit(error.exit_code)
+    except OSError as error:  # what reads and writes files names them in errors of its own: this is the output
+        if "--debug" in words:
+            raise
+        sys.stdout = None  # it would be tried again at the end, and tell a trace
+        write_line(sys.stderr, f"Error: {program}: {error.strerror or error}")
+        sys.exit(1)
     raise AssertionError("click leaves by itself")
 
 

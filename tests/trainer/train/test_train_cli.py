@@ -54,6 +54,12 @@ def test_interrupt_while_torch_is_imported_ends_with_130(tmp_path):
 # --- deciding ---------------------------------------------------------------------------------------------------------
 
 
+def test_output_without_room_is_one_line():
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "train.py", "--help"], cwd=REPO, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"Error: train.py: No space left on device\n")
+
+
 def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
     argv = launch.build_torchrun_argv("/py", "train.py", Path("/r/config.yaml"), processes=3, debug=False)
     assert argv == [
