@@ -62,19 +62,42 @@ def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
 @contextmanager
 def locked(job: Job) -> Iterator[None]:
     """Holds the job against a launch, a resume or a sweep at the same moment."""
+    fd = _take_lock_of(job)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _take_lock_of(job: Job) -> int:
+    while True:
+        fd = _open_lock(job)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _leads_to(job.lock, fd):
+                return fd
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)  # whoever had it has removed the job, and others lock what is there by now
+
+
+def _open_lock(job: Job) -> int:
     try:
         os.makedirs(job.control, mode=0o700, exist_ok=True)
-        fd = os.open(job.lock, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        return os.open(job.lock, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError:
         with suppress(OSError):  # no half job stays on a full disk; one that has files is somebody's
             os.rmdir(job.control)
             os.rmdir(job.path)
         raise
+
+
+def _leads_to(path: str, fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
 
 
 @contextmanager

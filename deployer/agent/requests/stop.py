@@ -13,6 +13,7 @@ from ..host.errors import AgentError
 from ..host.files import remove_folder
 from ..host.killing import end_all
 from ..host.layout import Job, Root
+from ..host.locks import locked
 from ..host.marks import Look
 from ..host.processes import Process, send
 from ..host.typed import to_json
@@ -55,10 +56,18 @@ def stop(root: Root, call: Call) -> None:
         final = sweep_ended(job)
     if final is None:  # the client has gone; the supervisor goes on
         return
-    gone = not has_folder and not final.remaining
-    if gone:
-        remove_folder(job.path)  # made again for the request and the supervisor's word
+    gone = not has_folder and not final.remaining and _remove_what_was_made_again(job)
     call.send_event("status", to_json(StopReport(job.id, final, was, gone), sparse=True))
+
+
+def _remove_what_was_made_again(job: Job) -> bool:
+    """Removes the folder of a job that had none, which is there for the request and the supervisor's word; False for
+    one that has been launched meanwhile."""
+    with locked(job):
+        if os.path.lexists(job.record):
+            return False
+        remove_folder(job.path)
+    return True
 
 
 def _check_here(job: Job, status: Status) -> None:
