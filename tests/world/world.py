@@ -155,10 +155,7 @@ class World:
         return process, ours[0], ours[1], ours[2]
 
     def end(self) -> None:
-        """Lets go of everything; what was never finished is dropped without a step."""
-        for process in [*self.kernel.processes.values(), *self.kernel.graves]:
-            process.is_over = True
-        self.kernel.graves.clear()
+        self.kernel.end_all()
 
 
 class Transport:

@@ -7,9 +7,10 @@ import os
 import stat
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.world.linux.channel import Channel
+
 if TYPE_CHECKING:
     from tests.world.linux.disk import Disk
-    from tests.world.linux.kernel import Channel
 
 PIPE_BYTES, PIPE_BUF = 1 << 16, 4096
 
@@ -36,8 +37,6 @@ class Inode:
     """A file, folder, link, pipe or device."""
 
     def __init__(self, disk: Disk, kind: int, mode: int, uid: int) -> None:
-        from tests.world.linux.kernel import Channel
-
         disk.next_ino += 1
         self.ino = disk.next_ino
         self.disk = disk
@@ -94,8 +93,6 @@ class Place:
 
 class Pipe:
     def __init__(self) -> None:
-        from tests.world.linux.kernel import Channel
-
         self.data = bytearray()
         self.readers = 0
         self.writers = 0

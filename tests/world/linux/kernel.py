@@ -15,6 +15,7 @@ from typing import Any
 
 import greenlet
 
+from tests.world.linux.channel import Channel
 from tests.world.linux.disk import Disk
 from tests.world.linux.inodes import OpenFile
 
@@ -36,22 +37,6 @@ class Endless(Exception):
     """The world does not come to rest."""
 
 
-class Channel:
-    """What threads wait for."""
-
-    __slots__ = ("waiters",)
-
-    def __init__(self) -> None:
-        self.waiters: list[tuple[Thread, int]] = []
-
-    def notify(self) -> None:
-        if self.waiters:
-            waiters, self.waiters = self.waiters, []
-            for thread, token in waiters:
-                if thread.token == token:
-                    thread.wake()
-
-
 class Thread:
     """One thread of a process."""
 
@@ -65,7 +50,7 @@ class Thread:
         self.is_over = False
         self.ended = Channel()
         self.body = body
-        self.greenlet = greenlet.greenlet(self._run)
+        self.greenlet = greenlet.greenlet(self._run, process.kernel.hub)
 
     def _run(self) -> None:
         kernel = self.process.kernel
@@ -469,6 +454,17 @@ class Kernel:
             elif self.current is process.main:
                 process.pending.remove(number)
                 handler(number, None)
+
+    def end_all(self) -> None:
+        """Nothing is ever done again: what was not finished goes, with all that it holds."""
+        for process in [*self.processes.values(), *self.graves]:
+            process.is_over = True
+            for thread in process.threads:
+                if thread.greenlet and not thread.greenlet.dead:
+                    self.current = thread
+                    thread.greenlet.throw(Killed)
+        self.current = None
+        self.graves.clear()
 
     # --- the machine ------------------------------------------------------------------------------------------------
 

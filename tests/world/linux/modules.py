@@ -27,8 +27,9 @@ from typing import Any
 
 from tests.world.linux import attributes, calls, entries, process_calls
 from tests.world.linux.calls import kernel, this
+from tests.world.linux.channel import Channel
 from tests.world.linux.inodes import refuse
-from tests.world.linux.kernel import IGNORED, Channel, Killed, S
+from tests.world.linux.kernel import IGNORED, Killed, S
 from tests.world.linux.spawn import Popen, run
 from tests.world.linux.streams import file_io, open_
 from tests.world.linux.threads import Condition, Event, Lock, RLock, Thread, current_thread, main_thread

@@ -10,8 +10,9 @@ from select import POLLERR, POLLHUP, POLLIN, POLLNVAL, POLLOUT
 from typing import Any, NamedTuple
 
 from tests.world.linux.calls import _file, kernel, this
+from tests.world.linux.channel import Channel
 from tests.world.linux.inodes import PIPE_BUF, refuse
-from tests.world.linux.kernel import Channel, Killed, Process, exit_code
+from tests.world.linux.kernel import Killed, Process, exit_code
 
 
 def getcwd() -> str:

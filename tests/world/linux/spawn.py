@@ -215,14 +215,13 @@ def _folder(process: Process, path: str) -> str:
 
 
 def preexec_fn_in(child: Process, function: Callable[[], None]) -> None:
-    """Runs it as the child."""
+    """Runs it as the child, whose thread there is none of yet: nothing comes between."""
     before = kernel().current
-    stay, kernel().stay = kernel().stay, 2.0
-    kernel().current = Thread(child, lambda: None)
+    kernel().current, kernel().is_aside = Thread(child, lambda: None), True
     try:
         function()
     finally:
-        kernel().current, kernel().stay = before, stay
+        kernel().current, kernel().is_aside = before, False
 
 
 def run(

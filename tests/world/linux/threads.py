@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.world.linux import kernel as world
 from tests.world.linux.calls import kernel, this
-from tests.world.linux.kernel import Channel, S
+from tests.world.linux.channel import Channel
+from tests.world.linux.kernel import S
 
 
 def _deadline(timeout: float | None) -> int | None:
