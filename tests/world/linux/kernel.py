@@ -20,8 +20,8 @@ from tests.world.linux.disk import Disk
 from tests.world.linux.inodes import OpenFile
 
 S = 1_000_000_000
-STEP_NS = 20_000
-"""What a call takes."""
+STEPS_NS = (20_000, 200_000, 1_000_000)
+"""What a call takes, on a quick host or a slow one."""
 MOST_STEPS = 400_000
 TICKS = 100
 """A second, in /proc/PID/stat."""
@@ -215,6 +215,7 @@ class Kernel:
         self.failure = ""
         """What was found not to hold, by somebody who cannot say so: whoever is asked to look runs inside a process."""
         self.hub = greenlet.getcurrent()
+        self.step_ns = self.chance.choice(STEPS_NS)
         self.is_aside = False
         """Whether calls are no steps just now."""
         self.stay = 0.7
@@ -244,7 +245,7 @@ class Kernel:
         if self.is_aside:
             return process
         self.steps += 1
-        self.now_ns += STEP_NS
+        self.now_ns += self.step_ns
         if self.before_call is not None:
             self.before_call(process, name, what)
             if process.is_over:
