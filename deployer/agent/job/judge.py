@@ -43,11 +43,24 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
     processes tell whether it runs. `look`: of a moment ago, for many jobs at once.
     """
     word = read_word(job)
-    if word.status is not None and _is_beyond_doubt(job, word.status):
-        return word.status
-    found = (look or Look()).of(job)
-    latest = read_word(job)  # a supervisor may have written its last word just before it ended
-    return _judge(job, latest if latest.status or not word.status else word, found)
+    while word.status is None or not _is_beyond_doubt(job, word.status):
+        found = (look or Look()).of(job)
+        latest = read_word(job)
+        if latest.status is None:
+            latest = latest if word.status is None else word
+        # a supervisor that has begun or ended meanwhile wrote another word, and a look from before knows nothing of it
+        if latest == word and (look is None or found.all or not _may_be_orphan(word)):
+            return _judge(job, word, found)
+        word, look = latest, None
+    return word.status
+
+
+def _may_be_orphan(word: Word) -> bool:
+    """Whether it is a job of this machine that would be said to have ended where nothing of it is seen."""
+    status = word.status
+    if status is None or status.state in FINAL or status.supervisor is None:
+        return False
+    return status.supervisor.machine_id == this_machine()
 
 
 def _is_beyond_doubt(job: Job, status: Status) -> bool:
