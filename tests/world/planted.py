@@ -58,6 +58,13 @@ PLANTED = {
         "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
         seed=7,
     ),
+    "look that is older than the status that it judges": Planted(
+        "deployer.agent.job.judge",
+        "        if latest == word and (look is None or found.all or not _may_be_orphan(word)):\n"
+        "            return _judge(job, word, found)\n",
+        "        return _judge(job, latest, found)\n",
+        seed=121833,
+    ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",
         "parse_claim(os.read(fd, MAX_BYTES + 1)) or _of_all(place, name)\n        return claim._replace(",
