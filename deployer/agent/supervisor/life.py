@@ -164,8 +164,9 @@ class JobRun:
             hooks=self._hooks(),
         )
         ending = attempt.adopt() if adopted else attempt.run()
-        former = self.status.now.attempts[-KEPT_ATTEMPTS + 1 :]
-        self.status.save(attempts=(*former, attempt.report(ending)))
+        report = attempt.report(ending)  # perhaps again: a supervisor that was killed while it swept had told already
+        former = [one for one in self.status.now.attempts if one.attempt != report.attempt]
+        self.status.save(attempts=(*former[-KEPT_ATTEMPTS + 1 :], report))
         return ending
 
     def _hooks(self) -> List[Hook]:
