@@ -446,6 +446,11 @@ def fsync(fd: int) -> None:
     kernel().disk.sync(file.inode)
 
 
+def sync() -> None:
+    kernel().step("sync")
+    kernel().disk.settle()
+
+
 def dup(fd: int) -> int:
     process = kernel().step("dup")
     return _new_fd(process, _file(process, fd).copy())

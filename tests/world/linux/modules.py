@@ -110,6 +110,7 @@ _NAMES = [
     "lseek",
     "ftruncate",
     "fsync",
+    "sync",
     "dup",
     "dup2",
     "pipe",
