@@ -34,6 +34,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--every", type=int, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
+    parser.add_argument("--failed", action="store_true", help="those that once failed: see failed.py")
     options = parser.parse_args(words)
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
@@ -46,6 +47,8 @@ def main(words: list[str]) -> int:
         os.environ[CHOSEN] = options.plant
     if options.every is not None:
         return crash_everywhere(options.every)
+    if options.failed:
+        return try_failed()
     return max(map(replay, options.seed)) if options.seed is not None else search(options)
 
 
@@ -55,6 +58,17 @@ def crash_everywhere(stride: int) -> int:
     count, why = first_broken(stride)
     print(why or f"{count:,} crashes in the writes of state files, and all invariants hold")
     return 1 if why else 0
+
+
+def try_failed() -> int:
+    from tests.world.failed import FAILED
+    from tests.world.run import carry_out
+
+    failures = {name: why for name, schedule in FAILED.items() if (why := carry_out(schedule)) is not None}
+    for name, why in failures.items():
+        print(f"{name}: {why}")
+    print(f"{len(FAILED)} schedules that once failed, {len(failures)} fail")
+    return 1 if failures else 0
 
 
 def replay(seed: int) -> int:

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from tests.world.attempts import Attempts
+from tests.world.collected import Collected
 from tests.world.leases import Ledger
 from tests.world.linux.kernel import Process, S
 from tests.world.programs import CHILDREN, JOBS
@@ -54,6 +56,10 @@ class Truth:
         self.ended_ns: dict[tuple[str, str, str], int] = {}
         self.stop_asked_ns: dict[str, int] = {}
         """When a client began to ask for a stop."""
+        self.folders: Counter[str] = Counter()
+        """Job folder -> how often a collection has taken it away."""
+        self.attempts = Attempts(self)
+        self.collected = Collected(self)
         self.neighbours: list[Process] = []
         """Processes that have nothing to do with any job."""
         self.damaged = False
@@ -77,6 +83,15 @@ class Truth:
         elif what == "written" and not self.damaged and about.places and about.places[0].name in WHOLE:
             self.broken(f"{about.path()} is written in place")
 
+    def forget(self, folder: str) -> None:
+        """A collection has taken the job away; its id may begin anew."""
+        self.folders[folder] += 1
+        for of in (self.started, self.codes, self.ended_ns):
+            for key in [key for key in of if key[0] == folder]:
+                del of[key]  # type: ignore[attr-defined]
+        self.stop_asked_ns.pop(folder, None)
+        self.attempts.forget(folder)
+
     def of(self, folder: str) -> list[Process]:
         """The processes that carry the job's marks, its supervisors apart."""
         return [
@@ -95,6 +110,8 @@ class Truth:
         self.started[key] += 1
         if self.started[key] > 1:
             self.broken(f"{key} was started {self.started[key]} times")
+        self.attempts.begins(*key[:2])
+        self.collected.check_code(process, key[0])
         self._check_gpus(process)
 
     def _check_gpus(self, process: Process) -> None:
@@ -143,6 +160,8 @@ class Truth:
     def check_ended(self, folder: str, status: dict[str, Any]) -> None:
         """A job that is said to have ended has no process but those that are told to remain."""
         told = {left["pid"] for left in status.get("remaining") or ()}
+        if told and not self.damaged:
+            self.broken(f"{folder} is said to have left {told}, and each process of this world can be ended")
         left = [p for p in self.of(folder) if p.pid not in told]
         if left:
             self.broken(f"{folder} is said to be {status['state']} ({status.get('reason')}), and {left} run")

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from tests.world.world import World
 
 FOLDER = "/tmp/.torchferry-leases/"
+BESIDE = "/tmp/.torchferry-leases-"
+"""Where a claim lies first of all when the folder is a foreign account's."""
+SUPERVISES = "TORCHFERRY_SUPERVISES"
 SEEN_S = 1.0
 """Whoever computes on a GPU for so long is seen by who claims it."""
 
@@ -25,6 +28,15 @@ class Claim(NamedTuple):
     number: int
 
 
+def names_of_claims(world: World) -> list[tuple[str, Inode]]:
+    """Each name by which a claim may be found, with the file."""
+    disk = world.kernel.disk
+    inside, beside = disk.find(FOLDER), disk.find("/tmp")
+    found = [(FOLDER + name, inode) for name, inode in (inside.names.items() if inside is not None else ())]
+    tops = [(f"/tmp/{name}", inode) for name, inode in (beside.names.items() if beside is not None else ())]
+    return found + [(path, inode) for path, inode in tops if path.startswith(BESIDE)]
+
+
 class Ledger:
     """Every claim as it appears. `broken` is told what is not in order."""
 
@@ -33,16 +45,19 @@ class Ledger:
         self.broken = broken
         self.tickets: dict[str, int] = {}
         """Job -> the number that it drew."""
+        self.drawn: dict[str, Claim] = {}
+        """The same, with what it waits for."""
         self.had: set[str] = set()
         """Jobs that have had their turn: a new supervisor shows their lease again."""
         self.damaged = False
         world.kernel.seen.append(self.hear)
 
     def hear(self, what: str, about: Any) -> None:
-        if what == "named" and not self.damaged and about.path().startswith(FOLDER + "job-"):
+        if what == "named" and not self.damaged and about.path().startswith((f"{FOLDER}job-", f"{BESIDE}job-")):
             claim = self._read(about)
             if claim is not None and claim.kind == "ticket":
                 self.tickets.setdefault(claim.job, claim.number)
+                self.drawn.setdefault(claim.job, claim)
             elif claim is not None and claim.kind == "lease":
                 self._check(about, claim)
 
@@ -54,16 +69,23 @@ class Ledger:
             return None
 
     def _held(self) -> list[Claim]:
-        folder = self.world.kernel.disk.find(FOLDER)
-        files = list(folder.names.values()) if folder is not None else []
+        files = dict.fromkeys(inode for _, inode in names_of_claims(self.world))
         found = [self._read(inode) for inode in files if fcntl.LOCK_EX in inode.locks.values()]
         return [claim for claim in found if claim is not None]
+
+    def _without_ticket(self, others: list[Claim]) -> list[Claim]:
+        """Those that wait, and have let go of what says so."""
+        words = [p.env[SUPERVISES] for p in self.world.processes() if SUPERVISES in p.env]
+        alive = {word.rpartition("/")[2] for word in words}
+        shown = {claim.job for claim in others}
+        return [claim for job, claim in self.drawn.items() if job in alive - shown - self.had]
 
     def _check(self, inode: Inode, lease: Claim) -> None:
         others = [claim for claim in self._held() if claim.job != lease.job]
         mine = 0 if lease.job in self.had else self.tickets.get(lease.job, 1 << 60)
         self.had.add(lease.job)
         before = [other for other in others if other.kind == "ticket" and other.number < mine]
+        before += [claim for claim in self._without_ticket(others) if claim.number < mine]
         for other in others:
             shared = set(other.devices) & set(lease.devices)
             if other.kind == "lease" and shared:

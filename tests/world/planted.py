@@ -86,7 +86,7 @@ PLANTED = {
     ),
     "launch that looks for no job before it": Planted(
         "deployer.agent.requests.launch",
-        "    if not os.path.exists(job.status):\n        return False\n    record",
+        "    if not _has_begun(job):\n        return False\n    record",
         "    if True:\n        return False\n    record",
         seed=3,
     ),

@@ -142,10 +142,12 @@ def _orderly(words: list[str]) -> None:
 
 
 def _forks(words: list[str]) -> None:
-    """forks N S WHAT: leaves N of CHILDREN behind that live for S seconds, in sessions of their own."""
+    """forks N S WHAT: leaves N of CHILDREN behind (`mixed`: of each in turn) that live for S seconds, in sessions of
+    their own."""
     say("begins")
-    for _ in range(int(words[0])):
-        MODULES["subprocess"].Popen([words[2], words[1]], start_new_session=True)
+    for number in range(int(words[0])):
+        what = CHILDREN[number % len(CHILDREN)] if words[2] == "mixed" else words[2]
+        MODULES["subprocess"].Popen([what, words[1]], start_new_session=True)
     TIME.sleep(0.1)
     say("ends")
 

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
-import json
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tests.world.clients import Clients, View
 from tests.world.invariants import FINAL, Broken, Truth, role_of
+from tests.world.leases import names_of_claims
 from tests.world.linux.inodes import OpenFile, refuse
 from tests.world.linux.kernel import Endless, Process, S
 from tests.world.programs import SHIPPED
 from tests.world.schedule import Command, Fault, Job, Schedule
-from tests.world.world import ROOT, Cut, Transport, World
+from tests.world.world import World
 
 LIMIT_S = 900.0
 """Virtual seconds after which everything must have come to rest."""
 FREE_S = 120.0
 """A session whose client has gone without a word may hold on for so long."""
 load = SHIPPED.load
-CODE = b"print('hello')\n"
 
 
 class Write(NamedTuple):
@@ -46,14 +45,15 @@ class Run:
         self.began_ns = self.kernel.now_ns
         self.truth = Truth(self.world)
         self.jobs = {job.name: job for job in schedule.jobs}
+        self.clients = Clients(self.world, self.jobs, self.truth, self.note)
+        self.uids = sorted({0, *(job.uid for job in schedule.jobs)})
+        for job in schedule.jobs:
+            self.truth.attempts.restarts[self.clients.folder(job)] = job.max_restarts
+            if job.includes:
+                self.truth.collected.includes.add(self.clients.folder(job))
         self.steps: Counter[str] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
-        self.waiting = [f for f in schedule.faults if f.kind in ("kill", "halt", "error")]
-        self.cuts = [f for f in schedule.faults if f.kind == "cut"]
-        self.connections = 0
-        self.stopped: set[str] = set()
-        self.acknowledged: set[str] = set()
-        self.views: list[tuple[str, bytes, Any]] = []
+        self.waiting: list[Fault] = []
         self.rebooted = False
         self.ends_ns = self.kernel.now_ns
         self.kernel.before_call = self.before_call
@@ -61,12 +61,6 @@ class Run:
         self.written: list[Write] = []
         self.prefixes = [f for f in schedule.faults if f.kind == "prefix"]
         self.kernel.ends_in_write = self.before_write
-        tree = load("deployer.agent.store.tree")
-        digest = tree.content_hash(CODE)
-        self.entries = (tree.Entry("main.py", "f", len(CODE), digest),)
-        self.tree = tree.root_hash(self.entries)
-        self.shipment = load("deployer.project.manifest").Shipment({self.tree: self.entries}, {digest: "/src/main.py"})
-        self.world.file("/src/main.py", CODE)
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -116,9 +110,19 @@ class Run:
 
     def begin_faults(self) -> None:
         for fault in self.schedule.faults:
-            action = getattr(self, f"_{fault.kind}", None)
-            if action is not None:
+            action = getattr(self, f"_{fault.kind}", self._counted)
+            if action != self._counted or fault.at_s:
                 self.later(fault.at_s, lambda a=action, f=fault: a(f))
+            else:
+                action(fault)
+
+    def _counted(self, fault: Fault) -> None:
+        """One that comes at a call of a role, or for a connection: counted from now on."""
+        if fault.kind == "cut":
+            self.clients.cuts.append(fault._replace(count=fault.count + self.clients.connections))
+        elif fault.kind in ("kill", "halt", "error"):
+            before = self.calls[fault.role, fault.word.split()[0]] if fault.kind == "error" else self.steps[fault.role]
+            self.waiting.append(fault._replace(count=fault.count + before))
 
     def _clock(self, fault: Fault) -> None:
         self.kernel.wall_ns += int(fault.value * S)
@@ -162,12 +166,11 @@ class Run:
         what, how = fault.word.split()
         disk = self.kernel.disk
         for job in self.schedule.jobs:
-            paths = [f"{ROOT}/jobs/{job.name}/{what}"]
+            paths = [f"{self.clients.folder(job)}/{what}"]
             if what == "ranks":
-                paths = [f"{ROOT}/jobs/{job.name}/ranks/attempt_1/rank_0.json"]
+                paths = [f"{self.clients.folder(job)}/ranks/attempt_1/rank_0.json"]
             if what == "lease":
-                folder = disk.find("/tmp/.torchferry-leases")
-                paths = [f"/tmp/.torchferry-leases/{name}" for name in (folder.names if folder else {})]
+                paths = [path for path, _ in names_of_claims(self.world)]
             for path in paths:
                 inode = disk.find(path)
                 if inode is None:
@@ -180,131 +183,20 @@ class Run:
                     new["ended"] = re.sub(rb'"state": "\w+"', b'"state": "succeeded"', data)
                     inode.data = bytearray(new[how])
 
-    # --- clients ----------------------------------------------------------------------------------------------------
-
-    def cut(self) -> Cut:
-        number, self.connections = self.connections, self.connections + 1
-        for fault in self.cuts:
-            if fault.count == number:
-                self.note(700 if fault.word == "silent" else 0)
-                sent = int(fault.value) if fault.word == "sent" else None
-                return Cut(sent, None if sent else int(fault.value), silent=fault.word == "silent")
-        return Cut()
-
-    def connect(self, uid: int = 0) -> Callable[..., Any]:
-        transport = Transport(self.world, uid=uid, plan=self.cut)
-        link = load("deployer.connection.link").Link
-        return lambda **words: link.open(transport, root="~/.torchferry", **words)
-
-    def plan(self, job: Job) -> Any:
-        module = load("deployer.agent.job.plan")
-        devices = module.Devices("cuda", job.gpus) if job.gpus else module.Devices("cpu")
-        env = {"CUDA_VISIBLE_DEVICES": (module.Slot("gpus"),)} if job.gpus else {}
-        role = module.Role(
-            "program",
-            job.program,
-            (module.Slot("job"), "/code"),
-            env,
-            (devices,),
-            nproc=job.ranks,
-            torchrun=job.ranks > 1,
-            max_restarts=job.max_restarts,
-        )
-        python = load("deployer.agent.python.spec").PythonSpec(explicit="/usr/bin/python3")
-        return module.Plan(
-            job.name,
-            job.name,
-            "2027-01-01T00:00:00Z",
-            (role,),
-            python,
-            self.tree,
-            module.Request(command=job.program),
-            policy=module.Policy(queue=job.queue),
-        )
-
-    def client(self, command: Command) -> None:
-        """The body of a client's process."""
-        errors = load("deployer.errors")
-        try:
-            getattr(self, command.kind)(self.jobs[command.job], command)
-        except errors.FerryError:
-            pass
-
-    def launch(self, job: Job, command: Command, *, follows: bool = True) -> None:
-        view = None
-        if follows:
-            view = load("deployer.launch.logview").LogView(io.BytesIO(), io.BytesIO(), terminal=False, bare=True)
-        watcher = load("deployer.launch.follow").Watcher()
-        watcher.started = lambda ack: self.acknowledged.add(job.name)
-        final = None
-        try:
-            final = load("deployer.launch.start").launch_and_follow(
-                self.connect(), self.plan(job), shipment=self.shipment, payload={}, git=None, view=view, watcher=watcher
-            )
-        finally:
-            if view is not None:
-                self.views.append((job.name, view.out.getvalue(), final))
-        if final is not None:
-            self.truth.check_ended(f"{ROOT}/jobs/{job.name}", load("deployer.agent.host.typed").to_json(final))
-
-    def detach(self, job: Job, command: Command) -> None:
-        self.launch(job, command, follows=False)
-
-    again = launch
-
-    def stop(self, job: Job, command: Command) -> None:
-        self.stopped.add(job.name)
-        self.truth.stop_asked_ns.setdefault(f"{ROOT}/jobs/{job.name}", self.kernel.now_ns)
-        link = self.connect()(request={"op": "stop", "job": job.name, "grace_s": command.grace_s, "force": False})
-        report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
-        link.close()
-        if isinstance(report, Exception):
-            return
-        told = load("deployer.agent.host.typed").to_json(report)
-        told = told.get("status", told)
-        self.truth.check_ended(f"{ROOT}/jobs/{job.name}", told)
-
-    def ps(self, job: Job | None = None, command: Command | None = None) -> list[Any]:
-        with self.connect()(request={"op": "ps"}) as link:
-            row = load("deployer.agent.job.views").Row
-            rows: list[Any] = link.first.result("jobs", list[row])  # type: ignore[valid-type]
-            for row_ in rows:
-                if row_.state in FINAL:
-                    self.truth.check_ended(f"{ROOT}/jobs/{row_.id}", self.with_word(row_))
-            self.kernel.sleep(2)  # whoever looks stays long enough for what the agent does beside it
-            return rows
-
-    def with_word(self, row: Any) -> dict[str, Any]:
-        """A row with what its status.json says beside it, if that is one."""
-        told = {k: v for k, v in load("deployer.agent.host.typed").to_json(row).items() if v is not None}
-        try:
-            return {**json.loads(self.world.read(f"{ROOT}/jobs/{row.id}/status.json") or b"{}"), **told}
-        except ValueError:
-            return told
-
-    def logs(self, job: Job, command: Command) -> None:
-        view = load("deployer.launch.logview").LogView(io.BytesIO(), io.BytesIO(), terminal=False, bare=True)
-        final = load("deployer.launch.follow").follow_to_end(
-            self.connect(), job.name, view=view, watcher=load("deployer.launch.follow").Watcher()
-        )
-        self.views.append((job.name, view.out.getvalue(), final))
-
     # --- all of it --------------------------------------------------------------------------------------------------
 
     def carry_out(self) -> None:
         """Broken when something does not hold."""
         self.begin_faults()
-        clients: list[Process] = []
-
-        def begin(command: Command) -> None:
-            clients.append(self.world.start("client", lambda: self.client(command)))
-
         for command in self.schedule.commands:
-            self.later(command.at_s, lambda c=command: begin(c))
-        self.go_on(lambda: self._is_over(clients), LIMIT_S)
-        self.waiting, self.cuts = [], []
+            self.later(command.at_s, lambda c=command: self.clients.begin(c))
+        latest_s = max((command.at_s for command in self.schedule.commands), default=0.0)
+        self.go_on(self._is_over, latest_s + LIMIT_S)
+        self.waiting, self.clients.cuts = [], []
         rows = self._heal()
         self._check(rows)
+        if any(command.kind == "gc" for command in self.schedule.commands):
+            self._launch_once_more()
         self.go_on(lambda: True, 0)
 
     def go_on(self, until: Callable[[], bool], for_s: float) -> None:
@@ -312,7 +204,28 @@ class Run:
         if self.kernel.failure:
             raise Broken(self.kernel.failure)
 
-    def _is_over(self, clients: list[Process]) -> bool:
+    def _launch_once_more(self) -> None:
+        """Whatever was collected, and wherever a collection broke off: what is launched now runs."""
+        last = Job("job-last", ("exit", "0"), includes=True, uid=self.uids[-1])
+        self.jobs[last.name] = last
+        self.truth.collected.includes.add(self.clients.folder(last))
+
+        def launch() -> None:
+            for _ in range(3 if self.rebooted else 1):  # what a power cut has damaged is told once, and sent again then
+                try:
+                    self.clients.launch(last, Command(0.0, "launch", last.name))
+                    return
+                except load("deployer.errors").HostError:
+                    continue
+
+        client = self.world.start("client", launch)
+        self.go_on(lambda: client.is_over, LIMIT_S)
+        final = self.clients.views[-1].final if self.clients.views else None
+        if not client.is_over or final is None or final.state != "succeeded":
+            raise Broken(f"after it all {last} came to {final}")
+
+    def _is_over(self) -> bool:
+        clients = self.clients.processes
         done = len(clients) == len(self.schedule.commands) and all(client.is_over for client in clients)
         return done and self.kernel.now_ns >= self.ends_ns
 
@@ -323,7 +236,7 @@ class Run:
         def look() -> None:
             while not looks or any(row.state not in FINAL for row in looks[-1].values()):
                 self.kernel.sleep(10 if looks else 0)
-                looks.append({row.id: row for row in self.ps()})
+                looks.append({row.id: row for uid in self.uids for row in self.clients.ps(uid=uid)})
 
         somebody = self.world.start("somebody", look)
         self.go_on(lambda: somebody.is_over, LIMIT_S)
@@ -337,54 +250,73 @@ class Run:
 
     def _check(self, rows: dict[str, Any]) -> None:
         kinds = {fault.kind for fault in self.schedule.faults}
+        clients = self.clients
         for name, row in rows.items():
-            job, folder = self.jobs.get(name), f"{ROOT}/jobs/{name}"
+            job = self.jobs.get(name)
             if job is None:
                 raise Broken(f"{name} is no job of ours")
-            status = self.with_word(row)
+            folder, status = clients.folder(job), clients.with_word(row, job.uid)
             self.truth.check_ended(folder, status)
             if "damage" not in kinds:
-                self.truth.check_code(
-                    folder,
-                    status,
-                    was_stopped=name in self.stopped,
-                    ranks=job.ranks,
-                    is_blind=bool(kinds & {"halt", "kill"}),
-                )
-            if not kinds - {"clock", "cut", "stranger", "pids"} and name not in self.stopped:
-                self.truth.check_whole_code(folder, status, job.ranks)
-        lost = self.acknowledged - set(rows)
+                is_blind = bool(kinds & {"halt", "kill"})
+                was_stopped = name in clients.stopped
+                self.truth.check_code(folder, status, was_stopped=was_stopped, ranks=job.ranks, is_blind=is_blind)
+                is_whole = not kinds - {"clock", "cut", "stranger", "pids"}
+                self.truth.attempts.check_reports(folder, status, is_whole=is_whole)
+            if not kinds - {"clock", "cut", "stranger", "pids"}:
+                if row.state == "lost":
+                    raise Broken(f"{name} is lost ({row.reason}), and nothing has gone wrong")
+                if name not in clients.stopped:
+                    self.truth.check_whole_code(folder, status, job.ranks)
+            known = clients.acknowledged.get((name, self.truth.folders[folder]), 0)
+            if "damage" not in kinds and row.attempt < known:
+                raise Broken(f"attempt {known} of {name} was acknowledged, and it is at {row.attempt}")
+        known_jobs = [name for name, number in clients.acknowledged if number == self.folder_number(name)]
+        lost = set(known_jobs) - set(rows)
         if lost:
             raise Broken(f"{lost} was acknowledged, and the host knows no such job")
         launched = {command.job for command in self.schedule.commands if command.kind in ("launch", "detach")}
         for name in launched - set(rows):
-            if not kinds - {"clock", "pids"} and not self.jobs[name].gpus:
+            if not kinds - {"clock", "pids"} and not self.jobs[name].gpus and not self.folder_number(name):
                 raise Broken(f"{name} was launched, and nobody knows it")
         self.go_on(lambda: not self._held(), FREE_S)
         if self._held():
             raise Broken(f"all jobs have ended, and {self._held()} is held: {self.world.processes()}")
-        self._check_logs(kinds)
+        if not kinds & {"damage", "reboot", "full", "error", "prefix"}:
+            for view in clients.views:
+                if view.job in rows and view.folder == self.folder_number(view.job):
+                    self._check_log(view, rows[view.job])
+            self.truth.attempts.check_earlier()
         killed = [neighbour for neighbour in self.truth.neighbours if neighbour.status and not self.rebooted]
         if killed:
             raise Broken(f"{killed} had nothing to do with it, and ended with {[n.status for n in killed]}")
 
-    def _held(self) -> list[str]:
-        folder = self.kernel.disk.find("/tmp/.torchferry-leases")
-        return [name for name, inode in (folder.names.items() if folder else ()) if inode.locks]
+    def folder_number(self, name: str) -> int:
+        """Which of the job's folders is there, or was the last one."""
+        return self.truth.folders[self.clients.folder(self.jobs[name])]
 
-    def _check_logs(self, kinds: set[str]) -> None:
-        if kinds & {"damage", "reboot", "full", "error", "prefix"}:
+    def _held(self) -> list[str]:
+        return [path for path, inode in names_of_claims(self.world) if inode.locks]
+
+    def _check_log(self, view: View, row: Any) -> None:
+        """What was shown is the beginning of the log, and all of it once the job was followed to its end."""
+        job = self.jobs[view.job]
+        if job.ranks > 1:
             return
-        for name, shown, final in self.views:
-            job = self.jobs[name]
-            if job.ranks > 1 or job.max_restarts:
-                continue
-            log = self.world.read(f"{ROOT}/jobs/{name}/logs/attempt_1/rank_0.log") or b""
-            whole = log + (b"\n" if log and not log.endswith(b"\n") else b"")
-            if final is not None and shown != whole:
-                raise Broken(f"{name} was followed to its end with {shown!r}, and its log is {log!r}")
-            if not whole.startswith(shown):
-                raise Broken(f"of {name} was shown {shown!r}, and its log is {log!r}")
+        latest = view.final.attempt if view.final is not None else row.attempt
+        logs = [self._log(job, attempt) for attempt in range(1, latest + 1)]
+        firsts = [view.first] if view.first else range(1, latest + 1)
+        wholes = [b"".join(logs[first - 1 : latest]) for first in firsts] or [b""]
+        if view.final is not None and view.shown not in wholes:
+            raise Broken(
+                f"{job.name} was followed to the end of attempt {latest} with {view.shown!r}; its logs: {logs}"
+            )
+        if not any(whole.startswith(view.shown) for whole in wholes):
+            raise Broken(f"of {job.name} was shown {view.shown!r}, and its logs are {logs}")
+
+    def _log(self, job: Job, attempt: int) -> bytes:
+        log = self.world.read(f"{self.clients.folder(job)}/logs/attempt_{attempt}/rank_0.log") or b""
+        return log + (b"\n" if log and not log.endswith(b"\n") else b"")
 
 
 def carry_out(schedule: Schedule, run: Run | None = None) -> str | None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 ROLES = ("supervisor", "agent", "rank", "launcher", "program", "client")
 CALLS = ("write", "fsync", "rename", "open", "mkdir", "unlink", "flock", "spawn", "read", "link")
+UIDS = (0, 1000, 1001)
+"""The host's accounts; the first is root."""
 
 
 class Job(NamedTuple):
@@ -19,20 +21,23 @@ class Job(NamedTuple):
     queue: bool = False
     max_restarts: int = 0
     uid: int = 0
+    includes: bool = False
+    """A data set beside its code."""
 
 
 class Command(NamedTuple):
     """What a client does: `launch`, `detach` (a launch without following), `again` (the same launch once more), `stop`,
-    `ps`, `logs`."""
+    `ps`, `logs`, `resume`, `gc`. `word`: how."""
 
     at_s: float
     kind: str
     job: str
     grace_s: float = 2.0
+    word: str = ""
 
 
 class Fault(NamedTuple):
-    """What goes wrong. `count`: at which call of that role, or for which connection; `at_s`: at which time."""
+    """What goes wrong. `count`: at which call of that role, or for which connection, from `at_s` on."""
 
     kind: str
     role: str = ""
@@ -64,11 +69,15 @@ def _told(item: NamedTuple) -> str:
 
 def make_schedule(seed: int) -> Schedule:
     """Of a seed, which is also that of the kernel's chance."""
+    from tests.world.wider import is_wider, make_wider
+
+    if is_wider(seed):
+        return make_wider(seed)
     chance = random.Random(f"schedule {seed}")
     crowded = chance.random() < 0.4
     gpus = chance.choice((1, 1, 2, 2)) if crowded else chance.choice((0, 0, 1, 2))
     count = chance.choice((2, 3, 3)) if crowded else chance.choice((1, 1, 1, 2))
-    jobs = tuple(_job(chance, f"job-{number}", gpus, crowded=crowded) for number in range(count))
+    jobs = tuple(draw_job(chance, f"job-{number}", gpus, crowded=crowded) for number in range(count))
     commands = []
     for job in jobs:
         at_s = chance.choice((0.0, 0.0, chance.random() * 0.4, chance.random() * 1.5))
@@ -80,11 +89,11 @@ def make_schedule(seed: int) -> Schedule:
             commands.append(Command(at_s + after_s, "stop", job.name, chance.choice((0.0, 0.5, 2.0))))
         if chance.random() < 0.3:
             commands.append(Command(at_s + chance.random() * 1.5, chance.choice(("ps", "logs")), job.name))
-    faults = tuple(_fault(chance, gpus) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3, 4))))
+    faults = tuple(draw_fault(chance, gpus) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3, 4))))
     return Schedule(seed, gpus, jobs, tuple(sorted(commands)), faults)
 
 
-def _job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
+def draw_job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
     """crowded: all want GPUs, and most of them wait for their turn."""
     program = chance.choice(
         (
@@ -112,7 +121,7 @@ def _job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
     return Job(name, program, ranks, wanted, bool(wanted) and chance.random() < 0.8, restarts)
 
 
-def _fault(chance: random.Random, gpus: int) -> Fault:
+def draw_fault(chance: random.Random, gpus: int) -> Fault:
     at_s = chance.choice((chance.random() * 0.3, chance.random() * 1.5))
     kinds = ["cut", "cut", "kill", "kill", "kill", "halt", "error", "clock", "full", "reboot", "damage", "pids"]
     kind = chance.choice(kinds + ["stranger"] * bool(gpus))

@@ -30,6 +30,11 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert (found["schedules"], found["failed"]) == (COUNT, 0)
 
 
+def test_what_once_failed_holds() -> None:
+    done = world("--failed")
+    assert done.returncode == 0 and done.stdout.endswith(" schedules that once failed, 0 fail\n"), done.stdout
+
+
 def test_seed_is_a_schedule() -> None:
     first, second = world("--seed", "16"), world("--seed", "16")
     assert first.stdout == second.stdout and "all invariants hold" in first.stdout

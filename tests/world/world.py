@@ -15,10 +15,19 @@ from tests.world.linux import calls
 from tests.world.linux.inodes import Inode, OpenFile, Pipe
 from tests.world.linux.kernel import Kernel, Process, S
 from tests.world.programs import HOME, SHIPPED
+from tests.world.schedule import UIDS
 
-ROOT = "/root/.torchferry"
 MACHINE = "5f0c0ffee0ddba11"
 sys.unraisablehook = lambda _: None  # what was killed cannot close its files
+
+
+def home_of(uid: int) -> str:
+    return "/root" if uid == 0 else f"/home/u{uid}"
+
+
+def root_of(uid: int) -> str:
+    """Where an account's jobs lie."""
+    return f"{home_of(uid)}/.torchferry"
 
 
 class Gpus:
@@ -54,6 +63,8 @@ class World:
     def _furnish(self, gpus: int) -> None:
         for path, mode in (("/tmp", 0o1777), ("/root", 0o700), ("/etc", 0o755), ("/dev", 0o755), ("/usr/bin", 0o755)):
             self.folder(path, mode)
+        for uid in UIDS[1:]:
+            self.folder(home_of(uid), 0o700, uid)
         self.folder(f"{HOME}/deployer/agent", 0o755)
         self.file("/etc/machine-id", MACHINE.encode())
         self.file("/usr/bin/python3", b"", 0o755)
@@ -127,8 +138,7 @@ class World:
     def session(self, message: dict[str, Any], uid: int) -> tuple[Process, OpenFile, OpenFile, OpenFile]:
         """A login that runs the agent: (its process, our end of its stdin, of its stdout, of its stderr)."""
         kernel = self.kernel
-        home = "/root" if uid == 0 else f"/home/u{uid}"
-        env = {"PATH": "/usr/bin:/bin", "HOME": home, "LANG": "C.UTF-8"}
+        env = {"PATH": "/usr/bin:/bin", "HOME": home_of(uid), "LANG": "C.UTF-8"}
         process = Process(kernel, self._pid(), kernel.init, ["python3", "-c", "agent"], env)
         process.uid = uid
         process.group = process.session = process.pid

@@ -222,11 +222,11 @@ class JobGpus:
         now on."""
         if self._held is None or time.monotonic() < self._keep_again_at:
             return
-        is_lost, is_changed = self._held.is_lost, self._held.is_changed
-        if not is_lost and not is_changed:
-            return
-        self._keep_again_at = time.monotonic() + POLL_S
         try:
+            is_lost, is_changed = self._held.is_lost, self._held.is_changed
+            if not is_lost and not is_changed:
+                return
+            self._keep_again_at = time.monotonic() + POLL_S
             if is_changed:
                 self._held.write_again()
             if is_lost:

@@ -108,8 +108,11 @@ def _without_status(job: Job, damage: str, found: Found) -> Status:
     if found.all and (begun or found.others):
         return _damaged(damage, found)
     if begun:
+        from ..logs.read import latest_attempt  # seldom needed
+
         reason = damage + ", and nothing of it runs"
-        return Status(LOST, code=TOOL_FAILED, reason=reason, damaged=damage)
+        attempt = latest_attempt(job) or 0  # the next one must not write into its files
+        return Status(LOST, attempt=attempt, code=TOOL_FAILED, reason=reason, damaged=damage)
     age_s = time.time() - os.stat(job.path).st_mtime
     if found.supervisors or abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
         return Status(PREPARING)

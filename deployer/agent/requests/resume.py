@@ -11,6 +11,7 @@ from ..host.errors import AgentError
 from ..host.files import remove, write_whole
 from ..host.layout import Job, Root
 from ..host.locks import locked, store_in_use
+from ..host.machine import boot_id
 from ..host.marks import Look
 from ..host.processes import still_there
 from ..host.typed import Damage, to_json
@@ -22,6 +23,7 @@ from ..job.status import FINAL, Status, read_status
 from ..job.stop import request_stop
 from ..job.views import Ack, OfJob, PlanView
 from ..logs.read import LogReader
+from ..store.content import Store
 from ..wire.conversation import Call
 from .follow import follow_job
 from .jobs import GONE_S, find_job
@@ -53,6 +55,7 @@ def resume(root: Root, call: Call) -> None:
         if not already:
             _check_resumable(job, number)
             check_root(root)
+            _mend_code(root, job, plan)
             if call.cancelled.is_set():
                 raise AgentError("host", "the resume was cancelled")
             start_next(root, job, plan, commit=lambda: _note(job, plan, request))
@@ -95,6 +98,20 @@ def _check_resumable(job: Job, number: int) -> None:
     if not os.path.isdir(job.code):
         raise AgentError("usage", "the code of %s is not there any more: %s" % (job.id, job.code), "launch it anew")
     _await_gone(job, now)
+
+
+def _mend_code(root: Root, job: Job, plan: Plan) -> None:
+    """Puts right what a power cut has taken of the job's code: an empty program would end well."""
+    status = read_status(job)
+    if status is not None and status.supervisor is not None and status.supervisor.boot_id == boot_id():
+        return
+    try:
+        store = Store(root)
+        if store.has_tree(plan.tree):  # else somebody has removed it, for it was synced
+            store.mend(plan.tree, job.path)
+    except AgentError as error:
+        message = "the code of %s has been damaged, perhaps by a power cut: %s" % (job.id, error.message)
+        raise AgentError("host", message, "launch it anew") from None
 
 
 def _await_gone(job: Job, status: Status) -> None:

@@ -49,11 +49,14 @@ def stop(root: Root, call: Call) -> None:
     _check_here(job, before)
     was, has_folder, found = before.state, os.path.isdir(job.path), Look().of(job)
     final: Optional[Status] = before
-    if was not in FINAL or found.supervisors:
+    runs = was not in FINAL or bool(found.supervisors)
+    if not runs and not before.on_host:
+        final = sweep_ended(job)
+        if final.state not in FINAL:  # somebody has started it again meanwhile
+            runs, was = True, final.state
+    if runs:
         was = RUNNING if was in FINAL and found.others else was
         final = _Ending(job, call, 0.0 if asked.force else max(0.0, asked.grace_s), force=asked.force).wait()
-    elif not before.on_host:
-        final = sweep_ended(job)
     if final is None:  # the client has gone; the supervisor goes on
         return
     gone = not has_folder and not final.remaining and _remove_what_was_made_again(job)

@@ -45,7 +45,7 @@ class Store:
             try:
                 self.make_tmp()
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                write_whole(path, data, aside=self.aside("tree"))
+                write_whole(path, data, sync=True, aside=self.aside("tree"))  # by it a copy is mended
             except OSError as error:
                 fail(path, error)
         return root_hash
@@ -129,6 +129,35 @@ class Store:
             if entry.mode == LINK:
                 make_link(entry.hash, os.path.join(dest, entry.path))
 
+    def mend(self, root_hash: str, dest: str) -> None:
+        """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
+        hold a beginning of what they held, and zeros. What else differs somebody has changed. Errors as
+        materialise."""
+        entries = self.load_tree(root_hash)
+        cut = {entry for entry in entries if self._is_cut(entry, os.path.join(dest, entry.path))}
+        for entry in cut:
+            remove(os.path.join(dest, entry.path))
+        if cut:
+            self.materialise(root_hash, dest, present=[e for e in entries if e not in cut], entries=entries)
+
+    def _is_cut(self, entry: Entry, path: str) -> bool:
+        if entry.mode == LINK:
+            return not os.path.lexists(path)
+        try:
+            found = read_whole(path, entry.size + 1)
+        except OSError:
+            return not os.path.lexists(path)
+        if len(found) > entry.size or content_hash(found) == entry.hash:
+            return False
+        whole = self.packs.read(entry.hash)
+        try:
+            whole = read_whole(self._blob_path(entry.hash), entry.size) if whole is None else whole
+        except OSError:
+            whole = b""
+        if content_hash(whole) != entry.hash:
+            raise AgentError("need", "this host's copy of %s was damaged" % entry.path)
+        return whole.startswith(found.rstrip(b"\0"))
+
     def shared(self, root_hash: str, name: str, *, file: Optional[bool] = None) -> str:
         """`data/ROOT_HASH/NAME`, the read-only copy of a tree, made once; `name` is one path component.
 
@@ -146,6 +175,7 @@ class Store:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             self.materialise(root_hash, aside)
             make_read_only(aside)
+            self._sync(root_hash, aside)  # nobody compares their content again, also after a power cut
             _publish(os.path.join(aside, name) if file else aside, path)
         except OSError as error:
             fail(error.filename or path, error)
@@ -153,9 +183,17 @@ class Store:
             remove_folder(aside)
         return path
 
+    def _sync(self, root_hash: str, folder: str) -> None:
+        """Makes the content of a tree's copy durable. File by file: what else the host writes may take minutes."""
+
+        def sync(entry: Entry) -> None:
+            with open_regular(os.path.join(folder, entry.path)) as file:
+                os.fsync(file.fileno())
+
+        in_threads(sync, [entry for entry in self.load_tree(root_hash) if entry.mode != LINK])
+
     def _is_whole(self, path: str, root_hash: str) -> bool:
-        """Whether a copy has all its files with their sizes: a power cut may have emptied them, for they are not
-        fsynced one by one."""
+        """Whether a copy has all its files with their sizes."""
 
         def look(entry: Entry) -> None:
             found = os.lstat(os.path.join(path, entry.path) if is_folder else path)

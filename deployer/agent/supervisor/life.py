@@ -164,8 +164,9 @@ class JobRun:
             hooks=self._hooks(),
         )
         ending = attempt.adopt() if adopted else attempt.run()
-        former = self.status.now.attempts[-KEPT_ATTEMPTS + 1 :]
-        self.status.save(attempts=(*former, attempt.report(ending)))
+        report = attempt.report(ending)  # perhaps again: a supervisor that was killed while it swept had told already
+        former = [one for one in self.status.now.attempts if one.attempt != report.attempt]
+        self.status.save(attempts=(*former[-KEPT_ATTEMPTS + 1 :], report))
         return ending
 
     def _hooks(self) -> List[Hook]:
@@ -241,7 +242,7 @@ class JobRun:
         stop, request = self.attempt.stop, self._turn.asked.read()
         self._seen |= stop.seen if stop is not None else set()
         told, self._remaining = end_all(
-            lambda: leftovers(self.job),
+            self._find_leftovers,
             term_s=stop.left_s() if stop is not None else SWEEP_S,
             settle_s=0.0 if request is not None and request.force else SETTLE_S,
             subreaper=Subreaper(self.job, self._turn.children.reap),
@@ -249,6 +250,11 @@ class JobRun:
         )
         self._swept += len(told)
         self._seen |= told
+
+    def _find_leftovers(self) -> List[Process]:
+        if self.gpus is not None:
+            self.gpus.keep()  # what is left may compute on them
+        return leftovers(self.job)
 
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""

@@ -163,6 +163,31 @@ def test_no_link_in_the_destination_is_followed(store: Store, tmp_path: Path) ->
     assert in_folder(tmp_path / "outside") == []
 
 
+@pytest.mark.parametrize("left", [b"", b"print(", b"print(\0\0\0", bytes(9), None])
+def test_a_copy_that_a_power_cut_damaged_is_mended(store: Store, tmp_path: Path, left: bytes | None) -> None:
+    job = tmp_path / "job"
+    name = saved(store, {"code/main.py": b"print(1)\n", "code/notes": b"one\n"})
+    store.materialise(name, str(job))
+    (job / "code/notes").write_bytes(b"ten\n")  # the job's own change
+    if left is None:
+        (job / "code/main.py").unlink()
+    else:
+        (job / "code/main.py").write_bytes(left)
+    store.mend(name, str(job))
+    assert contents(job) == {"code/main.py": b"print(1)\n", "code/notes": b"ten\n"}
+
+
+def test_a_copy_is_not_mended_from_a_damaged_blob(store: Store, tmp_path: Path) -> None:
+    name = saved(store, {"code/main.py": b"print(1)\n"})
+    store.materialise(name, str(tmp_path / "job"))
+    digest = content_hash(b"print(1)\n")
+    (Path(store.root.blobs) / digest[:2] / digest[2:]).write_bytes(bytes(9))
+    store.mend(name, str(tmp_path / "job"))  # the copy is whole
+    (tmp_path / "job/code/main.py").write_bytes(b"")
+    with pytest.raises(AgentError, match=r"this host's copy of code/main\.py was damaged"):
+        store.mend(name, str(tmp_path / "job"))
+
+
 def test_names_like_a_hash_only_are_looked_up(store: Store) -> None:
     for name in ("../../etc/passwd", "", "A" * 40, "a" * 39, "a" * 41, "a" * 40 + "\n"):
         with pytest.raises(AgentError):
