@@ -75,4 +75,48 @@ FAILED: dict[str, Schedule] = {
         (Command(0.008960965777002516, "detach", "job-0"), Command(3.26445287259039, "ps", "job-0")),
         (Fault("kill", "supervisor", 352),),
     ),
+    "a lease of which half was gone kept nobody out": Schedule(
+        100816,
+        1,
+        (Job("job-0", LINGERS, gpus=("0",), queue=True), Job("job-1", LINGERS, gpus=("auto:1",), queue=True)),
+        (Command(0.0, "launch", "job-0"), Command(0.0, "launch", "job-1")),
+        (Fault("damage", at_s=0.9855064055945681, word="lease cut"),),
+    ),
+    "a stop removed the folder of a job that had been launched meanwhile": Schedule(
+        106790,
+        2,
+        (
+            Job("job-0", ("forks", "2", "1", "sleep"), gpus=("auto:2",), queue=True),
+            Job("job-1", ("launcher", "2", "stubborn", "1.5"), ranks=2, gpus=("0",), queue=True),
+            Job("job-2", ("orderly", "1"), gpus=("0",), queue=True),
+        ),
+        (
+            Command(0.0, "launch", "job-0"),
+            Command(0.0, "launch", "job-1"),
+            Command(0.03527407548274213, "detach", "job-2"),
+            Command(1.0, "again", "job-1"),
+            Command(1.035274075482742, "again", "job-2"),
+            Command(2.035274075482742, "stop", "job-2"),
+        ),
+        (Fault("reboot", at_s=0.011988765259328904),),
+    ),
+    "a follower wrote of a launch that was under way that it was lost": Schedule(
+        121833,
+        1,
+        (
+            Job("job-0", LINGERS, gpus=("0",), queue=True),
+            Job("job-1", ("launcher", "2", "exit", "3"), ranks=2, gpus=("auto:1",), queue=True),
+            Job("job-2", ("talks", "4", "0.1"), gpus=("auto:1",), queue=True),
+        ),
+        (
+            Command(0.0, "launch", "job-0"),
+            Command(0.0, "launch", "job-1"),
+            Command(0.0, "launch", "job-2"),
+            Command(0.05, "again", "job-0"),
+            Command(0.2, "stop", "job-1", 0.0),
+            Command(0.20811232761517406, "logs", "job-2"),
+            Command(0.7858417672426703, "logs", "job-0"),
+        ),
+        (),
+    ),
 }
