@@ -136,6 +136,15 @@ class Run:
 
         self.later(fault.value, room)
 
+    def _slow(self, fault: Fault) -> None:
+        disk = self.kernel.disk
+        disk.sync_s = fault.count / 1000
+
+        def quick() -> None:
+            disk.sync_s = 0.0
+
+        self.later(fault.value, quick)
+
     def _reboot(self, fault: Fault) -> None:
         self.rebooted = True
         self.kernel.reboot()
@@ -261,9 +270,9 @@ class Run:
                 is_blind = bool(kinds & {"halt", "kill"})
                 was_stopped = name in clients.stopped
                 self.truth.check_code(folder, status, was_stopped=was_stopped, ranks=job.ranks, is_blind=is_blind)
-                is_whole = not kinds - {"clock", "cut", "stranger", "pids"}
+                is_whole = not kinds - {"clock", "cut", "slow", "stranger", "pids"}
                 self.truth.attempts.check_reports(folder, status, is_whole=is_whole)
-            if not kinds - {"clock", "cut", "stranger", "pids"}:
+            if not kinds - {"clock", "cut", "slow", "stranger", "pids"}:
                 if row.state == "lost":
                     raise Broken(f"{name} is lost ({row.reason}), and nothing has gone wrong")
                 if name not in clients.stopped:
@@ -277,7 +286,7 @@ class Run:
             raise Broken(f"{lost} was acknowledged, and the host knows no such job")
         launched = {command.job for command in self.schedule.commands if command.kind in ("launch", "detach")}
         for name in launched - set(rows):
-            if not kinds - {"clock", "pids"} and not self.jobs[name].gpus and not self.folder_number(name):
+            if not kinds - {"clock", "pids", "slow"} and not self.jobs[name].gpus and not self.folder_number(name):
                 raise Broken(f"{name} was launched, and nobody knows it")
         self.go_on(lambda: not self._held(), FREE_S)
         if self._held():

@@ -90,7 +90,14 @@ def make_schedule(seed: int) -> Schedule:
         if chance.random() < 0.3:
             commands.append(Command(at_s + chance.random() * 1.5, chance.choice(("ps", "logs")), job.name))
     faults = tuple(draw_fault(chance, gpus) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3, 4))))
-    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), faults)
+    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), faults + _slow_disk(random.Random(f"disk {seed}")))
+
+
+def _slow_disk(chance: random.Random) -> tuple[Fault, ...]:
+    """count: for so many ms each sync waits; value: for so long."""
+    if chance.random() > 0.15:
+        return ()
+    return (Fault("slow", at_s=chance.random(), count=chance.choice((20, 200, 2000)), value=chance.choice((0.5, 5.0))),)
 
 
 def draw_job(chance: random.Random, name: str, gpus: int, *, crowded: bool) -> Job:
