@@ -18,15 +18,17 @@ class Attempts:
     def __init__(self, truth: Truth) -> None:
         self.truth = truth
         self.disk = truth.world.kernel.disk
-        self.asked: dict[str, set[int]] = defaultdict(set)
-        """Job folder -> attempts that some client has asked to resume it with."""
+        self.asked: dict[str, dict[int, int]] = defaultdict(dict)
+        """Job folder -> attempts that some client has asked to resume it with -> when it was first asked."""
+        self.stops_ns: dict[str, int] = {}
+        """Job folder -> when the last client that asked for a stop had its answer, or lost hope of one."""
         self.restarts: dict[str, int] = {}
         """Job folder -> how often its supervisor may begin it again."""
         self.left: dict[tuple[str, int], dict[str, bytes]] = {}
         """(job folder, attempt) -> its logs and records when a later one began."""
 
     def ask(self, folder: str, attempt: int) -> None:
-        self.asked[folder].add(attempt)
+        self.asked[folder].setdefault(attempt, self.truth.world.kernel.now_ns)
 
     def forget(self, folder: str) -> None:
         for key in [key for key in self.left if key[0] == folder]:
@@ -38,7 +40,7 @@ class Attempts:
         if others:
             self.truth.broken(f"attempt {attempt} of {folder} begins, and {others} of another one run")
         number = int(attempt)
-        begun = self.asked[folder] | {1}
+        begun = {1, *self.asked[folder]}
         if not self._may_be(folder, number, begun):
             self.truth.broken(f"attempt {attempt} of {folder} begins; asked for were {sorted(begun)}")
         for earlier in range(1, number):
@@ -85,6 +87,9 @@ class Attempts:
         begun = {int(key[1]) for key in self.truth.started if key[0] == folder}
         if is_whole and begun - set(told):
             self.truth.broken(f"{folder} tells of the attempts {told}, and {sorted(begun)} have begun")
+        since_ns = self.asked[folder].get(status["attempt"], 0)
+        if status["state"] == "stopped" and self.stops_ns.get(folder, 0) < since_ns:
+            self.truth.broken(f"attempt {status['attempt']} of {folder} is stopped, and a former one was to be")
         for report in status.get("attempts", ()):
             true = self.truth.codes.get((folder, str(report["attempt"]), str(report.get("first_failing_rank"))))
             if report.get("state", "failed") == "failed" and true is not None and true != report.get("code"):

@@ -203,8 +203,11 @@ class Clients:
         self.truth.stop_asked_ns.setdefault(self.folder(job), self.kernel.now_ns)
         request = {"op": "stop", "job": job.name, "grace_s": command.grace_s, "force": False}
         link = self.connect(job.uid)(request=request)
-        report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
-        link.close()
+        try:
+            report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
+        finally:
+            link.close()
+            self.truth.attempts.stops_ns[self.folder(job)] = self.kernel.now_ns
         if isinstance(report, Exception):
             return
         told = load("deployer.agent.host.typed").to_json(report)

@@ -18,6 +18,8 @@ class Planted(NamedTuple):
     new: str
     seed: int
     """Of a schedule that finds it."""
+    more: tuple[tuple[str, str], ...] = ()
+    """What else is changed in the same module."""
 
 
 PLANTED = {
@@ -56,7 +58,7 @@ PLANTED = {
         "deployer.agent.gpus.leases",
         'return self.fd >= 0 and os.pread(self.fd, MAX_BYTES, 0) != _text(self.claim).encode("ascii")',
         "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
-        seed=7,
+        seed=1325,
     ),
     "look that is older than the status that it judges": Planted(
         "deployer.agent.job.judge",
@@ -82,7 +84,7 @@ PLANTED = {
         "deployer.launch.logview",
         "self.offsets[file] = offset + len(data)\n",
         "self.offsets[file] = offset + len(data) + 1\n",
-        seed=14,
+        seed=16,
     ),
     "launch that looks for no job before it": Planted(
         "deployer.agent.requests.launch",
@@ -106,7 +108,7 @@ PLANTED = {
         "deployer.agent.host.files",
         "        os.fsync(fd)\n    except OSError:  # some network",
         "        pass\n    except OSError:  # some network",
-        seed=32,
+        seed=29,
     ),
     "status written in place": Planted(
         "deployer.agent.host.files",
@@ -148,7 +150,7 @@ PLANTED = {
         "deployer.agent.gpus.leases",
         "    with opened() as places, locked(places, timeout_s):\n        yield Claims(places)\n",
         "    with opened() as places:\n        yield Claims(places)\n",
-        seed=5,
+        seed=55,
     ),
     "last word believed whatever runs": Planted(
         "deployer.agent.job.judge",
@@ -183,8 +185,8 @@ PLANTED = {
     "state read after the log": Planted(
         "deployer.agent.requests.follow",
         "        now = judge(job)\n        chunks = reader.poll()\n",
-        "        chunks = reader.poll()\n        now = judge(job)\n",
-        seed=2438,
+        "        chunks = reader.poll()\n        call.cancelled.wait(0.05)\n        now = judge(job)\n",
+        seed=16,
     ),
     "attempt that keeps its number": Planted(
         "deployer.agent.supervisor.life",
@@ -205,6 +207,84 @@ PLANTED = {
         '    call.send_event("ack", to_json(Ack(job.id, job.path, already)))\n    if not already:\n',
         seed=0,
     ),
+    "resume that looks for no attempt before it": Planted(
+        "deployer.agent.requests.resume",
+        "    if status is None or status.attempt < number:\n        return False\n",
+        "    if True:\n        return False\n",
+        seed=204,
+    ),
+    "resume that keeps the former stop": Planted(
+        "deployer.agent.requests.resume",
+        "    remove(job.stop)\n",
+        "",
+        seed=984,
+    ),
+    "resume with code that a power cut emptied": Planted(
+        "deployer.agent.requests.resume",
+        "            _mend_code(root, job, plan)\n",
+        "",
+        seed=304,
+    ),
+    "resume that writes into the former log": Planted(
+        "deployer.agent.host.layout",
+        'os.path.join(self.path, kind, "attempt_%d" % attempt)',
+        'os.path.join(self.path, kind, "attempt_%d" % min(attempt, 1))',
+        seed=24,
+    ),
+    "collection that takes what a kept job includes": Planted(
+        "deployer.agent.gc.choose",
+        "        DATA: None if unknown else words,\n",
+        "        DATA: none,\n",
+        seed=49,
+    ),
+    "place in the queue of one account alone": Planted(
+        "deployer.agent.gpus.leases",
+        "        return claim and claim._replace(uid=found.st_uid",
+        "        if claim and claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
+        "        return claim and claim._replace(uid=found.st_uid",
+        seed=294,
+    ),
+    "sweep that only asks": Planted(
+        "deployer.agent.host.killing",
+        "    deadline = time.monotonic() + KILL_S\n    while left and time",
+        "    deadline = time.monotonic()\n    while left and time",
+        seed=19,
+    ),
+    "process told by its number alone": Planted(
+        "deployer.agent.host.processes",
+        "return stat is not None and stat.start_time == process.start_time and",
+        "return stat is not None and",
+        seed=399,
+    ),
+    "queue left before the lease is held": Planted(
+        "deployer.agent.gpus.claim",
+        "        with claiming() as claims:\n"
+        "            chosen = self._granted(self._others(claims.read(), ticket), sight, busy=sight.busy())\n"
+        "            if chosen is None:\n                return\n",
+        "        chosen = self._granted(self._others(read_claims(), ticket), sight, busy=sight.busy())\n"
+        "        if chosen is None:\n            return\n"
+        "        ticket.release(ended=True)\n        time.sleep(1.0)\n        with claiming() as claims:\n",
+        seed=114,
+    ),
+    "job judged lost while its supervisor lives": Planted(
+        "deployer.agent.job.judge",
+        "    if found.supervisors:\n        return status  # one",
+        "    if False:\n        return status  # one",
+        seed=19,
+        more=(("is_alive(identity) and supervises(identity.pid, job)", "False"),),
+    ),
+    "collection that does not remove what it took": Planted(
+        "deployer.agent.gc.collect",
+        "        remove_folder(aside)\n    left = [aside for aside in asides if os.path.lexists(aside)]\n",
+        "        pass\n    left = []\n",
+        seed=89,
+    ),
+    "attempt told of twice": Planted(
+        "deployer.agent.supervisor.life",
+        "for one in self.status.now.attempts if one.attempt != report.attempt]",
+        "for one in self.status.now.attempts]",
+        seed=319,
+    ),
 }
 
 
@@ -213,5 +293,7 @@ def planted(module: str, source: str) -> str:
     fault = PLANTED.get(os.environ.get(CHOSEN, ""))
     if fault is None or fault.module != module:
         return source
-    assert source.count(fault.old) == 1, (module, source.count(fault.old))
-    return source.replace(fault.old, fault.new)
+    for old, new in ((fault.old, fault.new), *fault.more):
+        assert source.count(old) == 1, (module, old, source.count(old))
+        source = source.replace(old, new)
+    return source

@@ -54,7 +54,10 @@ def attempts(seed: int, chance: Chance) -> Schedule:
             if chance.random() < 0.25:
                 kind = chance.choice(("ps", "logs", "again"))
                 commands.append(Command(at_s + chance.random() * 1.5, kind, job.name))
-    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), _faults(chance, gpus, chance.choice(begins)))
+    faults = _faults(chance, gpus, chance.choice(begins))
+    if chance.random() < 0.4:  # the word that an attempt has begun is lost
+        faults = (*faults, Fault("cut", "", 1, chance.choice(begins), chance.randrange(100, 900), "received"))
+    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), faults)
 
 
 HOUR_S = 3600.0
@@ -63,20 +66,24 @@ HOUR_S = 3600.0
 def collections(seed: int, chance: Chance) -> Schedule:
     """Jobs that have ended long ago, and collections beside launches, resumes and jobs that run."""
     gpus = chance.choice((0, 0, 0, 1))
-    jobs = tuple(job._replace(includes=chance.random() < 0.4) for job in _jobs(chance, chance.choice((1, 2, 3)), gpus))
-    commands = []
-    begins = chance.choice((0.5, 2.0, 1.1 * HOUR_S, 1.1 * HOUR_S, 25 * HOUR_S, 8 * 24 * HOUR_S))
-    for job in jobs:
-        is_late = chance.random() < 0.4
-        at_s = chance.random() * 0.5 + (begins if is_late else 0)
-        commands.append(Command(at_s, chance.choice(("launch", "detach")), job.name))
-        if not is_late and chance.random() < 0.7:
-            kind = chance.choice(("resume", "resume", "again", "logs", "ps"))
-            commands.append(Command(begins + chance.random(), kind, job.name))
+    jobs = tuple(job._replace(includes=chance.random() < 0.6) for job in _jobs(chance, chance.choice((1, 2, 2)), gpus))
+    begins = chance.choice((2.0, *[1.1 * HOUR_S] * 3, 25 * HOUR_S, 8 * 24 * HOUR_S))
+    commands, faults = [], list(_faults(chance, gpus, begins))
     for _ in range(chance.choice((1, 1, 2))):
-        words = chance.choice(("jobs", "jobs", "jobs", "old", "", "dry"))
-        commands.append(Command(begins + chance.random() * 1.2, "gc", jobs[0].name, word=words))
-    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), _faults(chance, gpus, begins))
+        at_s = begins + chance.random()
+        words = chance.choice(("jobs", "jobs", "jobs", "old", "", "", "dry"))
+        commands.append(Command(at_s, "gc", jobs[0].name, word=words))
+        if chance.random() < 0.4:
+            faults.append(Fault("kill", "agent", chance.randrange(100, 1500), at_s))
+    for job in jobs:
+        near_s = at_s + chance.choice((chance.uniform(-0.02, 0.02), chance.uniform(-0.02, 0.02), chance.random()))
+        is_late = chance.random() < 0.4
+        first_s = near_s if is_late else chance.random() * 0.5
+        commands.append(Command(first_s, chance.choice(("launch", "detach")), job.name))
+        if not is_late and chance.random() < 0.8:
+            kind = chance.choice(("resume", "resume", "resume", "again", "logs", "ps"))
+            commands.append(Command(near_s, kind, job.name, word="blind" if chance.random() < 0.3 else ""))
+    return Schedule(seed, gpus, jobs, tuple(sorted(commands)), tuple(faults))
 
 
 def accounts(seed: int, chance: Chance) -> Schedule:
