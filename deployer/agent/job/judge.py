@@ -64,7 +64,7 @@ def _may_be_orphan(word: Word) -> bool:
 
 
 def _is_beyond_doubt(job: Job, status: Status) -> bool:
-    """Whether a status of this job needs no look at all processes: it has ended and so has what ran it, or its
+    """Whether a status of this job needs no look at all processes: it has ended, swept, and so has what ran it, or its
     supervisor is there."""
     identity = status.supervisor
     if identity is None:
@@ -72,7 +72,7 @@ def _is_beyond_doubt(job: Job, status: Status) -> bool:
     supervised = is_alive(identity) and supervises(identity.pid, job)
     if status.state not in FINAL:
         return supervised
-    return not supervised and not _mains_of(status)
+    return status.swept is not None and not supervised and not _mains_of(status)
 
 
 def _mains_of(status: Status) -> List[Process]:
@@ -121,11 +121,12 @@ def _without_status(job: Job, damage: str, found: Found) -> Status:
 
 def _said_to_have_ended(job: Job, status: Status, found: Found) -> Status:
     """A last word is written once nothing is left but what could not be ended, and says how much was swept: a job of
-    which more runs, or whose supervisor lives and has said no such thing, has not ended."""
+    which more runs, or that is not swept while its supervisor or anything of it lives, has not ended."""
     left = {Process(survivor.pid, survivor.start_time) for survivor in status.remaining}
     ours = set(found.others) - left
     known = {record.program for record in read_ranks(job, status.attempt)} | set(main_processes(status))
-    if known & ours or (found.supervisors and (ours or status.swept is None)):
+    unswept = status.swept is None and (ours or found.supervisors)
+    if known & ours or unswept or (found.supervisors and ours):
         return _damaged("its status.json says that it has ended, %s" % status.state, found)
     return status
 

@@ -244,6 +244,7 @@ def test_twenty_reboots_leave_no_wrong_state(tmp_path: Path) -> None:
             kill_supervisor(job)
             (Path(job.code) / "go").touch()
             wait_for(lambda job=job: '"code": ' in (Path(job.ranks(1)) / "rank_0.json").read_text())
+            wait_for(lambda job=job: not running(job.path))
             written = read_status(job)
             assert written is not None
             write_status(job, of_another_boot(written))
