@@ -62,6 +62,8 @@ class Inode:
         self.unlocked: Channel = Channel()
         self.synced: bytes | None = None
         """Of a file: what it has after a power cut for sure. None where it was never synced."""
+        self.is_forgotten = False
+        """Its last name is gone, though a power cut may bring it back, with what was synced."""
         self.pipe: Pipe | None = None
 
     def path(self) -> str:
@@ -327,6 +329,7 @@ class Disk:
         if not inode.places and not inode.opened and inode.data:
             self.used -= len(inode.data)
             inode.data = bytearray()
+            inode.is_forgotten = True
 
     def check_writable(self, process: Process, folder: Inode, path: str, inode: Inode | None = None) -> None:
         """Whether names of the folder may be changed; `inode`: what goes."""
@@ -476,6 +479,9 @@ class Disk:
                 self._restore(inode, chance)
             elif inode.kind == stat.S_IFREG and inode.synced != inode.data:
                 before = inode.synced or b""
+                if inode.is_forgotten:
+                    inode.data, inode.is_forgotten = bytearray(before), False
+                    continue
                 ways = [before, before + bytes(inode.data[len(before) :]), bytes(len(inode.data))]
                 ways.append(bytes(inode.data[: chance.randint(0, len(inode.data))]))
                 inode.data = bytearray(chance.choice(ways))
