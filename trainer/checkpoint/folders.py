@@ -81,7 +81,7 @@ def missing(path: Path) -> str:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint that cannot be used to `.bad_step_N`, which nobody looks at, and return that."""
-    taken = len(list(path.parent.glob(f".bad_{path.name}*")))
+    taken = sum(other.name.startswith(f".bad_{path.name}") for other in path.parent.iterdir())
     aside = path.with_name(f".bad_{path.name}" + (f"_{taken}" if taken else ""))
     path.rename(aside)
     return aside
@@ -180,7 +180,12 @@ def remove(path: Path) -> None:
 
 
 def _named(folder: Path) -> dict[int, Path]:
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := STEP_NAME.fullmatch(path.name))}
+    """Raises OSError where a folder that is there cannot be listed: its run would begin anew, and delete what it has.
+    Path.glob finds nothing in such a folder since Python 3.12."""
+    paths: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = list(folder.iterdir())
+    found = {int(match[1]): path for path in paths if (match := STEP_NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 

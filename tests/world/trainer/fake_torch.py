@@ -163,8 +163,8 @@ class FileSystem:
 class FileSystemWriter:
     """As torch's, with one file a rank, synced."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, sync_files: bool = True) -> None:
+        self.path, self.sync_files = path, sync_files
         self.fs = FileSystem()
 
     def plan(self) -> None:
@@ -179,7 +179,8 @@ class FileSystemWriter:
                 begin = stream.tell()
                 save(tensor.content, stream)
                 found[key] = (name, begin, stream.tell() - begin)
-            OS.fsync(stream.fileno())
+            if self.sync_files:
+                OS.fsync(stream.fileno())
             stream.close()
         return found
 
@@ -187,7 +188,8 @@ class FileSystemWriter:
         aside, path = self.path / ".metadata.tmp", self.path / ".metadata"
         with self.fs.create_stream(aside, "wb") as file:
             pickle.dump(entries, file)
-            OS.fsync(file.fileno())
+            if self.sync_files:
+                OS.fsync(file.fileno())
         if path.exists():
             path.unlink()
         aside.rename(path)

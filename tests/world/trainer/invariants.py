@@ -43,8 +43,8 @@ class Truth:
         self.told: dict[int, int] = {}
         """Steps that were told as saved -> the folder's inode."""
         self.aside: dict[int, tuple[Inode, dict[str, bytes]]] = {}
-        self.newest: dict[str, int] = {}
-        """Start -> the newest whole checkpoint when it began to choose."""
+        self.found: dict[str, dict[int, Inode]] = {}
+        """Start -> what had the name of a checkpoint when it began to choose."""
         self.resumed: dict[str, dict[int, int]] = {}
         """Start -> rank -> the step it went on from."""
         self.excused: set[str] = set()
@@ -81,6 +81,11 @@ class Truth:
             self._saved(int(match[1]))
         if "Traceback" in line:
             self.broken(f"start {start} tells a stack trace: {line}")
+
+    def is_excused(self) -> bool:
+        """Whether the start that acts has met an error of a call: what it could not read, it could not go on from."""
+        process = self._actor()
+        return process is None or process.env.get(START) in self.excused
 
     def _actor(self) -> Process | None:
         current = self.world.kernel.current
@@ -130,7 +135,7 @@ class Truth:
             self.committed = int(match[1])
         elif match := BAD.fullmatch(name):
             self.aside[folder.ino] = folder, {n: bytes(i.data) for n, i in folder.names.items()}
-            if self.is_whole(folder, int(match[1])) and not self.excused:
+            if self.is_whole(folder, int(match[1])) and not self.is_excused():
                 self.broken(f"{name} was set aside, and it was whole")
         elif match := REMOVED.fullmatch(name):
             self._removed(int(match[1]), folder)
@@ -216,49 +221,49 @@ class Truth:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _saved(self, step: int) -> None:
-        folder = self.complete().get(step)
-        if folder is None:
+        if not self._is_there(step):
             self.broken(f"step {step} is told as saved, and is not there")
             return
-        self.told = {step: folder.ino}  # a run that went back has given up the later ones
-        kept = set(self.complete())
-        if not kept <= self.wanted(kept, step) and not self.excused and not self._is_next_under_way(step):
+        self.told = {step: self.folders()[step].ino}  # a run that went back has given up the later ones
+        kept = self.complete()
+        if not set(kept) <= self.wanted(kept, step) and not self.excused and not self._is_next_under_way(step):
             self.broken(f"after the save of step {step} there are {sorted(kept)}: retention has forgotten some")
 
     def _is_next_under_way(self, step: int) -> bool:
         """Whether a later save may have ended by now."""
         return self.schedule.beside and max(self.complete()) > step
 
-    def wanted(self, steps: set[int], newest: int) -> set[int]:
+    def wanted(self, folders: dict[int, Inode], newest: int) -> set[int]:
         """Which of these the schedule's retention keeps, `newest` having been saved last."""
         plan = self.schedule
-        own = sorted(step for step in steps if step <= newest)
+        own = sorted(step for step in folders if step <= newest)
         if not plan.keep_last:
             return set(own)
-        judged = [s for s in own if s % plan.save_every == 0 or s == plan.steps] if plan.keep_best else []
+        judged = [step for step in own if b'"eval_loss":' in folders[step].names["state.json"].data]
         best = sorted(judged, key=lambda step: (loss_of(plan.seed, step), -step))[: plan.keep_best]
         every = [step for step in own if plan.keep_every and step % plan.keep_every == 0]
         return {newest, *own[-plan.keep_last :], *best, *every}
 
     def _removed(self, step: int, folder: Inode) -> None:
         """A checkpoint is given up: its retention must not want it, and what it is given up for must be there."""
-        there, newest = set(self.complete()), self.committed
+        there, newest = self.complete(), self.committed
         words = f"step {step} is deleted after the save of step {newest}, beside {sorted(there)}"
         if newest not in there:
             self.broken(f"{words}, and step {newest} is not complete")
-        if folder.ino in self.damaged or self.excused:
+        if folder.ino in self.damaged:
             return
         if step > newest and self.is_whole(folder, step):
             self.broken(f"{words}: a later one that is whole")
-        if step in self.wanted({*there, step}, newest) and not self.damaged:
+        if step in self.wanted({**there, step: folder}, newest) and not self.damaged:
             self.broken(f"{words}, and retention keeps it")
 
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _choosing(self, process: Process) -> None:
         start = process.env[START]
-        if start not in self.newest:
-            self.newest[start] = max(self.whole(), default=0)
+        if start not in self.found:
+            self.found[start] = self.folders()
+            self.check_all_whole(f"when start {start} chooses")
 
     def _resumed(self, process: Process, dist: Any, resumed: Any, module: Any, optimizer: Any) -> None:
         start, seed, rank = process.env[START], self.schedule.seed, dist.rank
@@ -267,8 +272,9 @@ class Truth:
         steps[rank] = step
         if len(set(steps.values())) > 1:
             self.broken(f"the ranks of start {start} go on from different steps: {steps}")
-        if step != self.newest[start] and start not in self.excused:
-            self.broken(f"start {start} goes on from step {step}, and {self.newest[start]} is the newest whole one")
+        for other, folder in self.found[start].items():
+            if other > step and folder.ino not in self.aside:
+                self.broken(f"start {start} goes on from step {step}, and passes over step {other} in silence")
         for name, tensor in module.tensors.items():
             if tensor.content != content(seed, name, step):
                 self.broken(f"rank {rank} of start {start} goes on from step {step} with another {name}")
@@ -295,11 +301,20 @@ class Truth:
             self.broken(f"outcome.json says {outcome}, of {self.schedule.steps} steps")
         if outcome["state"] in ("succeeded", "stopped") and not self._is_there(outcome["steps"]):
             self.broken(f"outcome.json says {outcome}, and there are {self.whole()}")
+        if outcome["state"] == "failed" and process is not None:
+            self._check_worth(process, start, outcome["error"])
         if outcome["state"] == "stopped" and start not in self.stop_asked:
             self.broken(f"outcome.json says {outcome}, and nobody has stopped start {start}")
 
+    def _check_worth(self, process: Process, start: str, error: str) -> None:
+        """The training is worth more than a save of it: only the last one, or that of a stop, may end it."""
+        progress, asked = process.own.get("progress"), start in self.stop_asked
+        failed = "cannot write the checkpoint" in error or "no room for a checkpoint" in error
+        if failed and progress is not None and progress.step < self.schedule.steps and not asked:
+            self.broken(f"after step {progress.step} a save has ended start {start}: {error}")
+
     def _is_there(self, step: int) -> bool:
-        folder = self.complete().get(step)
+        folder = self.folders().get(step)
         return folder is not None and (folder.ino in self.damaged or self.is_whole(folder, step))
 
     def check_files_whole(self) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import signal
 import sys
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path as RealPath
 from typing import Any
@@ -198,8 +198,8 @@ def _recipe(config: Any, run_dir: Any, dist: Any) -> int:
     this().own["random"] = random_of(plan.seed, dist.rank, 0)
     data = types.SimpleNamespace(train=_Data(plan.steps))
     TIME.sleep(0.1)
-    choice = resume.choose(config, run_dir, dist)
     kernel().say("choosing", this())
+    choice = resume.choose(config, run_dir, dist)
     identity = resume.Identity({"kind": "world"})
     resumed, notes = resume.resume(choice, identity, module, optimizer, data.train, dist)
     kernel().say("resumed", (this(), dist, resumed, module, optimizer))
@@ -367,8 +367,8 @@ def train(ranks: int) -> None:
     """As `python train.py CONFIG`, which becomes a rank or torchrun."""
     errors, folder = load("trainer.errors"), Path(RUN_DIR)
     try:
-        _await_folder(folder)
-        _write_config(None, folder)
+        with load("trainer.commands.cli").holding(folder):
+            _write_config(None, folder)
     except errors.UserError as error:
         load("trainer.console").write_line(MODULES["sys"].stderr, error.render())
         raise SystemExit(error.exit_code) from None
@@ -381,24 +381,10 @@ def train(ranks: int) -> None:
         raise SystemExit(_torchrun(ranks, folder))
 
 
-def _await_folder(folder: Any) -> None:
-    """As trainer.commands.cli.await_folder."""
-    runs, errors = load("trainer.run_folder"), load("trainer.errors")
-    try:
-        taken = runs.taken_by(folder, patience_s=0)
-        if taken:
-            taken = runs.taken_by(folder)
-    except OSError as error:
-        raise errors.ConfigError(f"the run folder {folder} cannot be written: {error}") from None
-    finally:
-        runs.release_all()
-    if taken:
-        raise errors.ConfigError(taken)
-
-
 def _torchrun(ranks: int, folder: Any) -> int:
     """Serves the store, starts the ranks, and ends the others when one fails or it is asked to stop itself."""
-    (folder / "outcome.json").unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / "outcome.json").unlink()
     port = 20000 + int(this().env[START])
     groups.serve(port)
     told: list[int] = []
@@ -409,10 +395,10 @@ def _torchrun(ranks: int, folder: Any) -> int:
         env = {name: str(value) for name, value in places.items()}
         env |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
         started.append(MODULES["subprocess"].Popen(["rank"], env={**this().env, **env}))
-    failed = 0
-    while any(one.poll() is None for one in started) and not failed and not told:
+    failures: dict[int, Any] = {}
+    while any(one.poll() is None for one in started) and not failures and not told:
         TIME.sleep(0.1)
-        failed = next((one.returncode for one in started if one.returncode), 0)
+        failures = {rank: _Failure(one.returncode) for rank, one in enumerate(started) if one.returncode}
     for one in started:
         one.terminate()
     ends = TIME.monotonic() + GRACE_S
@@ -421,10 +407,20 @@ def _torchrun(ranks: int, folder: Any) -> int:
             TIME.sleep(0.1)
         one.kill()
         one.wait()
-    failed = failed or next((one.returncode for one in started if one.returncode), 0)
+    report = load("trainer.start.torchrun")
     if told:
-        return 0 if not failed else 128 + signal.SIGTERM
-    return failed if failed >= 0 else 128 - failed
+        return 0 if report._read(folder / "outcome.json").state in ("stopped", "succeeded") else 128 + signal.SIGTERM
+    return int(report.report(types.SimpleNamespace(failures=failures), folder)) if failures else 0
+
+
+class _Failure:
+    """As torch.distributed.elastic.multiprocessing.errors.ProcessFailure."""
+
+    def __init__(self, code: int) -> None:
+        self.exitcode, self.timestamp = code, TIME.time()
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
 
 
 __all__ = ["OS", "Tensor", "calls"]

@@ -46,6 +46,8 @@ class Run:
         self.waiting = [f for f in schedule.faults if f.kind in FATES and f.count]
         self.prefixes = [f for f in schedule.faults if f.kind == "prefix"]
         self.begun: list[Process] = []
+        self.lost: list[str] = []
+        """Ranks that were killed in their steps."""
         self.rebooted = False
         self.kernel.before_call = self.before_call
         self.kernel.ends_in_write = self.before_write
@@ -81,6 +83,10 @@ class Run:
         self.truth.excused.add(process.env[START])
 
     def _at_kill(self, process: Process, fault: Fault) -> None:
+        env, progress = process.env, process.own.get("progress")
+        others = self.truth.resumed.get(env[START], {})
+        if "RANK" in env and progress and progress.phase != "done" and len(others) == int(env["WORLD_SIZE"]):
+            self.lost.append(env["RANK"])
         self.kernel.signal(process, signal.SIGKILL)
 
     def _at_killall(self, process: Process, fault: Fault) -> None:
@@ -223,6 +229,8 @@ class Run:
             self.later(start.at_s, lambda s=start: self.start(s))  # type: ignore[misc]
         self.rest("the last fault")
         self.waiting, self.prefixes = [], []
+        self._check_lost_rank()
+        self._check_lost_saver()
         self.truth.check_all_whole("after the last fault")
         for number in range(MOST_STARTS):
             if self._is_done():
@@ -234,6 +242,23 @@ class Run:
         self.truth.check_all_whole("at the end")
         if not self._is_done():
             raise Broken(f"{MOST_STARTS} starts after the last fault the run has not ended: {self.truth.outcome()}")
+
+    def _check_lost_rank(self) -> None:
+        """Where one rank was killed, and nothing else went wrong, that is what is told."""
+        kinds = [(fault.kind, fault.role) for fault in self.schedule.faults]
+        if kinds != [("kill", "rank")] or len(self.begun) > 1 or not self.lost or self._is_done():
+            return
+        told = self.truth.outcome().get("error") or "; ".join(self.truth.lines[-2:])
+        is_told = f"rank {self.lost[0]} (pid " in told and "ended without a word" in told
+        if not is_told and f"rank {self.lost[0]} was ended by SIGKILL" not in told:
+            raise Broken(f"rank {self.lost[0]} was killed, and what is told is: {told}")
+
+    def _check_lost_saver(self) -> None:
+        """The training goes on without its savers."""
+        faults = self.schedule.faults
+        is_only_that = len(self.begun) == 1 and all(f.role == "saver" and f.kind in ("kill", "error") for f in faults)
+        if is_only_that and (self.begun[0].status or not self._is_done()):
+            raise Broken(f"only savers met faults, and the run ended with {self.truth.outcome()}")
 
     def rest(self, since: str) -> None:
         """Until nobody runs any more."""

@@ -1,0 +1,140 @@
+"""Faults that are planted in the trainer's shipped sources, one at a time: see tests/world/planted.py."""
+
+from __future__ import annotations
+
+from tests.world.planted import Planted
+
+COMMIT = """    write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
+    sync_folder(aside)
+    at("marker")
+"""
+
+PLANTED = {
+    "marker before the shards are synced": Planted(
+        "trainer.checkpoint.folders", "super().__init__(path)\n", "super().__init__(path, sync_files=False)\n", seed=0
+    ),
+    "metadata synced before they leave Python's buffer": Planted(
+        "trainer.checkpoint.folders",
+        "        self._file.flush()\n        return self._file.fileno()",
+        "        return self._file.fileno()",
+        seed=0,
+    ),
+    "random states that are not synced": Planted(
+        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=0
+    ),
+    "name before the marker": Planted(
+        "trainer.checkpoint.folders",
+        "    aside.rename(final)\n    sync_folder(final.parent)\n",
+        "    (aside / CHECKPOINT_MARKER).unlink()\n    aside.rename(final)\n    sync_folder(final.parent)\n"
+        "    write_synced(final / CHECKPOINT_MARKER, render_marker(state))\n",
+        seed=0,
+    ),
+    "name that is not synced before an older one is deleted": Planted(
+        "trainer.checkpoint.folders",
+        "    aside.rename(final)\n    sync_folder(final.parent)\n",
+        "    aside.rename(final)\n",
+        seed=0,
+    ),
+    "retention before the new one is complete": Planted(
+        "trainer.checkpoint.write",
+        "    try:\n        _write_aside(order, state, group, at)\n",
+        "    if order.rank == 0:\n        _prune(order)\n    try:\n        _write_aside(order, state, group, at)\n",
+        seed=0,
+    ),
+    "retention that forgets the best": Planted(
+        "trainer.checkpoint.retention", "*own[-keep.last :], *best}", "*own[-keep.last :]}", seed=0
+    ),
+    "checkpoint deleted in place": Planted(
+        "trainer.checkpoint.folders",
+        "    path.rename(doomed)\n    remove_tree(doomed)\n",
+        "    remove_tree(path)\n",
+        seed=0,
+    ),
+    "checksums that are not compared": Planted(
+        "trainer.checkpoint.load",
+        "        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))\n",
+        "        damaged: list[str] = []\n",
+        seed=0,
+    ),
+    "ranks that compare the same files": Planted(
+        "trainer.checkpoint.load",
+        "share(read[0].files, dist.rank, dist.world_size)",
+        "share(read[0].files, 0, dist.world_size)",
+        seed=0,
+    ),
+    "newest one or none": Planted(
+        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=0
+    ),
+    "damaged one passed over in silence": Planted(
+        "trainer.checkpoint.resume",
+        "    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})\n",
+        "    return []\n    aside = {}\n",
+        seed=0,
+    ),
+    "damaged one deleted": Planted(
+        "trainer.checkpoint.folders",
+        "    path.rename(aside)\n    return aside\n",
+        "    remove_tree(path)\n    return aside\n",
+        seed=0,
+    ),
+    "each rank looks for itself": Planted(
+        "trainer.checkpoint.resume",
+        "        own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))\n",
+        "        own = _own(run_dir / CHECKPOINTS_DIR)\n",
+        seed=0,
+    ),
+    "saver that does not hold the run folder": Planted(
+        "trainer.saver.process", "(theirs.fileno(), *held_descriptors())", "(theirs.fileno(),)", seed=0
+    ),
+    "run folder that two starts may have": Planted(
+        "trainer.run_folder", "    while not _try_lock(descriptor):\n", "    while False:\n", seed=0
+    ),
+    "config written by who does not hold the folder": Planted(
+        "trainer.commands.cli",
+        "        yield\n    except OSError",
+        "        release_all()\n        yield\n    except OSError",
+        seed=0,
+    ),
+    "saver that outlives its trainer": Planted(
+        "trainer.saver.main",
+        "        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "        signal.SIGKILL\n",
+        seed=0,
+    ),
+    "lost saver's save taken for written": Planted(
+        "trainer.saver.process",
+        "return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))",
+        "return answer if isinstance(answer, Outcome) else Outcome()",
+        seed=0,
+    ),
+    "copy made over the save under way": Planted(
+        "trainer.train.saves",
+        "                self._wait_for_earlier()\n                self._start(step)\n",
+        "                self._start(step)\n",
+        seed=0,
+    ),
+    "save that fails ends the run": Planted(
+        "trainer.train.saves", "            if must_succeed:\n                raise\n", "            raise\n", seed=0
+    ),
+    "last save that may be lost": Planted(
+        "trainer.train.saves", "            if must_succeed:\n                raise\n", "", seed=0
+    ),
+    "outcome written in place": Planted(
+        "trainer.run_folder",
+        "    replace_text(run_dir / OUTCOME_FILE, ",
+        "    (run_dir / OUTCOME_FILE).write_text(",
+        seed=0,
+    ),
+    "outcome that is not synced": Planted(
+        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=0
+    ),
+    "lost rank told as silent": Planted(
+        "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=0
+    ),
+    "nobody judges": Planted(
+        "trainer.failures.heartbeat",
+        "    return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)\n",
+        "    return None\n",
+        seed=0,
+    ),
+}
