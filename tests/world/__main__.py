@@ -11,8 +11,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 HASH_SEED = "PYTHONHASHSEED"
@@ -30,19 +31,46 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--every", type=int, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
+    parser.add_argument("--trainer", action="store_true", help="schedules of the trainer: ranks, savers, checkpoints")
     options = parser.parse_args(words)
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.world", *words])
     if options.plant:
         from tests.world.planted import CHOSEN, PLANTED
+        from tests.world.trainer.planted import PLANTED as OF_TRAINER
 
-        if options.plant not in PLANTED:
-            parser.error(f"--plant is one of: {'; '.join(PLANTED)}")
+        known = OF_TRAINER if options.trainer else PLANTED
+        if options.plant not in known:
+            parser.error(f"--plant is one of: {'; '.join(known)}")
         os.environ[CHOSEN] = options.plant
     if options.every is not None:
         return crash_everywhere(options.every)
-    return max(map(replay, options.seed)) if options.seed is not None else search(options)
+    if options.seed is not None:
+        return max(replay(seed, parts_of(options)) for seed in options.seed)
+    return search(options)
+
+
+class Parts(NamedTuple):
+    """What is searched: how a seed becomes a schedule, how one is carried out, and which are shorter."""
+
+    make: Callable[[int], Any]
+    run: Callable[[Any], Any]
+    carry_out: Callable[..., str | None]
+    shorter: Callable[[Any], Iterable[Any]]
+
+
+def parts_of(options: Any) -> Parts:
+    if options.trainer:
+        from tests.world.trainer import run as of_trainer
+        from tests.world.trainer import schedule as schedules
+
+        return Parts(schedules.make_schedule, of_trainer.Run, of_trainer.carry_out, schedules.shorter)
+    from tests.world.run import Run, carry_out
+    from tests.world.schedule import make_schedule
+    from tests.world.shrink import shorter
+
+    return Parts(make_schedule, Run, carry_out, shorter)
 
 
 def crash_everywhere(stride: int) -> int:
@@ -53,13 +81,10 @@ def crash_everywhere(stride: int) -> int:
     return 1 if why else 0
 
 
-def replay(seed: int) -> int:
-    from tests.world.run import Run, carry_out
-    from tests.world.schedule import make_schedule
-
-    schedule = make_schedule(seed)
-    run = Run(schedule)
-    why = carry_out(schedule, run)
+def replay(seed: int, parts: Parts) -> int:
+    schedule = parts.make(seed)
+    run = parts.run(schedule)
+    why = parts.carry_out(schedule, run)
     print(schedule)
     print(f"seed {seed}: {why or 'all invariants hold'}")
     print(f"{run.kernel.steps:,} calls, {(run.kernel.now_ns - run.began_ns) / 1e9:.3f} virtual seconds")
@@ -88,7 +113,7 @@ def search(options: Any) -> int:
                 done += told["done"]
                 failed += len(told["failures"])
                 for seed, why, schedule in told["failures"]:
-                    _tell(seed, why, schedule, options.plant)
+                    _tell(seed, why, schedule, options)
     for pid in pids:
         failed += os.waitpid(pid, 0)[1] != 0
     seconds = time.monotonic() - began
@@ -97,33 +122,32 @@ def search(options: Any) -> int:
 
 
 def _work(options: Any, worker: int, began: float, out: Any) -> None:
-    from tests.world.run import carry_out
-    from tests.world.schedule import make_schedule
     from tests.world.shrink import shrink
 
+    parts = parts_of(options)
     failures: list[tuple[int, str, str]] = []
     done = 0
     for seed in range(options.first + worker, options.first + options.count, options.workers):
         if time.monotonic() - began > options.seconds or len(failures) >= options.most:
             break
         done += 1
-        schedule = make_schedule(seed)
-        why = carry_out(schedule)
+        schedule = parts.make(seed)
+        why = parts.carry_out(schedule)
         if why is not None:
-            shortest, why = shrink(schedule, carry_out)
+            shortest, why = shrink(schedule, parts.carry_out, parts.shorter)
             failures.append((seed, why, str(shortest)))
     json.dump({"done": done, "failures": failures}, out)
     out.write("\n")
 
 
-def _tell(seed: int, why: str, schedule: str, plant: str) -> None:
+def _tell(seed: int, why: str, schedule: str, options: Any) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    with_fault = f" --plant {plant!r}" if plant else ""
+    more = " --trainer" * options.trainer + (f" --plant {options.plant!r}" if options.plant else "")
     print(f"seed {seed}, commit {commit or 'unknown'}: {why}")
     print("  the shortest schedule that still fails:", *schedule.splitlines(), sep="\n    ")
-    print(f"  python -m tests.world --seed {seed}{with_fault}\n")
+    print(f"  python -m tests.world --seed {seed}{more}\n")
 
 
 if __name__ == "__main__":

@@ -53,12 +53,12 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
             write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
-    except FAILURES as error:
+        code = run_recipe(config, run_dir, dist, debug=debug)
+    except FAILURES as error:  # of the recipe only what comes before it is watched
         code = tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
             leave(code)
         return code
-    code = run_recipe(config, run_dir, dist, debug=debug)
     stop_dist()
     release_all()
     return code

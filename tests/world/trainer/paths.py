@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.world.linux import calls
+from tests.world.linux.calls import kernel, this
 from tests.world.linux.modules import OS
 from tests.world.linux.streams import open_
 
 MISSING = (FileNotFoundError, NotADirectoryError)
+
+
+def hidden_from() -> set[str]:
+    """What this process does not see yet of what others have named: so does a network file system."""
+    find = getattr(kernel(), "hidden", None)
+    return set() if find is None else find(this())
 
 
 class Path(pathlib.PurePosixPath):
@@ -84,7 +91,8 @@ class Path(pathlib.PurePosixPath):
                 raise
 
     def iterdir(self) -> Iterator[Path]:
-        yield from [self / name for name in calls.listdir(self)]
+        names, hidden = calls.listdir(self), hidden_from()
+        yield from [self / name for name in names if name not in hidden]
 
     def glob(self, pattern: str) -> Iterator[Path]:
         """Of one part, as those of the trainer are. A folder that is not there, or is no folder, holds nothing."""

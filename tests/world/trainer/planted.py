@@ -38,7 +38,8 @@ PLANTED = {
     "retention before the new one is complete": Planted(
         "trainer.checkpoint.write",
         "    try:\n        _write_aside(order, state, group, at)\n",
-        "    if order.rank == 0:\n        _prune(order)\n    try:\n        _write_aside(order, state, group, at)\n",
+        "    if order.rank == 0 and order.keep.last == 1:\n        prune(order.folder, Keep(), newest=0)\n"
+        "    try:\n        _write_aside(order, state, group, at)\n",
         seed=0,
     ),
     "retention that forgets the best": Planted(
@@ -95,12 +96,6 @@ PLANTED = {
         "        release_all()\n        yield\n    except OSError",
         seed=0,
     ),
-    "saver that outlives its trainer": Planted(
-        "trainer.saver.main",
-        "        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
-        "        signal.SIGKILL\n",
-        seed=0,
-    ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",
         "return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))",
@@ -115,9 +110,6 @@ PLANTED = {
     ),
     "save that fails ends the run": Planted(
         "trainer.train.saves", "            if must_succeed:\n                raise\n", "            raise\n", seed=0
-    ),
-    "last save that may be lost": Planted(
-        "trainer.train.saves", "            if must_succeed:\n                raise\n", "", seed=0
     ),
     "outcome written in place": Planted(
         "trainer.run_folder",

@@ -17,6 +17,7 @@ from typing import Any
 from tests.world.linux import calls
 from tests.world.linux.calls import kernel, this
 from tests.world.linux.imports import PREFIX, Package
+from tests.world.linux.kernel import Killed
 from tests.world.linux.modules import MODULES, OS, TIME
 from tests.world.programs import OTHERS, Body, in_python
 from tests.world.trainer import groups
@@ -274,7 +275,12 @@ def _furnish() -> None:
         num_processes=None,
     )
     _stand("trainer.metrics.trackers", check_trackers=lambda config: None)
-    _stand("trainer.start.launch", device_kind=lambda config: "cpu", write_config=_write_config)
+    _stand(
+        "trainer.start.launch",
+        device_kind=lambda config: "cpu",
+        write_config=_write_config,
+        let_rank_0_tell=lambda: TIME.sleep(10.0),
+    )
     _stand("trainer.train.run", Run=nothing, Result=_Result, Evaluated=nothing)
     _stand("trainer.train.values", PeakMemory=_Memory, Reader=_Steps, NonFiniteError=_NonFinite)
     _stand(
@@ -358,9 +364,11 @@ def _rank() -> None:
         startup = load("trainer.startup").Startup()
         code = load("trainer.start.rank").run_rank(config_of(plan_of()), Path(RUN_DIR), debug=False, startup=startup)
         raise SystemExit(code)
-    finally:
-        if not this().is_over:
-            end_pools()
+    except Killed:
+        raise
+    except BaseException:
+        end_pools()
+        raise
 
 
 def train(ranks: int) -> None:

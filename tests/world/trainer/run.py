@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tests.world.invariants import Broken
 from tests.world.linux.disk import Inode, OpenFile, refuse
-from tests.world.linux.kernel import STEP_NS, Endless, Process, S
+from tests.world.linux.kernel import STEP_NS, Endless, Killed, Process, S
 from tests.world.schedule import Fault
 from tests.world.trainer.groups import Net
 from tests.world.trainer.invariants import CHECKPOINTS, Truth, role_of
@@ -51,12 +51,16 @@ class Run:
         self.rebooted = False
         self.kernel.before_call = self.before_call
         self.kernel.ends_in_write = self.before_write
+        if any(fault.kind == "late" for fault in schedule.faults):
+            self.kernel.hidden = self.hidden  # type: ignore[attr-defined]
         self._end = self.kernel.end
         self.kernel.end = self.end  # type: ignore[method-assign]
 
     # --- faults at a call -------------------------------------------------------------------------------------------
 
     def before_call(self, process: Process, name: str, what: str) -> None:
+        if "dies" in process.own and self.kernel.current is not process.own["in disk"]:
+            raise Killed  # the other threads of who was killed
         if not self.waiting:
             return
         role = process.own.get("role")
@@ -73,7 +77,7 @@ class Run:
                     self.waiting.remove(fault)
                     self._excuse(process)
                     raise refuse(getattr(errno, number), what)
-            elif self.steps[role] >= fault.count:
+            elif self.steps[role] >= fault.count and fault in self.waiting:
                 self.waiting.remove(fault)
                 self.note()
                 getattr(self, f"_at_{fault.kind}")(process, fault)
@@ -107,11 +111,13 @@ class Run:
     def _at_slow(self, process: Process, fault: Fault) -> None:
         """The call takes long, in the disk: nothing ends its process before it is through, not even SIGKILL."""
         self.note(fault.value)
-        process.own["in disk"] = True
+        process.own["in disk"] = self.kernel.current
+        if fault.word == "kill":
+            self.kill_start(process.env[START])
         blocked, process.blocked = process.blocked, set(range(1, 65))
         self.kernel.sleep(fault.value)
         process.blocked = blocked
-        process.own["in disk"] = False
+        process.own["in disk"] = None
         if "dies" in process.own:
             self.kernel.at(self.kernel.now_ns + STEP_NS + 1, lambda: self.kernel.end(process, process.own["dies"]))
 
@@ -140,6 +146,11 @@ class Run:
             self._power(fault)
         else:
             self.kill_start(process.env[START])
+
+    def hidden(self, process: Process) -> set[str]:
+        """Ranks of other nodes see the newest checkpoint late, as on a network file system."""
+        there = self.truth.complete()
+        return {f"step_{max(there):06d}"} if there and process.env.get("RANK", "0") != "0" else set()
 
     # --- faults at a time -------------------------------------------------------------------------------------------
 
@@ -170,7 +181,7 @@ class Run:
     def _power(self, fault: Fault) -> None:
         self.rebooted = True
         for process in self.world.processes():
-            process.own["in disk"] = False
+            process.own["in disk"] = None
         self.kernel.reboot()
         self.truth.owner = ""
         self.truth.check_files_whole()
@@ -295,7 +306,8 @@ class Run:
 def _spoil(inode: Inode, how: str) -> None:
     data = bytes(inode.data)
     new = {"cut": data[: len(data) // 2], "zeros": bytes(len(data)), "longer": data + b"\n"}
-    new["other"] = data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+    middle = len(data) // 2
+    new["other"] = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     inode.data = bytearray(new[how])
 
 

@@ -11,11 +11,11 @@ from tests.world.schedule import Fault, _told
 ROLES = ("rank", "rank", "saver", "saver", "launcher")
 CALLS = ("write", "fsync", "rename", "open", "mkdir", "unlink", "listdir", "read", "stat", "flock", "spawn", "lseek")
 KINDS = (
-    *("kill", "kill", "killall", "killall", "halt", "slow", "error", "error", "full", "stop"),
-    *("power", "power", "prefix", "prefix", "damage", "damage"),
+    *("kill", "kill", "killall", "killall", "halt", "slow", "slow", "error", "error", "full", "stop"),
+    *("power", "power", "prefix", "prefix", "damage", "damage", "late"),
 )
 FILES = ("shard", "metadata", "state", "marker", "random")
-HOWS = ("cut", "zeros", "gone", "other", "longer")
+HOWS = ("cut", "zeros", "gone", "other", "other", "other", "longer")
 
 
 class Start(NamedTuple):
@@ -57,13 +57,13 @@ def make_schedule(seed: int) -> Schedule:
     ranks = chance.choice((1, 1, 2, 2, 2, 3, 4))
     starts = [Start(0.0, ranks)]
     for _ in range(chance.choice((0, 1, 1, 2))):
-        at_s = chance.choice((chance.random() * 1.5, chance.random() * 4))
+        at_s = chance.choice((chance.random() * 0.002, chance.random() * 1.5, chance.random() * 4))
         starts.append(Start(at_s, ranks if chance.random() < 0.7 else chance.choice((1, 2, 4))))
     keep_last = chance.choice((0, 1, 1, 1, 2))
     faults = tuple(_fault(chance) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3))))
     return Schedule(
         seed,
-        chance.choice((3, 4, 6, 8)),
+        chance.choice((3, 3, 4, 6)),
         tuple(sorted(starts)),
         faults,
         beside=chance.random() < 0.65,
@@ -89,7 +89,8 @@ def _fault(chance: random.Random) -> Fault:
     if kind == "halt":
         return Fault(kind, role, count=count, value=chance.choice((0.3, 3.0, 20.0, 90.0)))
     if kind == "slow":
-        return Fault(kind, chance.choice(("rank", "saver")), count=count, value=chance.choice((0.3, 3.0, 20.0)))
+        word, value = chance.choice(("", "kill", "kill")), chance.choice((0.1, 0.3, 3.0, 20.0))
+        return Fault(kind, chance.choice(("rank", "saver", "saver")), count=count, value=value, word=word)
     if kind == "error":
         word = f"{chance.choice(CALLS)} {chance.choice(('EIO', 'ENOSPC'))}"
         return Fault(kind, role, count=chance.choice((chance.randrange(1, 12), chance.randrange(1, 60))), word=word)
@@ -103,7 +104,7 @@ def _fault(chance: random.Random) -> Fault:
         word = chance.choice(("kill", "power"))
         size = float(chance.choice((0, chance.randrange(1, 400))))
         return Fault(kind, role, count=chance.randrange(1, 80), value=size, word=word)
-    return Fault(kind, at_s=at_s)
+    return Fault(kind, at_s=at_s if kind == "stop" else 0.0)
 
 
 def shorter(schedule: Schedule) -> Iterator[Schedule]:
