@@ -88,7 +88,10 @@ PLANTED = {
         "trainer.saver.process", "(theirs.fileno(), *held_descriptors())", "(theirs.fileno(),)", seed=0
     ),
     "run folder that two starts may have": Planted(
-        "trainer.run_folder", "    while not _try_lock(descriptor):\n", "    while False:\n", seed=0
+        "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
+    ),
+    "rank that takes no part in the lock": Planted(
+        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=0
     ),
     "config written by who does not hold the folder": Planted(
         "trainer.commands.cli",
