@@ -11,16 +11,16 @@ COMMIT = """    write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
 
 PLANTED = {
     "marker before the shards are synced": Planted(
-        "trainer.checkpoint.folders", "super().__init__(path)\n", "super().__init__(path, sync_files=False)\n", seed=0
+        "trainer.checkpoint.folders", "super().__init__(path)\n", "super().__init__(path, sync_files=False)\n", seed=18
     ),
     "metadata synced before they leave Python's buffer": Planted(
         "trainer.checkpoint.folders",
         "        self._file.flush()\n        return self._file.fileno()",
         "        return self._file.fileno()",
-        seed=0,
+        seed=18,
     ),
     "random states that are not synced": Planted(
-        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=0
+        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=18
     ),
     "name before the marker": Planted(
         "trainer.checkpoint.folders",
@@ -33,7 +33,7 @@ PLANTED = {
         "trainer.checkpoint.folders",
         "    aside.rename(final)\n    sync_folder(final.parent)\n",
         "    aside.rename(final)\n",
-        seed=0,
+        seed=18,
     ),
     "retention before the new one is complete": Planted(
         "trainer.checkpoint.write",
@@ -43,19 +43,19 @@ PLANTED = {
         seed=0,
     ),
     "retention that forgets the best": Planted(
-        "trainer.checkpoint.retention", "*own[-keep.last :], *best}", "*own[-keep.last :]}", seed=0
+        "trainer.checkpoint.retention", "*own[-keep.last :], *best}", "*own[-keep.last :]}", seed=8
     ),
     "checkpoint deleted in place": Planted(
         "trainer.checkpoint.folders",
         "    path.rename(doomed)\n    remove_tree(doomed)\n",
         "    remove_tree(path)\n",
-        seed=0,
+        seed=315,
     ),
     "checksums that are not compared": Planted(
         "trainer.checkpoint.load",
         "        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))\n",
         "        damaged: list[str] = []\n",
-        seed=0,
+        seed=340,
     ),
     "ranks that compare the same files": Planted(
         "trainer.checkpoint.load",
@@ -64,28 +64,28 @@ PLANTED = {
         seed=0,
     ),
     "newest one or none": Planted(
-        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=0
+        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=40
     ),
     "damaged one passed over in silence": Planted(
         "trainer.checkpoint.resume",
         "    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})\n",
         "    return []\n    aside = {}\n",
-        seed=0,
+        seed=12,
     ),
     "damaged one deleted": Planted(
         "trainer.checkpoint.folders",
         "    path.rename(aside)\n    return aside\n",
         "    remove_tree(path)\n    return aside\n",
-        seed=0,
+        seed=12,
     ),
     "each rank looks for itself": Planted(
         "trainer.checkpoint.resume",
         "        own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))\n",
         "        own = _own(run_dir / CHECKPOINTS_DIR)\n",
-        seed=0,
+        seed=8,
     ),
     "saver that does not hold the run folder": Planted(
-        "trainer.saver.process", "(theirs.fileno(), *held_descriptors())", "(theirs.fileno(),)", seed=0
+        "trainer.saver.process", "(theirs.fileno(), *held_descriptors())", "(theirs.fileno(),)", seed=53
     ),
     "run folder that two starts may have": Planted(
         "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
@@ -97,22 +97,22 @@ PLANTED = {
         "trainer.commands.cli",
         "        yield\n    except OSError",
         "        release_all()\n        yield\n    except OSError",
-        seed=0,
+        seed=113,
     ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",
         "return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))",
         "return answer if isinstance(answer, Outcome) else Outcome()",
-        seed=0,
+        seed=91,
     ),
     "copy made over the save under way": Planted(
         "trainer.train.saves",
         "                self._wait_for_earlier()\n                self._start(step)\n",
         "                self._start(step)\n",
-        seed=0,
+        seed=220,
     ),
     "save that fails ends the run": Planted(
-        "trainer.train.saves", "            if must_succeed:\n                raise\n", "            raise\n", seed=0
+        "trainer.train.saves", "            if must_succeed:\n                raise\n", "            raise\n", seed=4
     ),
     "outcome written in place": Planted(
         "trainer.run_folder",
@@ -121,15 +121,15 @@ PLANTED = {
         seed=0,
     ),
     "outcome that is not synced": Planted(
-        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=0
+        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=18
     ),
     "lost rank told as silent": Planted(
-        "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=0
+        "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=6
     ),
     "nobody judges": Planted(
         "trainer.failures.heartbeat",
         "    return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)\n",
         "    return None\n",
-        seed=0,
+        seed=6,
     ),
 }

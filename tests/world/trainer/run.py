@@ -87,11 +87,15 @@ class Run:
         self.truth.excused.add(process.env[START])
 
     def _at_kill(self, process: Process, fault: Fault) -> None:
+        self._lose(process)
+        self.kernel.signal(process, signal.SIGKILL)
+
+    def _lose(self, process: Process) -> None:
         env, progress = process.env, process.own.get("progress")
         others = self.truth.resumed.get(env[START], {})
-        if "RANK" in env and progress and progress.phase != "done" and len(others) == int(env["WORLD_SIZE"]):
+        is_in_steps = progress and progress.phase in ("data", "forward", "backward", "optimizer")
+        if "RANK" in env and is_in_steps and len(others) == int(env["WORLD_SIZE"]):
             self.lost.append(env["RANK"])
-        self.kernel.signal(process, signal.SIGKILL)
 
     def _at_killall(self, process: Process, fault: Fault) -> None:
         self.kill_start(process.env[START])
@@ -102,6 +106,7 @@ class Run:
                 self.kernel.signal(other, signal.SIGKILL)
 
     def _at_halt(self, process: Process, fault: Fault) -> None:
+        self._lose(process)
         self.kernel.signal(process, signal.SIGSTOP)
         self.later(fault.value, lambda: self.kernel.signal(process, signal.SIGCONT))
 
@@ -256,14 +261,17 @@ class Run:
             raise Broken(f"{MOST_STARTS} starts after the last fault the run has not ended: {self.truth.outcome()}")
 
     def _check_lost_rank(self) -> None:
-        """Where one rank was killed, and nothing else went wrong, that is what is told."""
-        kinds = [(fault.kind, fault.role) for fault in self.schedule.faults]
-        if kinds != [("kill", "rank")] or len(self.begun) > 1 or not self.lost or self._is_done():
+        """Where one rank was killed or stopped in its steps, and nothing else went wrong, that is what is told."""
+        kinds = [(fault.kind, fault.role, fault.value) for fault in self.schedule.faults]
+        if kinds not in ([("kill", "rank", 0.0)], [("halt", "rank", 90.0)]) or len(self.begun) > 1 or not self.lost:
             return
         told = self.truth.outcome().get("error") or "; ".join(self.truth.lines[-2:])
         is_told = f"rank {self.lost[0]} (pid " in told and "ended without a word" in told
-        if not is_told and f"rank {self.lost[0]} was ended by SIGKILL" not in told:
-            raise Broken(f"rank {self.lost[0]} was killed, and what is told is: {told}")
+        is_told = is_told or f"rank {self.lost[0]} was ended by SIGKILL" in told
+        if kinds[0][0] == "halt":
+            is_told = f"rank {self.lost[0]} is late" in told
+        if not is_told:
+            raise Broken(f"rank {self.lost[0]} met a {kinds[0][0]}, and what is told is: {told}")
 
     def _check_lost_saver(self) -> None:
         """The training goes on without its savers."""
@@ -307,7 +315,7 @@ class Run:
 def _spoil(inode: Inode, how: str) -> None:
     data = bytes(inode.data)
     new = {"cut": data[: len(data) // 2], "zeros": bytes(len(data)), "longer": data + b"\n"}
-    middle = len(data) // 2
+    middle = min(len(data) // 2 + 20, len(data) - 3)  # of a shard in a tensor's content, not in how it is framed
     new["other"] = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
     inode.data = bytearray(new[how])
 

@@ -53,6 +53,8 @@ class Schedule(NamedTuple):
 
 def make_schedule(seed: int) -> Schedule:
     """Of a seed, which is also that of the kernel's chance."""
+    if seed % 7 == 6:
+        return _one_loss(seed)
     chance = random.Random(f"trainer {seed}")
     ranks = chance.choice((1, 1, 2, 2, 2, 3, 4))
     starts = [Start(0.0, ranks)]
@@ -74,6 +76,22 @@ def make_schedule(seed: int) -> Schedule:
         step_s=chance.choice((0.01, 0.05, 0.3)),
         import_s=chance.choice((0.02, 0.2, 1.0)),
         wait_from_bytes=chance.choice((0, 0, 1 << 20)),
+    )
+
+
+def _one_loss(seed: int) -> Schedule:
+    """One start, and one process of it that is lost: what is told of that is known."""
+    chance = random.Random(f"one loss {seed}")
+    count, role = chance.randrange(20, 500), chance.choice(("rank", "rank", "saver"))
+    kind = chance.choice(("kill", "halt")) if role == "rank" else "kill"
+    return Schedule(
+        seed,
+        6,
+        (Start(0.0, chance.choice((2, 3, 4))),),
+        (Fault(kind, role, count=count, value=90.0 if kind == "halt" else 0.0),),
+        beside=chance.random() < 0.7,
+        save_every=chance.choice((1, 2, 3)),
+        step_s=chance.choice((0.05, 0.3)),
     )
 
 
