@@ -55,16 +55,16 @@ PLANTED = {
         "trainer.checkpoint.load",
         "        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))\n",
         "        damaged: list[str] = []\n",
-        seed=340,
+        seed=9,
     ),
     "ranks that compare the same files": Planted(
         "trainer.checkpoint.load",
         "share(read[0].files, dist.rank, dist.world_size)",
         "share(read[0].files, 0, dist.world_size)",
-        seed=0,
+        seed=9,
     ),
     "newest one or none": Planted(
-        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=40
+        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=2
     ),
     "damaged one passed over in silence": Planted(
         "trainer.checkpoint.resume",
@@ -91,7 +91,7 @@ PLANTED = {
         "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
     ),
     "rank that takes no part in the lock": Planted(
-        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=0
+        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=418
     ),
     "config written by who does not hold the folder": Planted(
         "trainer.commands.cli",

@@ -53,8 +53,8 @@ class Schedule(NamedTuple):
 
 def make_schedule(seed: int) -> Schedule:
     """Of a seed, which is also that of the kernel's chance."""
-    if seed % 7 == 6:
-        return _one_loss(seed)
+    if seed % 7 in (2, 6):
+        return _one_loss(seed) if seed % 7 == 6 else _one_damage(seed)
     chance = random.Random(f"trainer {seed}")
     ranks = chance.choice((1, 1, 2, 2, 2, 3, 4))
     starts = [Start(0.0, ranks)]
@@ -93,6 +93,15 @@ def _one_loss(seed: int) -> Schedule:
         save_every=chance.choice((1, 2, 3)),
         step_s=chance.choice((0.05, 0.3)),
     )
+
+
+def _one_damage(seed: int) -> Schedule:
+    """A file is damaged once the run has ended, and the run is started again."""
+    chance = random.Random(f"one damage {seed}")
+    word = f"{chance.choice(FILES)} {chance.choice(HOWS)}"
+    start, later = Start(0.0, chance.choice((1, 2, 3, 4))), Start(2.5, chance.choice((1, 2, 3, 4)))
+    faults = (Fault("damage", at_s=2.0, word=word),)
+    return Schedule(seed, 3, (start, later), faults, save_every=chance.choice((1, 2, 3)), step_s=0.05)
 
 
 def _fault(chance: random.Random) -> Fault:
