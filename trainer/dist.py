@@ -27,6 +27,8 @@ CONTROL_TIMEOUT_ENV where that is 0)."""
 CONTROL_TIMEOUT_ENV = "TORCHFERRY_CONTROL_TIMEOUT_S"
 """Seconds the ranks wait for one another at a barrier, e.g. while rank 0 writes an export (default 1800)."""
 
+CONTROL_MARGIN_S = 10
+"""So much later a wait for another rank is an error: by then the watchdog has told who is late."""
 
 Group = torch_dist.ProcessGroup | None
 """A gloo group of all ranks; None in a world of one."""
@@ -88,7 +90,7 @@ def new_control_group(dist: Dist) -> torch_dist.ProcessGroup | None:
     """A further gloo group of all ranks, for a thread of its own; None in a world of one. Every rank calls this."""
     if dist.world_size == 1:
         return None
-    timeout = timedelta(seconds=control_timeout_s())
+    timeout = timedelta(seconds=control_timeout_s() + CONTROL_MARGIN_S)
     group: torch_dist.ProcessGroup = torch_dist.new_group(backend="gloo", timeout=timeout)
     return group
 

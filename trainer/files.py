@@ -1,4 +1,5 @@
-"""Files that are whole or as before, whenever the process ends; reading those that others may change; room for them."""
+"""Files that are whole or as before, whenever the process ends or the power goes; reading those that others may change;
+room for them."""
 
 from __future__ import annotations
 
@@ -27,8 +28,16 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, content: bytes) -> None:
     """As `replace_text`."""
     aside = path.with_name(f".tmp_{path.name}")
-    aside.write_bytes(content)
+    write_synced(aside, content)  # else its name may be on disk before what is in it
     aside.replace(path)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file whose content is on disk then; its name is not, for sure."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_up_to(path: Path, most: int) -> bytes:

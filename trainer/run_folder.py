@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +16,9 @@ from trainer.schema import OUTCOME_FILE
 
 LOCK_FILE = "control/trainer.lock"
 """Held by rank 0 as long as its process or its saver's lives, however they end. It holds that process's host and id."""
+RANKS_LOCK_FILE = "control/ranks.lock"
+"""Held by the other ranks of this node together, and by their savers: what one of them has begun to write may come when
+rank 0 has ended, into the checkpoint of the next start."""
 PATIENCE_S = 30.0
 """A restart may come while the ranks of the start before are still dying."""
 IN_USE_HINT = "wait for it, stop it, or name another --run-dir"
@@ -26,20 +30,30 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
 
     The lock is of the node: on a network file system another host may not see it.
     """
-    path = run_dir / LOCK_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor, others = _open(run_dir / LOCK_FILE), _open(run_dir / RANKS_LOCK_FILE)
     deadline = time.monotonic() + patience_s
-    while not _try_lock(descriptor):
-        if time.monotonic() >= deadline:
-            owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            return f"{run_dir} is in use by another run ({owner})"
-        time.sleep(0.1)
+    for one in (descriptor, others):
+        while not _try_lock(one, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                os.close(others)
+                return f"{run_dir} is in use by another run ({owner}{' or a rank beside it' if one == others else ''})"
+            time.sleep(0.1)
+    os.close(others)  # nobody of an earlier start is left, and no later one comes past the first lock
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"host {os.uname().nodename}, process {os.getpid()}\n".encode(), 0)
     _held.append(descriptor)
     return None
+
+
+def join(run_dir: Path) -> None:
+    """Take part in the run folder that rank 0 has taken. Raises OSError where another start has it by now."""
+    descriptor = _open(run_dir / RANKS_LOCK_FILE)
+    if not _try_lock(descriptor, fcntl.LOCK_SH):
+        os.close(descriptor)
+        raise OSError(errno.EWOULDBLOCK, "another start has taken the run folder", str(run_dir))
+    _held.append(descriptor)
 
 
 def held_descriptors() -> tuple[int, ...]:
@@ -53,9 +67,14 @@ def release_all() -> None:
         os.close(_held.pop())
 
 
-def _try_lock(descriptor: int) -> bool:
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
     with suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         return True
     return False
 

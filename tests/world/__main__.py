@@ -12,8 +12,9 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -35,21 +36,48 @@ def main(words: list[str]) -> int:
         "--every", type=int, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
     parser.add_argument("--failed", action="store_true", help="those that once failed: see failed.py")
+    parser.add_argument("--trainer", action="store_true", help="schedules of the trainer: ranks, savers, checkpoints")
     options = parser.parse_args(words)
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.world", *words])
     if options.plant:
         from tests.world.planted import CHOSEN, PLANTED
+        from tests.world.trainer.planted import PLANTED as OF_TRAINER
 
-        if options.plant not in PLANTED:
-            parser.error(f"--plant is one of: {'; '.join(PLANTED)}")
+        known = OF_TRAINER if options.trainer else PLANTED
+        if options.plant not in known:
+            parser.error(f"--plant is one of: {'; '.join(known)}")
         os.environ[CHOSEN] = options.plant
     if options.every is not None:
         return crash_everywhere(options.every)
     if options.failed:
         return try_failed()
-    return max(map(replay, options.seed)) if options.seed is not None else search(options)
+    if options.seed is not None:
+        return max(replay(seed, parts_of(options)) for seed in options.seed)
+    return search(options)
+
+
+class Parts(NamedTuple):
+    """What is searched: how a seed becomes a schedule, how one is carried out, and which are shorter."""
+
+    make: Callable[[int], Any]
+    run: Callable[[Any], Any]
+    carry_out: Callable[..., str | None]
+    shorter: Callable[[Any], Iterable[Any]]
+
+
+def parts_of(options: Any) -> Parts:
+    if options.trainer:
+        from tests.world.trainer import run as of_trainer
+        from tests.world.trainer import schedule as schedules
+
+        return Parts(schedules.make_schedule, of_trainer.Run, of_trainer.carry_out, schedules.shorter)
+    from tests.world.run import Run, carry_out
+    from tests.world.schedule import make_schedule
+    from tests.world.shrink import shorter
+
+    return Parts(make_schedule, Run, carry_out, shorter)
 
 
 def crash_everywhere(stride: int) -> int:
@@ -71,13 +99,10 @@ def try_failed() -> int:
     return 1 if failures else 0
 
 
-def replay(seed: int) -> int:
-    from tests.world.run import Run, carry_out
-    from tests.world.schedule import make_schedule
-
-    schedule = make_schedule(seed)
-    run = Run(schedule)
-    why = carry_out(schedule, run)
+def replay(seed: int, parts: Parts) -> int:
+    schedule = parts.make(seed)
+    run = parts.run(schedule)
+    why = parts.carry_out(schedule, run)
     print(schedule)
     print(f"seed {seed}: {why or 'all invariants hold'}")
     print(f"{run.kernel.steps:,} calls, {(run.kernel.now_ns - run.began_ns) / 1e9:.3f} virtual seconds")
@@ -113,7 +138,7 @@ def search(options: Any) -> int:
                 progress.advance(shown, told["done"])
                 for seed, why, schedule in told["failures"]:
                     failed += 1
-                    _tell(seed, why, schedule, options.plant)
+                    _tell(seed, why, schedule, options)
     for pid in pids:
         failed += os.waitpid(pid, 0)[1] != 0
     seconds = time.monotonic() - began
@@ -122,32 +147,30 @@ def search(options: Any) -> int:
 
 
 def _work(options: Any, worker: int, began: float, out: Any) -> None:
-    from tests.world.run import carry_out
-    from tests.world.schedule import make_schedule
     from tests.world.shrink import shrink
 
-    failed = 0
+    parts, failed = parts_of(options), 0
     for seed in range(options.first + worker, options.first + options.count, options.workers):
         if time.monotonic() - began > options.seconds or failed >= options.most:
             break
-        schedule = make_schedule(seed)
-        why = carry_out(schedule)
+        schedule = parts.make(seed)
+        why = parts.carry_out(schedule)
         failures: list[tuple[int, str, str]] = []
         if why is not None:
             failed += 1
-            shortest, why = shrink(schedule, carry_out)
+            shortest, why = shrink(schedule, parts.carry_out, parts.shorter)
             failures.append((seed, why, str(shortest)))
         out.write(json.dumps({"done": 1, "failures": failures}) + "\n")
 
 
-def _tell(seed: int, why: str, schedule: str, plant: str) -> None:
+def _tell(seed: int, why: str, schedule: str, options: Any) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    with_fault = f" --plant {plant!r}" if plant else ""
+    more = " --trainer" * options.trainer + (f" --plant {options.plant!r}" if options.plant else "")
     print(f"seed {seed}, commit {commit or 'unknown'}: {why}")
     print("  the shortest schedule that still fails:", *schedule.splitlines(), sep="\n    ")
-    print(f"  python -m tests.world --seed {seed}{with_fault}\n", flush=True)
+    print(f"  python -m tests.world --seed {seed}{more}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from tests.world.schedule import Schedule
 
-Fails = Callable[[Schedule], str | None]
+T = TypeVar("T")
 
 
-def shrink(schedule: Schedule, fails: Fails) -> tuple[Schedule, str]:
+def shrink(schedule: T, fails: Callable[[T], str | None], shorter_ones: Callable[[T], Iterable[T]]) -> tuple[T, str]:
     """The shortest schedule found that still fails, and what does not hold in it. The seed stays: it is the kernel's
-    chance."""
+    chance. `shorter_ones`: those with a little less in them."""
     why = fails(schedule)
     assert why is not None
     while True:
-        for shorter in _shorter(schedule):
+        for shorter in shorter_ones(schedule):
             found = fails(shorter)
             if found is not None:
                 schedule, why = shorter, found
@@ -24,7 +25,7 @@ def shrink(schedule: Schedule, fails: Fails) -> tuple[Schedule, str]:
             return schedule, why
 
 
-def _shorter(schedule: Schedule) -> list[Schedule]:
+def shorter(schedule: Schedule) -> list[Schedule]:
     found = []
     for number in range(len(schedule.faults)):
         found.append(schedule._replace(faults=schedule.faults[:number] + schedule.faults[number + 1 :]))

@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO, cast
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from trainer.files import read_up_to, remove_tree, sync_folder
+from trainer.files import read_up_to, remove_tree, sync_folder, write_synced
 from trainer.schema import CHECKPOINT_MARKER
 from trainer.typed import MAX_BYTES, Count, Damage, Size, Within, from_json, parse_json
 from trainer.words import first_few
@@ -81,7 +81,7 @@ def missing(path: Path) -> str:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint that cannot be used to `.bad_step_N`, which nobody looks at, and return that."""
-    taken = len(list(path.parent.glob(f".bad_{path.name}*")))
+    taken = sum(other.name.startswith(f".bad_{path.name}") for other in path.parent.iterdir())
     aside = path.with_name(f".bad_{path.name}" + (f"_{taken}" if taken else ""))
     path.rename(aside)
     return aside
@@ -96,10 +96,10 @@ def make_empty(folder: Path) -> None:
 def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], None] = lambda point: None) -> None:
     """Give a completely written folder its marker and its name; `at` hears of each point that is passed."""
     state = json.dumps(info, indent=1).encode()
-    _write_synced(aside / STATE_FILE, state)
+    write_synced(aside / STATE_FILE, state)
     sync_folder(aside)
     at("state")
-    _write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
+    write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
     sync_folder(aside)
     at("marker")
     replaced = aside.with_name(f"{aside.name}_replaced")
@@ -180,15 +180,13 @@ def remove(path: Path) -> None:
 
 
 def _named(folder: Path) -> dict[int, Path]:
-    found = {int(match[1]): path for path in folder.glob("step_*") if (match := STEP_NAME.fullmatch(path.name))}
+    """Raises OSError where a folder that is there cannot be listed: its run would begin anew, and delete what it has.
+    Path.glob finds nothing in such a folder since Python 3.12."""
+    paths: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = list(folder.iterdir())
+    found = {int(match[1]): path for path in paths if (match := STEP_NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 # --- content ---------------------------------------------------------------------------------------------------------
@@ -217,7 +215,7 @@ class _ChecksummingFiles(FileSystem):
 
 
 class ChecksummedFile:
-    """A file that is written from its beginning to its end; everything but `write` is the file's own."""
+    """A file that is written from its beginning to its end; everything but `write` and `fileno` is the file's own."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -228,6 +226,11 @@ class ChecksummedFile:
         self._crc = zlib.crc32(data, self._crc)
         self._length += memoryview(data).nbytes
         return self._file.write(data)
+
+    def fileno(self) -> int:
+        """For who syncs the file: what is in Python's buffer yet, such as all of torch's metadata, would not be."""
+        self._file.flush()
+        return self._file.fileno()
 
     def entry(self) -> list[int]:
         return [self._length, self._crc]

@@ -47,7 +47,7 @@ class Choice:
 
     paths: list[Path] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
-    """Newer than the first of `paths`, and passed over."""
+    """Newer than the first of `paths`, or without any of these, and passed over."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def resume(
             f"none of the {len(failures)} checkpoints in {folder} can be loaded: {told}. Restore one of them, or start "
             f"anew in another --run-dir"
         )
-    return None, []
+    return None, _notes(None, choice, failures, dist)
 
 
 def render_doomed(run_dir: Path, start_step: int) -> list[str]:
@@ -263,12 +263,13 @@ def _check_state(path: Path, saved: Any, state: ExtraState | None) -> None:
         state.load_state_dict(saved)
 
 
-def _notes(path: Path, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
+def _notes(path: Path | None, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
     reasons = {bad: f"cannot load {bad}: {_reason(bad, error)}" for bad, error in failures}
     reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in choice.incomplete}
     aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
     told = [f"warning: {reason}; it is {aside[bad].name} now" for bad, reason in reasons.items()]
-    return [*told, f"going on from {path.name}, the one before"] if told else []
+    goes_on = f"going on from {path.name}, the one before" if path else "beginning anew: there is no other checkpoint"
+    return [*told, goes_on] if told else []
 
 
 def _unsealed(path: Path) -> str:

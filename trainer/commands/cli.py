@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,9 +207,9 @@ def start(config: Config, run_dir: Path | None, *, debug: bool) -> NoReturn:
         raise ConfigError(f"script is {config.script!r}: train.py runs the trainer only", hint="use deploy.py")
     prepare_host(config)
     run_dir = (run_dir or launch.new_run_dir(config, time.localtime())).absolute()
-    await_folder(run_dir)
-    launch.write_config(config, run_dir)
-    forget_stop(run_dir)
+    with holding(run_dir):
+        launch.write_config(config, run_dir)
+        forget_stop(run_dir)
     write_line(sys.stdout, f"run folder: {run_dir}")
     processes = num_processes(config)
     if processes == 1:
@@ -246,8 +246,9 @@ def start_calibration(config: Config, *, as_json: bool, debug: bool) -> int:
     return calibrate_rank(config, as_json=as_json, debug=debug)
 
 
-def await_folder(run_dir: Path) -> None:
-    """Return when no other run uses the folder, before anything in it is changed; its rank takes it for good.
+@contextmanager
+def holding(run_dir: Path) -> Iterator[None]:
+    """Hold the folder, once no other run uses it, while something in it is changed; its rank takes it for good.
 
     Raises ConfigError when it stays in use, or cannot be written.
     """
@@ -256,12 +257,13 @@ def await_folder(run_dir: Path) -> None:
         if taken:
             write_line(sys.stdout, f"waiting up to {PATIENCE_S:.0f} s: {taken}")
             taken = taken_by(run_dir)
+        if taken:
+            raise ConfigError(taken, hint=IN_USE_HINT)
+        yield
     except OSError as error:
         raise ConfigError(f"the run folder {run_dir} cannot be written: {error.filename}: {error.strerror}") from error
     finally:
         release_all()
-    if taken:
-        raise ConfigError(taken, hint=IN_USE_HINT)
 
 
 def prepare_rank(config: Config, run_dir: Path | None) -> None:

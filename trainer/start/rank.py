@@ -21,7 +21,7 @@ from trainer.failures import diagnose
 from trainer.failures.heartbeat import SILENT_S
 from trainer.failures.watchdog import leave, watching
 from trainer.metrics.trackers import check_trackers
-from trainer.run_folder import IN_USE_HINT, release_all, taken_by
+from trainer.run_folder import IN_USE_HINT, join, release_all, taken_by
 from trainer.schema import OUTCOME_FILE, Config
 from trainer.start import launch
 from trainer.startup import Startup
@@ -50,15 +50,17 @@ def run_rank(config: Config, run_dir: Path | None, *, debug: bool, startup: Star
         if taken:
             run_dir = None  # the other run's: nothing of ours is told there
             raise ConfigError(taken, hint=IN_USE_HINT)
+        if run_dir and not dist.is_main:
+            join(run_dir)
         run_dir = on_rank0(dist, lambda: _open_run_dir(config, run_dir))
         if dist.is_main:
             write_line(sys.stdout, f"{dist.world_size} rank(s) on {dist.device.type}: reading data, building the model")
-    except FAILURES as error:
+        code = run_recipe(config, run_dir, dist, debug=debug)
+    except FAILURES as error:  # of the recipe only what comes before it is watched
         code = tell_failure(error, run_dir, debug=debug)
         if dist is not None and dist.world_size > 1:
             leave(code)
         return code
-    code = run_recipe(config, run_dir, dist, debug=debug)
     stop_dist()
     release_all()
     return code

@@ -117,6 +117,16 @@ def test_no_checkpoint_left_is_an_error_and_nothing_is_renamed(rows, run_dir, na
     assert list(steps_in(run_dir / "checkpoints")) == [2, 4]
 
 
+def test_incomplete_checkpoints_alone_are_set_aside_and_told_and_the_run_begins_anew(rows, run_dir, capfd):
+    for step in (2, 4):
+        (run_dir / "checkpoints" / f"step_{step:06d}" / "COMPLETE").unlink()
+    assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch"}) == 0
+    told = capfd.readouterr().out
+    assert "step_000004 is not complete: it has no COMPLETE file; it is .bad_step_000004 now" in told
+    assert "beginning anew: there is no other checkpoint" in told
+    assert all((run_dir / "checkpoints" / f".bad_step_{step:06d}" / "random_0.pt").exists() for step in (2, 4))
+
+
 def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):
     change_state(run_dir / "checkpoints" / "step_000004", data=None)
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 2

@@ -23,7 +23,7 @@ from trainer.checkpoint.folders import damages, steps_in
 from trainer.checkpoint.load import read_info
 from trainer.dist import Dist
 from trainer.recipes import sft
-from trainer.run_folder import release_all, taken_by
+from trainer.run_folder import join, release_all, taken_by
 from trainer.train import loop
 
 FIELDS = {"steps": 40, "save_every": 3, "eval_every": 2, "keep_last": 0, "micro_batch_size": 1}
@@ -109,6 +109,15 @@ def test_run_folder_of_a_dying_run_is_waited_for(tmp_path, holder):
     assert taken_by(tmp_path, patience_s=0) is not None
     holder.kill()
     assert taken_by(tmp_path, patience_s=20 * PATIENCE) is None
+
+
+def test_run_folder_is_in_use_as_long_as_another_rank_of_an_earlier_start_lives(tmp_path):
+    join(tmp_path)
+    assert "in use by another run (another process or a rank beside it)" in taken_by(tmp_path, patience_s=0)
+    release_all()
+    assert taken_by(tmp_path, patience_s=0) is None
+    join(tmp_path)  # a rank of this start
+    release_all()
 
 
 def test_second_start_changes_nothing_in_a_folder_in_use(tmp_path, holder):

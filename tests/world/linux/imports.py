@@ -14,15 +14,24 @@ from tests.world.linux.streams import open_
 from tests.world.planted import planted
 
 PREFIX = "simulated."
+sys.modules.setdefault("simulated", types.ModuleType("simulated"))  # pickle looks for what is above a module
 
 
 class Package:
     """The modules of one checkout, each loaded once for all processes of all worlds."""
 
-    def __init__(self, folder: Path, name: str, *, place: str, instead: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        place: str,
+        instead: dict[str, dict[str, Any]],
+        modules: dict[str, types.ModuleType] = MODULES,
+    ) -> None:
         """folder: the package's sources; `place`: where they lie in the world. `instead`: module -> name -> what stands
         in its place, for the few functions that no single thread can do (a copy of a process) or need not (the sources
-        that a command carries)."""
+        that a command carries). `modules`: what it imports that is not its own."""
         self.folder = folder
         self.name = name
         self.place = place
@@ -31,7 +40,7 @@ class Package:
         self._builtins = {**vars(builtins), "open": open_, "__import__": self._import}
         importlib_ = types.ModuleType("importlib")
         importlib_.import_module = self._import_module  # type: ignore[attr-defined]
-        self._fakes = {**MODULES, "importlib": importlib_}
+        self._fakes = {**modules, "importlib": importlib_}
 
     def load_all(self) -> None:
         for path in sorted(self.folder.rglob("*.py")):

@@ -1,0 +1,1 @@
+"""The trainer in the simulated world: what its ranks, its savers and its checkpoints promise."""

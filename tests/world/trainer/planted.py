@@ -1,0 +1,135 @@
+"""Faults that are planted in the trainer's shipped sources, one at a time: see tests/world/planted.py."""
+
+from __future__ import annotations
+
+from tests.world.planted import Planted
+
+COMMIT = """    write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
+    sync_folder(aside)
+    at("marker")
+"""
+
+PLANTED = {
+    "marker before the shards are synced": Planted(
+        "trainer.checkpoint.folders", "super().__init__(path)\n", "super().__init__(path, sync_files=False)\n", seed=18
+    ),
+    "metadata synced before they leave Python's buffer": Planted(
+        "trainer.checkpoint.folders",
+        "        self._file.flush()\n        return self._file.fileno()",
+        "        return self._file.fileno()",
+        seed=18,
+    ),
+    "random states that are not synced": Planted(
+        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=18
+    ),
+    "name before the marker": Planted(
+        "trainer.checkpoint.folders",
+        "    aside.rename(final)\n    sync_folder(final.parent)\n",
+        "    (aside / CHECKPOINT_MARKER).unlink()\n    aside.rename(final)\n    sync_folder(final.parent)\n"
+        "    write_synced(final / CHECKPOINT_MARKER, render_marker(state))\n",
+        seed=0,
+    ),
+    "name that is not synced before an older one is deleted": Planted(
+        "trainer.checkpoint.folders",
+        "    aside.rename(final)\n    sync_folder(final.parent)\n",
+        "    aside.rename(final)\n",
+        seed=18,
+    ),
+    "retention before the new one is complete": Planted(
+        "trainer.checkpoint.write",
+        "    try:\n        _write_aside(order, state, group, at)\n",
+        "    if order.rank == 0 and order.keep.last == 1:\n        prune(order.folder, Keep(), newest=0)\n"
+        "    try:\n        _write_aside(order, state, group, at)\n",
+        seed=0,
+    ),
+    "retention that forgets the best": Planted(
+        "trainer.checkpoint.retention", "*own[-keep.last :], *best}", "*own[-keep.last :]}", seed=8
+    ),
+    "checkpoint deleted in place": Planted(
+        "trainer.checkpoint.folders",
+        "    path.rename(doomed)\n    remove_tree(doomed)\n",
+        "    remove_tree(path)\n",
+        seed=315,
+    ),
+    "checksums that are not compared": Planted(
+        "trainer.checkpoint.load",
+        "        damaged = damages(path, share(read[0].files, dist.rank, dist.world_size))\n",
+        "        damaged: list[str] = []\n",
+        seed=9,
+    ),
+    "ranks that compare the same files": Planted(
+        "trainer.checkpoint.load",
+        "share(read[0].files, dist.rank, dist.world_size)",
+        "share(read[0].files, 0, dist.world_size)",
+        seed=9,
+    ),
+    "newest one or none": Planted(
+        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=2
+    ),
+    "damaged one passed over in silence": Planted(
+        "trainer.checkpoint.resume",
+        "    aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})\n",
+        "    return []\n    aside = {}\n",
+        seed=12,
+    ),
+    "damaged one deleted": Planted(
+        "trainer.checkpoint.folders",
+        "    path.rename(aside)\n    return aside\n",
+        "    remove_tree(path)\n    return aside\n",
+        seed=12,
+    ),
+    "each rank looks for itself": Planted(
+        "trainer.checkpoint.resume",
+        "        own = on_rank0(dist, lambda: _own(run_dir / CHECKPOINTS_DIR))\n",
+        "        own = _own(run_dir / CHECKPOINTS_DIR)\n",
+        seed=8,
+    ),
+    "saver that does not hold the run folder": Planted(
+        "trainer.saver.process", "(theirs.fileno(), *held_descriptors())", "(theirs.fileno(),)", seed=53
+    ),
+    "run folder that two starts may have": Planted(
+        "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
+    ),
+    "rank that takes no part in the lock": Planted(
+        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=418
+    ),
+    "config written by who does not hold the folder": Planted(
+        "trainer.commands.cli",
+        "        yield\n    except OSError",
+        "        release_all()\n        yield\n    except OSError",
+        seed=113,
+    ),
+    "lost saver's save taken for written": Planted(
+        "trainer.saver.process",
+        "return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))",
+        "return answer if isinstance(answer, Outcome) else Outcome()",
+        seed=91,
+    ),
+    "copy made over the save under way": Planted(
+        "trainer.train.saves",
+        "                self._wait_for_earlier()\n                self._start(step)\n",
+        "                self._start(step)\n",
+        seed=220,
+    ),
+    "save that fails ends the run": Planted(
+        "trainer.train.saves", "            if must_succeed:\n                raise\n", "            raise\n", seed=4
+    ),
+    "outcome written in place": Planted(
+        "trainer.run_folder",
+        "    replace_text(run_dir / OUTCOME_FILE, ",
+        "    (run_dir / OUTCOME_FILE).write_text(",
+        seed=0,
+    ),
+    "outcome that is not synced": Planted(
+        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=18
+    ),
+    "lost rank told as silent": Planted(
+        "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=6
+    ),
+    "nobody judges": Planted(
+        "trainer.failures.heartbeat",
+        "    return _gone(running) or _silent(running, slow_timeout_s) or _late(running, timeout_s, slow_timeout_s)\n",
+        "    return None\n",
+        seed=6,
+    ),
+}
