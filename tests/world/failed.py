@@ -119,4 +119,11 @@ FAILED: dict[str, Schedule] = {
         ),
         (),
     ),
+    "a supervisor that was halted before it began ran a job again that had ended meanwhile": Schedule(
+        133185,
+        0,
+        (Job("job-0", ("launcher", "2", "exit", "0"), ranks=2),),
+        (Command(0.0, "launch", "job-0"),),
+        (Fault("halt", "supervisor", 1, value=20.0), Fault("kill", "agent", 189)),
+    ),
 }

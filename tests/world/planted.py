@@ -33,14 +33,14 @@ PLANTED = {
         "deployer.agent.job.judge",
         "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
         "",
-        seed=82,
+        seed=44,
     ),
     "orphan that left something running judged ended": Planted(
         "deployer.agent.job.judge",
         "    if found.others:\n        return status._replace(state=RUNNING, unsupervised=True)\n",
         "    if found.others and not any(r.code is not None for r in read_ranks(job, status.attempt)):\n"
         "        return status._replace(state=RUNNING, unsupervised=True)\n",
-        seed=82,
+        seed=223,
     ),
     "end that is not recorded": Planted(
         "deployer.agent.rank",
@@ -52,7 +52,7 @@ PLANTED = {
         "deployer.agent.supervisor.children",
         "self._codes[pid] = exit_code(wait_status)",
         "self._codes[pid] = (wait_status >> 8) & 0xFF",
-        seed=43,
+        seed=140,
     ),
     "ticket that is believed for its size and time": Planted(
         "deployer.agent.gpus.leases",
@@ -65,7 +65,7 @@ PLANTED = {
         "        if latest == word and (look is None or found.all or not _may_be_orphan(word)):\n"
         "            return _judge(job, word, found)\n",
         "        return _judge(job, latest, found)\n",
-        seed=121833,
+        seed=449,
     ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",

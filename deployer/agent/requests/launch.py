@@ -83,7 +83,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
                             raise AgentError("host", "the launch was cancelled")
                         starting.go(launch_input(root, plan, request, env, held))
                 except BaseException:
-                    if not _has_begun(job):
+                    if not start.has_begun(job, 1):
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
                     raise
         finally:
@@ -180,17 +180,12 @@ def check_root(root: Root) -> None:
 
 def _existing(job: Job, plan: RawPlan) -> bool:
     """Whether this very plan was started already. AgentError when another plan has its id."""
-    if not _has_begun(job):
+    if not start.has_begun(job, 1):
         return False
     record = known_record(job)
     if record is None or record.plan_hash != plan_hash(plan):
         raise AgentError("usage", "job %s exists already with another plan" % job.id, "choose another --name")
     return True
-
-
-def _has_begun(job: Job) -> bool:
-    """Whether a supervisor has owned it: its status says so or, where somebody has taken that away, its logs."""
-    return os.path.exists(job.status) or os.path.isdir(os.path.dirname(job.logs(1)))
 
 
 def _make_job(root: Root, job: Job, plan: Plan, request: LaunchRequest, arrived: Optional[spare.Spare]) -> None:

@@ -154,8 +154,19 @@ def main(job_dir: str) -> None:
     os.dup2(null, 0)
     os.close(null)
     lock = _only_supervisor(job)
+    if not launch_input.adopt and has_begun(job, launch_input.attempt):
+        sys.exit("attempt %d has been begun by another supervisor" % launch_input.attempt)
     JobRun(job, launch_input).run()
     os.close(lock)
+
+
+def has_begun(job: Job, attempt: int) -> bool:
+    """Whether a supervisor has owned this attempt: the status says so or, where somebody has taken that away, the logs.
+    One that was halted before it began may come to when another has had the job."""
+    if os.path.isdir(job.logs(attempt)) or (attempt == 1 and os.path.exists(job.status)):
+        return True
+    status = read_status(job)
+    return status is not None and status.attempt >= attempt
 
 
 def _only_supervisor(job: Job) -> int:
