@@ -52,8 +52,9 @@ soak: install system  ## the long tests, then what waits for processes on a busy
 	$(TESTS) --within 36000 -n 2 -m "soak and not real" tests
 	TORCHFERRY_TEST_PATIENCE=5 $(TESTS) --beside 4 --within 36000 -n 2 --dist loadfile -m "not soak and not real" $(WAITING)
 
-simulate: install  ## N schedules of the simulated world from FIRST on: make simulate N=200000
+simulate: install  ## N schedules each of the host and of the trainer in the simulated world, from FIRST on: make simulate N=200000
 	$(BIN)/python -m tests.world --first $(or $(FIRST),0) --count $(or $(N),10000)
+	$(BIN)/python -m tests.world --trainer --first $(or $(FIRST),0) --count $(or $(N),10000)
 
 lint: install  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -23,6 +23,12 @@ def world(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def find(name: str, seed: int, *more: str) -> subprocess.CompletedProcess[str]:
+    """The search for a planted fault: at the seed that finds it here, and where Python makes other calls from 0 on."""
+    found = world(*more, "--seed", str(seed), "--plant", name)
+    return found if found.returncode else world(*more, "--count", "3000", "--most", "1", "--plant", name)
+
+
 def test_no_schedule_breaks_a_promise() -> None:
     done = world("--count", str(COUNT), "--workers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,7 +61,7 @@ def test_crash_after_any_byte_of_a_state_file_breaks_no_promise() -> None:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_fault_is_found(name: str) -> None:
-    found = world("--seed", str(PLANTED[name].seed), "--plant", name)
+    found = find(name, PLANTED[name].seed)
     assert found.returncode == 1 and "all invariants hold" not in found.stdout, found.stdout + found.stderr
     assert "Traceback" not in found.stderr
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.world.test_world import world
+from tests.world.test_world import find, world
 from tests.world.trainer.planted import PLANTED
 
 COUNT = 100
@@ -26,7 +26,7 @@ def test_seed_is_a_schedule_of_the_trainer() -> None:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_fault_planted_in_the_trainer_is_found(name: str) -> None:
-    found = world("--trainer", "--seed", str(PLANTED[name].seed), "--plant", name)
+    found = find(name, PLANTED[name].seed, "--trainer")
     assert found.returncode == 1 and "all invariants hold" not in found.stdout, found.stdout + found.stderr
     assert "Traceback" not in found.stderr
 
