@@ -262,7 +262,8 @@ def holding(run_dir: Path) -> Iterator[None]:
             raise ConfigError(taken, hint=IN_USE_HINT)
         yield
     except OSError as error:
-        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.filename}: {error.strerror}") from error
+        name = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {name}{error.strerror}") from error
     finally:
         release_all()
 

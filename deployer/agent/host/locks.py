@@ -103,7 +103,7 @@ def _open_lock(job: Job, anew: bool) -> int:
 def _leads_to(path: str, fd: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except OSError:
+    except FileNotFoundError:
         return False
 
 
