@@ -48,7 +48,10 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
 
 
 def join(run_dir: Path) -> None:
-    """Take part in the run folder that rank 0 has taken. Raises OSError where another start has it by now."""
+    """Take part in the run folder that rank 0 has taken.
+
+    Raises OSError while another start takes it, which it may once rank 0 has ended.
+    """
     descriptor = _open(run_dir / RANKS_LOCK_FILE)
     if not _try_lock(descriptor, fcntl.LOCK_SH):
         os.close(descriptor)

@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if "--debug" in words:
             raise
         sys.stdout = None  # it would be tried again at the end, and tell a trace
-        write_line(sys.stderr, f"Error: {program}: {error.strerror or error}")
+        name = f"{error.filename}: " if error.filename else ""
+        write_line(sys.stderr, f"Error: {program}: {name}{error.strerror or error}")
         sys.exit(1)
     raise AssertionError("click leaves by itself")
 
@@ -261,7 +262,8 @@ def holding(run_dir: Path) -> Iterator[None]:
             raise ConfigError(taken, hint=IN_USE_HINT)
         yield
     except OSError as error:
-        raise ConfigError(f"the run folder {run_dir} cannot be written: {error.filename}: {error.strerror}") from error
+        name = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {name}{error.strerror}") from error
     finally:
         release_all()
 

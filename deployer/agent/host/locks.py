@@ -60,18 +60,19 @@ def is_held(path: str, against: int = fcntl.LOCK_EX) -> bool:
 
 
 @contextmanager
-def locked(job: Job) -> Iterator[None]:
-    """Holds the job against a launch, a resume or a sweep at the same moment."""
-    fd = _take_lock_of(job)
+def locked(job: Job, *, anew: bool = False) -> Iterator[None]:
+    """Holds the job against a launch, a resume or a sweep at the same moment. `anew`: for a launch, which makes its
+    folder; else AgentError where it has none, perhaps since a collection has taken it."""
+    fd = _take_lock_of(job, anew)
     try:
         yield
     finally:
         os.close(fd)
 
 
-def _take_lock_of(job: Job) -> int:
+def _take_lock_of(job: Job, anew: bool) -> int:
     while True:
-        fd = _open_lock(job)
+        fd = _open_lock(job, anew)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if _leads_to(job.lock, fd):
@@ -82,11 +83,17 @@ def _take_lock_of(job: Job) -> int:
         os.close(fd)  # whoever had it has removed the job, and others lock what is there by now
 
 
-def _open_lock(job: Job) -> int:
+def _open_lock(job: Job, anew: bool) -> int:
     try:
-        os.makedirs(job.control, mode=0o700, exist_ok=True)
+        if anew:
+            os.makedirs(job.control, mode=0o700, exist_ok=True)
+        elif not os.path.isdir(job.control):
+            with suppress(FileExistsError):
+                os.mkdir(job.control, 0o700)
         return os.open(job.lock, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    except OSError:
+    except OSError as error:
+        if not anew and isinstance(error, FileNotFoundError):
+            raise AgentError("unknown_job", "no job %s on this host" % job.id, "list them: deploy.py ps")
         with suppress(OSError):  # no half job stays on a full disk; one that has files is somebody's
             os.rmdir(job.control)
             os.rmdir(job.path)
@@ -96,7 +103,7 @@ def _open_lock(job: Job) -> int:
 def _leads_to(path: str, fd: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except OSError:
+    except FileNotFoundError:
         return False
 
 

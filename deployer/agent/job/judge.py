@@ -56,11 +56,12 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
 
 
 def _may_be_orphan(word: Word) -> bool:
-    """Whether it is a job of this machine that would be said to have ended where nothing of it is seen."""
+    """Whether it is a job of this machine that would be said to have ended where nothing of it is seen. Of a former
+    boot nothing can have begun since a look."""
     status = word.status
     if status is None or status.state in FINAL or status.supervisor is None:
         return False
-    return status.supervisor.machine_id == this_machine()
+    return status.supervisor.machine_id == this_machine() and status.supervisor.boot_id == boot_id()
 
 
 def _is_beyond_doubt(job: Job, status: Status) -> bool:

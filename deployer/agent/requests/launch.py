@@ -73,7 +73,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
     with _claimed(plan, env) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=request.ahead)
         try:
-            with locked(job):
+            with locked(job, anew=True):
                 if _existing(job, request.plan):
                     return False
                 try:

@@ -66,7 +66,7 @@ def stop(root: Root, call: Call) -> None:
 def _remove_what_was_made_again(job: Job) -> bool:
     """Removes the folder of a job that had none, which is there for the request and the supervisor's word; False for
     one that has been launched meanwhile."""
-    with locked(job):
+    with suppress(OSError, AgentError), locked(job):  # a full disk: then nothing was made again
         if os.path.lexists(job.record):
             return False
         remove_folder(job.path)

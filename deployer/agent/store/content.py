@@ -132,16 +132,20 @@ class Store:
     def mend(self, root_hash: str, dest: str) -> None:
         """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
         hold a beginning of what they held, and zeros. What else differs somebody has changed. Errors as
-        materialise."""
+        materialise, but the tree stays: until all can be written, it is refused."""
         entries = self.load_tree(root_hash)
-        cut = {entry for entry in entries if self._is_cut(entry, os.path.join(dest, entry.path))}
+        others = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
+        ours = [entry for entry in entries if not entry.path.startswith(others)]
+        cut = {entry for entry in ours if self._is_cut(entry, os.path.join(dest, entry.path))}
         for entry in cut:
             remove(os.path.join(dest, entry.path))
-        if cut:
-            self.materialise(root_hash, dest, present=[e for e in entries if e not in cut], entries=entries)
+        try:
+            self._write_tree([entry for entry in entries if entry in cut], dest, set())
+        except OSError as error:
+            fail(error.filename or dest, error)
 
     def _is_cut(self, entry: Entry, path: str) -> bool:
-        if entry.mode == LINK:
+        if entry.mode == LINK or os.path.islink(path):
             return not os.path.lexists(path)
         try:
             found = read_whole(path, entry.size + 1)
@@ -168,29 +172,21 @@ class Store:
             if self._is_whole(path, root_hash):
                 return path
             self._remove_shared(path)
+        entries = self.load_tree(root_hash)
         if file is None:
-            file = [e.path for e in self.load_tree(root_hash)] == [name]
+            file = [e.path for e in entries] == [name]
         aside = self.aside("data")
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            self.materialise(root_hash, aside)
+            self.materialise(root_hash, aside, entries=entries)
             make_read_only(aside)
-            self._sync(root_hash, aside)  # nobody compares their content again, also after a power cut
+            _sync(entries, aside)  # nobody compares their content again, also after a power cut
             _publish(os.path.join(aside, name) if file else aside, path)
         except OSError as error:
             fail(error.filename or path, error)
         finally:
             remove_folder(aside)
         return path
-
-    def _sync(self, root_hash: str, folder: str) -> None:
-        """Makes the content of a tree's copy durable. File by file: what else the host writes may take minutes."""
-
-        def sync(entry: Entry) -> None:
-            with open_regular(os.path.join(folder, entry.path)) as file:
-                os.fsync(file.fileno())
-
-        in_threads(sync, [entry for entry in self.load_tree(root_hash) if entry.mode != LINK])
 
     def _is_whole(self, path: str, root_hash: str) -> bool:
         """Whether a copy has all its files with their sizes."""
@@ -295,6 +291,21 @@ def _has_size(path: str, size: int) -> bool:
     except OSError:
         return False
     return found.st_size == size and stat.S_ISREG(found.st_mode)
+
+
+def _is_replaced(folder: str) -> bool:
+    """Whether something else has a folder's name."""
+    return os.path.lexists(folder) and (os.path.islink(folder) or not os.path.isdir(folder))
+
+
+def _sync(entries: Sequence[Entry], folder: str) -> None:
+    """Makes the content of a tree's copy durable. File by file: what else the host writes may take minutes."""
+
+    def sync(entry: Entry) -> None:
+        with open_regular(os.path.join(folder, entry.path)) as file:
+            os.fsync(file.fileno())
+
+    in_threads(sync, [entry for entry in entries if entry.mode != LINK])
 
 
 def _publish(aside: str, path: str) -> None:

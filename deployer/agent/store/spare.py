@@ -2,7 +2,8 @@
 
 Creating a thousand files is most of what an unchanged deployment costs on a host's disk; renaming two folders is not.
 The spare is a copy like any other (hashed as it was copied, never linked to the store). It is taken by a rename, so
-only one launch gets it, and counts only if nothing in it has been touched since it was made.
+only one launch gets it, and counts only if nothing in it has been touched since it was made, nor the host started
+anew: its files are not fsynced, and after a power cut one may be zeros that looks untouched.
 
 Stdlib only, Python 3.8: this package runs on the host.
 """
@@ -17,6 +18,7 @@ from typing import Collection, Dict, List, NamedTuple, Optional, Sequence
 from ..host.errors import AgentError
 from ..host.layout import Root
 from ..host.locks import store_in_use, take_lock
+from ..host.machine import boot_id
 from ..host.processes import own_process_argv
 from ..host.typed import Damage, read_typed, to_json
 from .content import Store
@@ -45,6 +47,7 @@ class SpareRecord(NamedTuple):
 
     entries: List[Entry]
     marks: Dict[str, List[int]]
+    boot: str = ""
 
 
 def read_record(folder: str) -> SpareRecord:
@@ -106,7 +109,7 @@ def make(root: Root, root_hash: str) -> None:
         store.materialise(root_hash, os.path.join(aside, "tree"), entries=entries)
         marks = _marks(os.path.join(aside, "tree"), entries)
         with open(os.path.join(aside, "record.json"), "w") as f:
-            json.dump(to_json(SpareRecord(entries, marks)), f)
+            json.dump(to_json(SpareRecord(entries, marks, boot_id())), f)
         old = _rename_aside(root)
         os.rename(aside, _place(root))
         if old is not None:
@@ -135,6 +138,8 @@ def _take(root: Root) -> Optional[Spare]:
         return None
     try:
         record = read_record(aside)
+        if record.boot != boot_id():
+            raise Damage("it was made before the host was started anew")
         now = _marks(os.path.join(aside, "tree"), record.entries)
         return Spare(aside, [e for e in record.entries if now[e.path] == record.marks.get(e.path)])
     except (OSError, Damage):

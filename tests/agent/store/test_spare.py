@@ -1,5 +1,6 @@
 """The spare copy of a tree: what a launch takes from it is what the store would have written."""
 
+import json
 import os
 from pathlib import Path
 
@@ -66,6 +67,22 @@ def test_spare_serves_one_launch_and_a_damaged_record_none(tmp_path):
         (tmp_path / job).mkdir()
         spare.materialise(root, name, str(tmp_path / job))
     assert read(tmp_path / "one") == read(tmp_path / "two") != {}
+
+
+def test_spare_of_a_former_boot_is_not_used(tmp_path):
+    root = Root(str(tmp_path / "root"))
+    name = keep(root, OLD)
+    spare.make(root, name)
+    folder = tmp_path / "root" / "store" / "spare"
+    file, record = folder / "tree/code/a", json.loads((folder / "record.json").read_text())
+    file.write_bytes(b"\0")  # as a power cut may leave it, with all that was noted of it
+    found = file.lstat()
+    record["marks"]["code/a"] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    (folder / "record.json").write_text(json.dumps({**record, "boot": "another"}))
+    (tmp_path / "job").mkdir()
+    spare.materialise(root, name, str(tmp_path / "job"))
+    assert (tmp_path / "job/code/a").read_bytes() == b"1"
+    assert not folder.exists() and not list(Path(root.tmp).iterdir())
 
 
 def test_process_that_makes_it_later_leaves_a_whole_spare(tmp_path):

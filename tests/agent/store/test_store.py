@@ -188,6 +188,36 @@ def test_a_copy_is_not_mended_from_a_damaged_blob(store: Store, tmp_path: Path) 
         store.mend(name, str(tmp_path / "job"))
 
 
+def test_a_copy_that_cannot_be_mended_is_refused_each_time(store: Store, tmp_path: Path) -> None:
+    name = saved(store, {"code/main.py": b"print(1)\n", "code/notes": b"one\n"})
+    store.materialise(name, str(tmp_path / "job"))
+    (tmp_path / "job/code/main.py").unlink()
+    digest = content_hash(b"print(1)\n")
+    (Path(store.root.blobs) / digest[:2] / digest[2:]).unlink()
+    for _ in range(2):
+        with pytest.raises(AgentError, match=r"this host does not have the content of code/main\.py"):
+            store.mend(name, str(tmp_path / "job"))
+        assert store.has_tree(name)
+
+
+def test_what_a_job_has_put_in_the_place_of_files_and_folders_is_not_mended(store: Store, tmp_path: Path) -> None:
+    job, outside = tmp_path / "job", tmp_path / "outside"
+    name = saved(store, {"code/out/keep": b"1\n", "code/in/keep": b"2\n", "code/log": b"3\n"})
+    store.materialise(name, str(job))
+    outside.mkdir()
+    (outside / "log").write_bytes(b"")
+    for folder in ("out", "in"):
+        shutil.rmtree(job / "code" / folder)
+    (job / "code/log").unlink()
+    (job / "code/out").symlink_to(outside)
+    (job / "code/in").write_bytes(b"no folder\n")
+    (job / "code/log").symlink_to(outside / "log")
+    store.mend(name, str(job))
+    assert in_folder(outside) == [outside / "log"]
+    assert (job / "code/in").read_bytes() == b"no folder\n"
+    assert (job / "code/log").is_symlink()
+
+
 def test_names_like_a_hash_only_are_looked_up(store: Store) -> None:
     for name in ("../../etc/passwd", "", "A" * 40, "a" * 39, "a" * 41, "a" * 40 + "\n"):
         with pytest.raises(AgentError):
