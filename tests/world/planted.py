@@ -62,16 +62,15 @@ PLANTED = {
     ),
     "look that is older than the status that it judges": Planted(
         "deployer.agent.job.judge",
-        "        if latest == word and (look is None or found.all or not _may_be_orphan(word)):\n"
-        "            return _judge(job, word, found)\n",
-        "        return _judge(job, latest, found)\n",
+        "        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))\n",
+        "        is_old = False\n",
         seed=449,
     ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",
         "parse_claim(os.read(fd, MAX_BYTES + 1)) or _of_all(place, name)\n        return claim._replace(",
         "parse_claim(os.read(fd, MAX_BYTES + 1))\n        return claim and claim._replace(",
-        seed=100816,
+        seed=981,
     ),
     "status written before the sweep": Planted(
         "deployer.agent.supervisor.life",
@@ -88,15 +87,15 @@ PLANTED = {
     ),
     "launch that looks for no job before it": Planted(
         "deployer.agent.requests.launch",
-        "    if not _has_begun(job):\n        return False\n    record",
+        "    if not start.has_begun(job, 1):\n        return False\n    record",
         "    if True:\n        return False\n    record",
-        seed=3,
+        seed=4,
     ),
     "launches that do not wait for each other": Planted(
         "deployer.agent.host.locks",
-        "        fcntl.flock(fd, fcntl.LOCK_EX)\n        yield\n",
-        "        yield\n",
-        seed=443,
+        "            fcntl.flock(fd, fcntl.LOCK_EX)\n            if _leads_to(job.lock, fd):\n",
+        "            if _leads_to(job.lock, fd):\n",
+        seed=449,
     ),
     "status that is not synced": Planted(
         "deployer.agent.host.files",
@@ -136,7 +135,7 @@ PLANTED = {
     ),
     "lease that others' leases do not keep out": Planted(
         "deployer.agent.gpus.queue",
-        "    taken = [device for claim in claims if claim.kind == LEASE for device in claim.devices]\n",
+        "    taken = [device for lease in leases for device in lease.devices or everything]\n",
         "    taken = []\n",
         seed=0,
     ),
@@ -154,7 +153,7 @@ PLANTED = {
     ),
     "last word believed whatever runs": Planted(
         "deployer.agent.job.judge",
-        "    if known & ours or (found.supervisors and (ours or status.swept is None)):\n",
+        "    if known & ours or unswept or (found.supervisors and ours):\n",
         "    if False:\n",
         seed=1998,
     ),
@@ -239,9 +238,9 @@ PLANTED = {
     ),
     "place in the queue of one account alone": Planted(
         "deployer.agent.gpus.leases",
-        "        return claim and claim._replace(uid=found.st_uid",
-        "        if claim and claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
-        "        return claim and claim._replace(uid=found.st_uid",
+        "        return claim._replace(uid=found.st_uid",
+        "        if claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
+        "        return claim._replace(uid=found.st_uid",
         seed=294,
     ),
     "sweep that only asks": Planted(

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.ferry import REPO
 from tests.world.planted import CHOSEN, PLANTED
+from tests.world.trainer.planted import PLANTED as OF_TRAINER
 
 COUNT = 200
 """The same on every machine: what a quicker one would reach nobody has seen."""
@@ -57,6 +58,13 @@ def test_crash_in_any_write_of_a_state_file_breaks_no_promise() -> None:
 def test_crash_after_any_byte_of_a_state_file_breaks_no_promise() -> None:
     done = world("--every", "1")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", [*PLANTED, *OF_TRAINER])
+def test_planted_fault_stands_for_a_place_in_the_sources(name: str) -> None:
+    fault = {**PLANTED, **OF_TRAINER}[name]
+    source = REPO.joinpath(*fault.module.split(".")).with_suffix(".py")
+    assert source.read_text().count(fault.old) == 1
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -295,7 +295,8 @@ def _read(place: Place, name: str) -> Optional[Claim]:
 
 
 def _of_all(place: Place, name: str) -> Claim:
-    """What is held by a file that makes no sense, of a disk that fails or of another version: any GPU, so every one."""
+    """What is held by a file that makes no sense, of a disk that fails or of another version: it may be of any
+    GPU, so it counts for all."""
     found = place.claims.match(name)
     return Claim(LEASE, found.group(1) if found else "", ())
 

@@ -31,6 +31,8 @@ from .status import (
 )
 from .stop import read_stop
 
+TURNS = 10
+"""So often at most a status is looked at that changes all the time, as another host's may."""
 LAUNCH_S = 60.0
 """A job folder without a status may be this old before its launch counts as broken off."""
 
@@ -43,16 +45,19 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
     processes tell whether it runs. `look`: of a moment ago, for many jobs at once.
     """
     word = read_word(job)
-    while word.status is None or not _is_beyond_doubt(job, word.status):
+    for turn in range(TURNS):
+        if word.status is not None and _is_beyond_doubt(job, word.status):
+            return word.status
         found = (look or Look()).of(job)
         latest = read_word(job)
         if latest.status is None:
             latest = latest if word.status is None else word
         # a supervisor that has begun or ended meanwhile wrote another word, and a look from before knows nothing of it
-        if latest == word and (look is None or found.all or not _may_be_orphan(word)):
-            return _judge(job, word, found)
+        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))
         word, look = latest, None
-    return word.status
+        if not is_old or turn == TURNS - 1:
+            break
+    return _judge(job, word, found)
 
 
 def _may_be_orphan(word: Word) -> bool:

@@ -23,6 +23,8 @@ from .tree import LINK, MAX_BYTES, Entry, check_entry, content_hash, dump_entrie
 from .tree_files import Copier, in_threads, make_folders, make_link, make_read_only, write_file
 
 _HASH = re.compile(r"[0-9a-f]{40}\Z")
+SYNCED_APART = 2000
+"""Files: some seconds on a slow disk."""
 
 
 class Store:
@@ -299,13 +301,18 @@ def _is_replaced(folder: str) -> bool:
 
 
 def _sync(entries: Sequence[Entry], folder: str) -> None:
-    """Makes the content of a tree's copy durable. File by file: what else the host writes may take minutes."""
+    """Makes the content of a tree's copy durable. A few files one by one: what else the host writes may take minutes.
+    Of many that would take longer still."""
 
     def sync(entry: Entry) -> None:
         with open_regular(os.path.join(folder, entry.path)) as file:
             os.fsync(file.fileno())
 
-    in_threads(sync, [entry for entry in entries if entry.mode != LINK])
+    files = [entry for entry in entries if entry.mode != LINK]
+    if len(files) > SYNCED_APART:
+        os.sync()
+    else:
+        in_threads(sync, files)
 
 
 def _publish(aside: str, path: str) -> None:

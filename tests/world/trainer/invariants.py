@@ -207,7 +207,8 @@ class Truth:
 
     def _check_told(self, when: str) -> None:
         for step, ino in self.told.items():
-            if ino not in self.damaged and not any(there >= step for there in self.whole()):
+            is_excused = ino in self.damaged or ino in self.aside  # what may not be set aside is looked at when it is
+            if not is_excused and not any(there >= step for there in self.whole()):
                 self.broken(f"{when} step {step} was told as saved, and there are {self.whole()} to resume from")
 
     def _check_aside(self, when: str) -> None:

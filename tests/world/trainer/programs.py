@@ -402,7 +402,10 @@ def _torchrun(ranks: int, folder: Any) -> int:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         env = {name: str(value) for name, value in places.items()}
         env |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
-        started.append(MODULES["subprocess"].Popen(["rank"], env={**this().env, **env}))
+        try:
+            started.append(MODULES["subprocess"].Popen(["rank"], env={**this().env, **env}))
+        except OSError as refused:  # a trace of torchrun's own, which is not ours
+            told.append(refused.errno or 0)
     failures: dict[int, Any] = {}
     while any(one.poll() is None for one in started) and not failures and not told:
         TIME.sleep(0.1)
