@@ -131,17 +131,19 @@ class Store:
 
     def mend(self, root_hash: str, dest: str) -> None:
         """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
-        hold a beginning of what they held, and zeros. What else differs somebody has changed. Errors as
-        materialise."""
+        hold a beginning of what they held, and zeros. What else differs somebody has changed, and what lies behind a
+        link is not the job's. Errors as materialise."""
         entries = self.load_tree(root_hash)
-        cut = {entry for entry in entries if self._is_cut(entry, os.path.join(dest, entry.path))}
+        changed = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
+        mine = [entry for entry in entries if not entry.path.startswith(changed)]
+        cut = {entry for entry in mine if self._is_cut(entry, os.path.join(dest, entry.path))}
         for entry in cut:
             remove(os.path.join(dest, entry.path))
         if cut:
             self.materialise(root_hash, dest, present=[e for e in entries if e not in cut], entries=entries)
 
     def _is_cut(self, entry: Entry, path: str) -> bool:
-        if entry.mode == LINK:
+        if entry.mode == LINK or os.path.islink(path):
             return not os.path.lexists(path)
         try:
             found = read_whole(path, entry.size + 1)
@@ -287,6 +289,11 @@ def check_tree(entries: Sequence[Entry]) -> None:
     for folder in folders_of(entries):
         if folder in paths:
             raise AgentError("usage", "a tree holds %r both as a folder and as something else" % folder)
+
+
+def _is_replaced(folder: str) -> bool:
+    """Whether something else is in the place of a folder."""
+    return os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode)
 
 
 def _has_size(path: str, size: int) -> bool:
