@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,12 @@ def taken_by(run_dir: Path, *, patience_s: float = PATIENCE_S) -> str | None:
     for one in (descriptor, others):
         while not _try_lock(one, fcntl.LOCK_EX):
             if time.monotonic() >= deadline:
-                owner = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                owner = os.read(descriptor, 200).decode(errors="replace").strip()
                 os.close(descriptor)
                 os.close(others)
-                return f"{run_dir} is in use by another run ({owner}{' or a rank beside it' if one == others else ''})"
+                if one == others:
+                    owner = f"a rank of a start whose rank 0 has ended{': ' if owner else ''}{owner}"
+                return f"{run_dir} is in use by another run ({owner or 'another process'})"
             time.sleep(0.1)
     os.close(others)  # nobody of an earlier start is left, and no later one comes past the first lock
     os.ftruncate(descriptor, 0)
@@ -76,10 +77,13 @@ def _open(path: Path) -> int:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    with suppress(BlockingIOError):
+    try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        return True
-    return False
+    except BlockingIOError:
+        return False
+    except OSError as error:  # it says neither which file nor what for
+        raise OSError(error.errno, f"it cannot be locked: {error.strerror}") from None
+    return True
 
 
 def write_outcome(run_dir: Path, outcome: dict[str, Any]) -> None:

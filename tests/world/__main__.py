@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -26,18 +27,21 @@ HASH_SEED = "PYTHONHASHSEED"
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__, allow_abbrev=False)
     parser.add_argument("--seed", type=int, nargs="+", metavar="N", help="carry out these, and tell what they are")
-    parser.add_argument("--count", type=int, default=1000, metavar="N", help="how many, from --first on; 1000")
+    parser.add_argument("--count", type=positive, default=1000, metavar="N", help="how many, from --first on; 1000")
     parser.add_argument("--first", type=int, default=0, metavar="N")
     parser.add_argument("--seconds", type=float, default=1e9, metavar="S", help="end after so long")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes that search; 2")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="processes that search; 2")
     parser.add_argument("--plant", default="", metavar="NAME", help="with this fault in the sources: see planted.py")
-    parser.add_argument("--most", type=int, default=5, metavar="N", help="failures after which it ends; 5")
+    parser.add_argument("--most", type=positive, default=5, metavar="N", help="failures after which it ends; 5")
     parser.add_argument(
-        "--every", type=int, metavar="BYTES", help="a crash in each write of a state file, so far apart"
+        "--every", type=positive, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
     parser.add_argument("--failed", action="store_true", help="those that once failed: see failed.py")
     parser.add_argument("--trainer", action="store_true", help="schedules of the trainer: ranks, savers, checkpoints")
     options = parser.parse_args(words)
+    if options.trainer and (options.failed or options.every):
+        parser.error("--failed and --every know no schedules of the trainer")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads any more: its workers end so too
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.world", *words])
@@ -56,6 +60,14 @@ def main(words: list[str]) -> int:
     if options.seed is not None:
         return max(replay(seed, parts_of(options)) for seed in options.seed)
     return search(options)
+
+
+def positive(text: str) -> int:
+    """A number of a command line: a search of nothing would say that nothing fails."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 class Parts(NamedTuple):
@@ -117,6 +129,7 @@ def search(options: Any) -> int:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the search tells of it
             os.close(reading)
             with os.fdopen(writing, "w", buffering=1) as out:
                 _work(options, worker, began, out)
@@ -125,25 +138,29 @@ def search(options: Any) -> int:
         pids.append(pid)
         reports.register(os.fdopen(reading), selectors.EVENT_READ)
     done = failed = 0
-    with Progress("{task.completed:,} schedules", console=Console(stderr=True), transient=True) as progress:
-        shown = progress.add_task("")
-        while reports.get_map():
-            for key, _ in reports.select():
-                line = key.fileobj.readline()  # type: ignore[union-attr]
-                if not line:
-                    reports.unregister(key.fileobj)
-                    continue
-                told = json.loads(line)
-                done += told["done"]
-                progress.advance(shown, told["done"])
-                for seed, why, schedule in told["failures"]:
-                    failed += 1
-                    _tell(seed, why, schedule, options)
-    for pid in pids:
-        failed += os.waitpid(pid, 0)[1] != 0
+    interrupted = False
+    try:
+        with Progress("{task.completed:,} schedules", console=Console(stderr=True), transient=True) as progress:
+            shown = progress.add_task("")
+            while reports.get_map():
+                for key, _ in reports.select():
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
+                        reports.unregister(key.fileobj)
+                        continue
+                    told = json.loads(line)
+                    done += told["done"]
+                    progress.advance(shown, told["done"])
+                    for seed, why, schedule in told["failures"]:
+                        failed += 1
+                        _tell(seed, why, schedule, options)
+    except KeyboardInterrupt:  # it has ended its workers too, or they end as soon as nobody reads
+        interrupted = True
+    if not interrupted:
+        failed += sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
     seconds = time.monotonic() - began
     print(json.dumps({"schedules": done, "first": options.first, "failed": failed, "seconds": round(seconds, 1)}))
-    return 1 if failed else 0
+    return 130 if interrupted else 1 if failed else 0
 
 
 def _work(options: Any, worker: int, began: float, out: Any) -> None:
@@ -174,4 +191,7 @@ def _tell(seed: int, why: str, schedule: str, options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from subprocess import PIPE
 
 import pytest
 
 from tests.support.ferry import REPO
+from tests.support.limits import HANG_S
 from tests.world.planted import CHOSEN, PLANTED
 from tests.world.trainer.planted import PLANTED as OF_TRAINER
 
@@ -40,6 +44,33 @@ def test_no_schedule_breaks_a_promise() -> None:
 def test_what_once_failed_holds() -> None:
     done = world("--failed")
     assert done.returncode == 0 and done.stdout.endswith(" schedules that once failed, 0 fail\n"), done.stdout
+
+
+@pytest.mark.parametrize("word", ["--count", "--workers", "--most", "--every"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_search_of_nothing_is_refused(word: str, number: str) -> None:
+    done = world(word, number)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"error: argument {word}: {number} is less than 1\n")
+
+
+def test_interrupted_search_says_how_far_it_is() -> None:
+    words = [sys.executable, "-m", "tests.world", "--count", "1000000"]
+    with subprocess.Popen(words, cwd=REPO, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as search:
+        time.sleep(5)  # whether it has begun or not
+        os.killpg(search.pid, signal.SIGINT)
+        stdout, stderr = search.communicate(timeout=HANG_S)
+    assert search.returncode == 130 and "Traceback" not in stderr, stderr
+    assert json.loads(stdout)["failed"] == 0
+
+
+def test_nobody_reads_a_search_any_more() -> None:
+    words = [sys.executable, "-m", "tests.world", "--seed", "1", "2"]
+    with subprocess.Popen(words, cwd=REPO, stdout=PIPE, stderr=PIPE) as search:
+        assert search.stdout is not None and search.stderr is not None
+        search.stdout.close()
+        assert search.stderr.read() == b""
+    assert search.returncode == -signal.SIGPIPE
 
 
 def test_seed_is_a_schedule() -> None:

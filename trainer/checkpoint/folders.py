@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -81,8 +82,9 @@ def missing(path: Path) -> str:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint that cannot be used to `.bad_step_N`, which nobody looks at, and return that."""
-    taken = sum(other.name.startswith(f".bad_{path.name}") for other in path.parent.iterdir())
-    aside = path.with_name(f".bad_{path.name}" + (f"_{taken}" if taken else ""))
+    names = (f".bad_{path.name}" + (f"_{number}" if number else "") for number in count())
+    taken = {other.name for other in path.parent.iterdir()}
+    aside = path.with_name(next(name for name in names if name not in taken))
     path.rename(aside)
     return aside
 

@@ -80,12 +80,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             launch.let_rank_0_tell()  # every rank of a torchrun started by hand reads the same config
         write_line(sys.stderr, error.render())
         sys.exit(error.exit_code)
-    except OSError as error:  # what reads and writes files names them in errors of its own: this is the output
+    except OSError as error:  # of a file that is named, else of the output
         if "--debug" in words:
             raise
         sys.stdout = None  # it would be tried again at the end, and tell a trace
-        name = f"{error.filename}: " if error.filename else ""
-        write_line(sys.stderr, f"Error: {program}: {name}{error.strerror or error}")
+        file = f"{shown(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
+        write_line(sys.stderr, f"Error: {program}: {file}{error.strerror or error}")
         sys.exit(1)
     raise AssertionError("click leaves by itself")
 
@@ -262,8 +262,8 @@ def holding(run_dir: Path) -> Iterator[None]:
             raise ConfigError(taken, hint=IN_USE_HINT)
         yield
     except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        raise ConfigError(f"the run folder {run_dir} cannot be written: {name}{error.strerror}") from error
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror  # a full disk names no file
+        raise ConfigError(f"the run folder {run_dir} cannot be written: {why}") from error
     finally:
         release_all()
 

@@ -133,8 +133,8 @@ class Store:
 
     def mend(self, root_hash: str, dest: str) -> None:
         """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
-        hold a beginning of what they held, and zeros. What else differs somebody has changed. Errors as
-        materialise, but the tree stays: until all can be written, it is refused."""
+        hold a beginning of what they held, and zeros. What else differs somebody has changed, and what lies behind a
+        link is not the job's. Errors as materialise, but the tree stays: until all can be written, it is refused."""
         entries = self.load_tree(root_hash)
         others = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
         ours = [entry for entry in entries if not entry.path.startswith(others)]
@@ -287,17 +287,17 @@ def check_tree(entries: Sequence[Entry]) -> None:
             raise AgentError("usage", "a tree holds %r both as a folder and as something else" % folder)
 
 
+def _is_replaced(folder: str) -> bool:
+    """Whether something else is in the place of a folder."""
+    return os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode)
+
+
 def _has_size(path: str, size: int) -> bool:
     try:
         found = os.stat(path)
     except OSError:
         return False
     return found.st_size == size and stat.S_ISREG(found.st_mode)
-
-
-def _is_replaced(folder: str) -> bool:
-    """Whether something else has a folder's name."""
-    return os.path.lexists(folder) and (os.path.islink(folder) or not os.path.isdir(folder))
 
 
 def _sync(entries: Sequence[Entry], folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import shutil
 import stat
@@ -175,6 +176,30 @@ def test_a_copy_that_a_power_cut_damaged_is_mended(store: Store, tmp_path: Path,
         (job / "code/main.py").write_bytes(left)
     store.mend(name, str(job))
     assert contents(job) == {"code/main.py": b"print(1)\n", "code/notes": b"ten\n"}
+
+
+def test_what_a_job_has_put_in_the_place_of_its_code_is_left_alone(store: Store, tmp_path: Path) -> None:
+    job, outside = tmp_path / "job", tmp_path / "outside"
+    files = ("code/link/a", "code/link/deep/b", "code/file/c", "code/d", "code/e")
+    name = saved(store, {**dict.fromkeys(files, b"sent\n"), "code/main.py": b"print(1)\n"})
+    store.materialise(name, str(job))
+    (outside / "deep").mkdir(parents=True)
+    for path in ("a", "deep/b", "d"):
+        (outside / path).write_bytes(b"")  # as a power cut leaves a file
+    for folder in ("link", "file"):
+        shutil.rmtree(job / "code" / folder)
+    for path in ("d", "e"):
+        (job / "code" / path).unlink()
+    (job / "code/link").symlink_to(outside)
+    (job / "code/file").write_bytes(b"now a file\n")
+    (job / "code/d").symlink_to(outside / "d")
+    os.mkfifo(job / "code/e")
+    (job / "code/main.py").write_bytes(b"")
+    store.mend(name, str(job))
+    assert (job / "code/main.py").read_bytes() == b"print(1)\n"
+    assert [(outside / path).read_bytes() for path in ("a", "deep/b", "d")] == [b""] * 3
+    assert (job / "code/link").is_symlink() and (job / "code/d").is_symlink() and (job / "code/e").is_fifo()
+    assert (job / "code/file").read_bytes() == b"now a file\n"
 
 
 def test_a_copy_is_not_mended_from_a_damaged_blob(store: Store, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.saves import as_of_format_2, change_state
 from tests.support.tiny import ALONE
 from tests.support.trainings import build, build_of, losses, train, training_on
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import steps_in
+from trainer.checkpoint.folders import set_aside, steps_in
 from trainer.checkpoint.resume import check_optimizer, render_horizon
 from trainer.config.load import config_from_dict, config_to_dict
 from trainer.data.loader import build_data
@@ -125,6 +125,16 @@ def test_incomplete_checkpoints_alone_are_set_aside_and_told_and_the_run_begins_
     assert "step_000004 is not complete: it has no COMPLETE file; it is .bad_step_000004 now" in told
     assert "beginning anew: there is no other checkpoint" in told
     assert all((run_dir / "checkpoints" / f".bad_step_{step:06d}" / "random_0.pt").exists() for step in (2, 4))
+
+
+def test_checkpoint_is_set_aside_also_where_one_that_was_set_aside_has_been_removed(tmp_path):
+    for name in ("step_000004", ".bad_step_000004_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").write_text(name)
+    assert set_aside(tmp_path / "step_000004").name == ".bad_step_000004"
+    (tmp_path / "step_000004").mkdir()
+    assert set_aside(tmp_path / "step_000004").name == ".bad_step_000004_2"
+    assert (tmp_path / ".bad_step_000004_1" / "state.json").read_text() == ".bad_step_000004_1"
 
 
 def test_state_without_its_place_in_the_data_is_a_damage(rows, run_dir, capfd):

@@ -113,7 +113,14 @@ def test_run_folder_of_a_dying_run_is_waited_for(tmp_path, holder):
 
 def test_run_folder_is_in_use_as_long_as_another_rank_of_an_earlier_start_lives(tmp_path):
     join(tmp_path)
-    assert "in use by another run (another process or a rank beside it)" in taken_by(tmp_path, patience_s=0)
+    left = "a rank of a start whose rank 0 has ended"
+    assert f"in use by another run ({left})" in taken_by(tmp_path, patience_s=0)
+    release_all()
+    assert taken_by(tmp_path, patience_s=0) is None
+    release_all()
+    join(tmp_path)
+    process = f"host {os.uname().nodename}, process {os.getpid()}"
+    assert f"in use by another run ({left}: {process})" in taken_by(tmp_path, patience_s=0)
     release_all()
     assert taken_by(tmp_path, patience_s=0) is None
     join(tmp_path)  # a rank of this start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -58,6 +60,24 @@ def test_output_without_room_is_one_line():
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run([sys.executable, "train.py", "--help"], cwd=REPO, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, b"Error: train.py: No space left on device\n")
+
+
+def test_folder_of_checkpoints_that_cannot_be_read_is_named_in_one_line(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.symlink_to("checkpoints")
+    done = run_train("export", str(tmp_path))
+    said = f"Error: train.py: {folder}: Too many levels of symbolic links\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_run_folder_that_cannot_be_locked_is_one_error(tmp_path, rows, monkeypatch):
+    def refuse(descriptor, kind):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)  # as on a file system without locks
+    with pytest.raises(ConfigError) as caught, cli.holding(tmp_path):
+        raise AssertionError("it was taken")
+    assert caught.value.render().endswith(f"{tmp_path} cannot be written: it cannot be locked: Operation not supported")
 
 
 def test_torchrun_argv_names_this_python_and_one_process_for_each_device():
