@@ -87,7 +87,7 @@ class Attempts:
         begun = {int(key[1]) for key in self.truth.started if key[0] == folder}
         if is_whole and begun - set(told):
             self.truth.broken(f"{folder} tells of the attempts {told}, and {sorted(begun)} have begun")
-        since_ns = self.asked[folder].get(status["attempt"], 0)
+        since_ns = 0 if self.restarts.get(folder) else self.asked[folder].get(status["attempt"], 0)  # begun by itself?
         if status["state"] == "stopped" and self.stops_ns.get(folder, 0) < since_ns:
             self.truth.broken(f"attempt {status['attempt']} of {folder} is stopped, and a former one was to be")
         for report in status.get("attempts", ()):

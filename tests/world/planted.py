@@ -52,7 +52,7 @@ PLANTED = {
         "deployer.agent.supervisor.children",
         "self._codes[pid] = exit_code(wait_status)",
         "self._codes[pid] = (wait_status >> 8) & 0xFF",
-        seed=140,
+        seed=179,
     ),
     "ticket that is believed for its size and time": Planted(
         "deployer.agent.gpus.leases",
@@ -64,7 +64,7 @@ PLANTED = {
         "deployer.agent.job.judge",
         "        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))\n",
         "        is_old = False\n",
-        seed=449,
+        seed=1436,
     ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",
@@ -89,7 +89,7 @@ PLANTED = {
         "deployer.agent.requests.launch",
         "    if not start.has_begun(job, 1):\n        return False\n    record",
         "    if True:\n        return False\n    record",
-        seed=4,
+        seed=98,
     ),
     "launches that do not wait for each other": Planted(
         "deployer.agent.host.locks",

@@ -26,10 +26,18 @@ class Keep:
 
 
 def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
-    """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only."""
-    paths = steps_in(folder)
-    saved = {step: _metric(path) if keep.best else None for step, path in paths.items()}
-    doomed = [paths[step] for step in to_delete(saved, keep, newest=newest)]
+    """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only.
+
+    One that cannot be read now may be the best, and stays.
+    """
+    paths, saved, unread = steps_in(folder), dict[int, float | None](), set[int]()
+    for step, path in paths.items():
+        saved[step] = None
+        try:
+            saved[step] = _read_metric(path) if keep.best else None
+        except CheckpointError:
+            unread.add(step)
+    doomed = [paths[step] for step in to_delete(saved, keep, newest=newest) if step > newest or step not in unread]
     for path in doomed:
         remove(path)
     return doomed
@@ -64,6 +72,10 @@ def best_in(folder: Path, *, newest: int) -> tuple[int, float] | None:
 
 def _metric(path: Path) -> float | None:
     with suppress(CheckpointError):  # told when it is loaded
-        value = read_info(path).extra.get(METRIC)
-        return float(value) if isinstance(value, int | float) else None
+        return _read_metric(path)
     return None
+
+
+def _read_metric(path: Path) -> float | None:
+    value = read_info(path).extra.get(METRIC)
+    return float(value) if isinstance(value, int | float) else None

@@ -196,7 +196,7 @@ def render_outcome(outcome: dict[str, Any], total_steps: int) -> list[str]:
     if first is None or last is None:
         return [text]
     best_step, exported = outcome["eval_step_best"], outcome["exported_step"]
-    text += f", held-out loss {first:.4f} -> {last:.4f} ({(last - first) / first:+.0%})"
+    text += f", held-out loss {first:.4f} -> {last:.4f}" + (f" ({(last - first) / first:+.0%})" if first else "")
     if best_step and best < last:
         text += f", lowest {best:.4f} after step {best_step}"
     if exported not in (None, outcome["steps"]):

@@ -181,7 +181,7 @@ def _resize(inode: Inode, size: int) -> None:
     else:
         inode.data += bytes(size - before)
     disk.used += size - before
-    inode.mtime_ns = kernel().unix_ns()
+    inode.mtime_ns, inode.written_ns = kernel().unix_ns(), kernel().now_ns
     kernel().say("written", inode)
 
 

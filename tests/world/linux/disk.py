@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tests.world.linux.kernel import Kernel, Process
 
 MAX_LINKS = 40
+WRITTEN_BACK_NS = 60_000_000_000
+"""After so long what nobody synced is durable too."""
 
 
 class Disk:
@@ -300,6 +302,8 @@ class Disk:
             inode.is_forgotten = False
             if inode.is_folder:
                 self._restore(inode, chance)
+            elif self.kernel.now_ns - inode.written_ns > WRITTEN_BACK_NS:
+                inode.synced = bytes(inode.data)
             elif inode.kind == stat.S_IFREG and inode.synced != inode.data:
                 before = inode.synced or b""
                 ways = [before, before + bytes(inode.data[len(before) :]), bytes(len(inode.data))]

@@ -52,6 +52,8 @@ class Inode:
         """Its latest name; a folder has one."""
         self.target = ""
         self.mtime_ns = disk.kernel.unix_ns()
+        self.written_ns = 0
+        """When it was last written into, by the clock that never jumps."""
         self.device = ""
         self.opened = 0
         self.locks: dict[OpenFile, int] = {}
@@ -205,6 +207,7 @@ class OpenFile:
         inode.data[at : at + len(data)] = data
         self.disk.used += len(inode.data) - before
         inode.mtime_ns = self.disk.kernel.unix_ns()
+        inode.written_ns = self.disk.kernel.now_ns
         if offset is None:
             self.position = at + len(data)
         self.disk.kernel.say("written", inode)

@@ -252,6 +252,8 @@ class Kernel:
                 raise Killed
         if self.timers and self.timers[0][0] <= self.now_ns:
             self._fire()
+            if process.is_over:  # the power went
+                raise Killed
         if process.state == "T" or (self.ready and self.chance.random() > self.stay):
             self.give_way()
         if process.pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import pickle
 import re
@@ -92,8 +93,10 @@ class Truth:
         return current.process if current is not None else None
 
     def _locked(self, file: OpenFile) -> None:
-        process = self._actor()
-        if process is not None and role_of(process) == "rank" and file.inode.path().endswith("trainer.lock"):
+        process, path = self._actor(), file.inode.path()
+        # the last of the two that a start takes for itself alone
+        is_taken = path.endswith("ranks.lock") and file.inode.locks[file] == fcntl.LOCK_EX
+        if is_taken and process is not None and role_of(process) == "rank":
             self.owner = process.env[START]
 
     def _check_owner(self, path: str) -> None:

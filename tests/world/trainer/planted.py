@@ -17,10 +17,10 @@ PLANTED = {
         "trainer.checkpoint.folders",
         "        self._file.flush()\n        return self._file.fileno()",
         "        return self._file.fileno()",
-        seed=18,
+        seed=42,
     ),
     "random states that are not synced": Planted(
-        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=18
+        "trainer.checkpoint.states", "        raw.flush()\n        os.fsync(raw.fileno())\n", "", seed=42
     ),
     "name before the marker": Planted(
         "trainer.checkpoint.folders",
@@ -49,7 +49,7 @@ PLANTED = {
         "trainer.checkpoint.folders",
         "    path.rename(doomed)\n    remove_tree(doomed)\n",
         "    remove_tree(path)\n",
-        seed=315,
+        seed=442,
     ),
     "checksums that are not compared": Planted(
         "trainer.checkpoint.load",
@@ -91,13 +91,13 @@ PLANTED = {
         "trainer.run_folder", "        while not _try_lock(one, fcntl.LOCK_EX):\n", "        while False:\n", seed=0
     ),
     "rank that takes no part in the lock": Planted(
-        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=418
+        "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=1886
     ),
     "config written by who does not hold the folder": Planted(
         "trainer.commands.cli",
         "        yield\n    except OSError",
         "        release_all()\n        yield\n    except OSError",
-        seed=113,
+        seed=32,
     ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",
@@ -121,7 +121,7 @@ PLANTED = {
         seed=0,
     ),
     "outcome that is not synced": Planted(
-        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=18
+        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=346
     ),
     "lost rank told as silent": Planted(
         "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=6
