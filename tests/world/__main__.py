@@ -37,6 +37,7 @@ def main(words: list[str]) -> int:
         "--every", type=positive, metavar="BYTES", help="a crash in each write of a state file, so far apart"
     )
     parser.add_argument("--failed", action="store_true", help="those that once failed: see failed.py")
+    parser.add_argument("--planted", action="store_true", help="list the faults that --plant knows, with their seeds")
     parser.add_argument("--trainer", action="store_true", help="schedules of the trainer: ranks, savers, checkpoints")
     options = parser.parse_args(words)
     if options.trainer and (options.failed or options.every):
@@ -45,11 +46,14 @@ def main(words: list[str]) -> int:
     if os.environ.get(HASH_SEED) != "0":  # the order of a set of texts is a part of a schedule
         os.environ[HASH_SEED] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.world", *words])
-    if options.plant:
+    if options.plant or options.planted:
         from tests.world.planted import CHOSEN, PLANTED
         from tests.world.trainer.planted import PLANTED as OF_TRAINER
 
         known = OF_TRAINER if options.trainer else PLANTED
+        if options.planted:
+            print(*(f"{fault.seed:>6}  {name}" for name, fault in known.items()), sep="\n")
+            return 0
         if options.plant not in known:
             parser.error(f"--plant is one of: {'; '.join(known)}")
         os.environ[CHOSEN] = options.plant

@@ -97,7 +97,7 @@ PLANTED = {
         "trainer.commands.cli",
         "        yield\n    except OSError",
         "        release_all()\n        yield\n    except OSError",
-        seed=32,
+        seed=1377,
     ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",
@@ -121,7 +121,7 @@ PLANTED = {
         seed=0,
     ),
     "outcome that is not synced": Planted(
-        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=346
+        "trainer.files", "    write_synced(aside, content)", "    aside.write_bytes(content)", seed=36
     ),
     "lost rank told as silent": Planted(
         "trainer.failures.heartbeat", "    return _gone(running) or _silent(", "    return _silent(", seed=6
