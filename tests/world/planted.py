@@ -95,7 +95,7 @@ PLANTED = {
         "deployer.agent.host.locks",
         "            fcntl.flock(fd, fcntl.LOCK_EX)\n            if _leads_to(job.lock, fd):\n",
         "            if _leads_to(job.lock, fd):\n",
-        seed=449,
+        seed=1150,
     ),
     "status that is not synced": Planted(
         "deployer.agent.host.files",
@@ -125,7 +125,7 @@ PLANTED = {
         "deployer.agent.gpus.queue",
         "        taken += chosen if chosen is not None else _waits_for(ticket, gpus)\n",
         "        taken += chosen if chosen is not None else ()\n",
-        seed=55,
+        seed=14,
     ),
     "GPU in use that counts as free": Planted(
         "deployer.agent.gpus.nvidia",
@@ -143,7 +143,7 @@ PLANTED = {
         "deployer.agent.supervisor.attempt",
         "gpus.stdin if gpus is not None else subprocess.DEVNULL",
         "subprocess.DEVNULL",
-        seed=82,
+        seed=223,
     ),
     "claims that are not locked while one chooses": Planted(
         "deployer.agent.gpus.leases",
@@ -155,7 +155,7 @@ PLANTED = {
         "deployer.agent.job.judge",
         "    if known & ours or unswept or (found.supervisors and ours):\n",
         "    if False:\n",
-        seed=1998,
+        seed=1428,
     ),
     "signal recorded as a code": Planted(
         "deployer.agent.rank",
@@ -167,19 +167,19 @@ PLANTED = {
         "deployer.agent.job.ending",
         "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
         "    return max(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
-        seed=5,
+        seed=14,
     ),
     "ends compared by the wall clock": Planted(
         "deployer.agent.job.ending",
         "    return min(failing, key=lambda r: (r.ended_mono_ns, r.rank)) if failing else None\n",
         "    return min(failing, key=lambda r: (r.ended_at_ns, r.rank)) if failing else None\n",
-        seed=735,
+        seed=6938,
     ),
     "stop that hides an earlier failure": Planted(
         "deployer.agent.job.ending",
         "    if known.stop is not None and not _ended_before(ranks, known.groups, known.stop.requested_mono):\n",
         "    if known.stop is not None:\n",
-        seed=1316,
+        seed=479,
     ),
     "state read after the log": Planted(
         "deployer.agent.requests.follow",
@@ -191,13 +191,13 @@ PLANTED = {
         "deployer.agent.supervisor.life",
         "            attempt=now.attempt + 1,\n",
         "            attempt=now.attempt,\n",
-        seed=11,
+        seed=9,
     ),
     "launcher's code that counts as success": Planted(
         "deployer.agent.job.ending",
         '    if code == 0:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
         '    if code < 2:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
-        seed=67,
+        seed=248,
     ),
     "acknowledgement before the job is there": Planted(
         "deployer.agent.requests.launch",
@@ -210,7 +210,7 @@ PLANTED = {
         "deployer.agent.requests.resume",
         "    if status is None or status.attempt < number:\n        return False\n",
         "    if True:\n        return False\n",
-        seed=204,
+        seed=544,
     ),
     "resume that keeps the former stop": Planted(
         "deployer.agent.requests.resume",
@@ -228,7 +228,7 @@ PLANTED = {
         "deployer.agent.host.layout",
         'os.path.join(self.path, kind, "attempt_%d" % attempt)',
         'os.path.join(self.path, kind, "attempt_%d" % min(attempt, 1))',
-        seed=24,
+        seed=119,
     ),
     "collection that takes what a kept job includes": Planted(
         "deployer.agent.gc.choose",
@@ -241,13 +241,13 @@ PLANTED = {
         "        return claim._replace(uid=found.st_uid",
         "        if claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
         "        return claim._replace(uid=found.st_uid",
-        seed=294,
+        seed=14,
     ),
     "sweep that only asks": Planted(
         "deployer.agent.host.killing",
         "    deadline = time.monotonic() + KILL_S\n    while left and time",
         "    deadline = time.monotonic()\n    while left and time",
-        seed=19,
+        seed=99,
     ),
     "process told by its number alone": Planted(
         "deployer.agent.host.processes",
@@ -269,7 +269,7 @@ PLANTED = {
         "deployer.agent.job.judge",
         "    if found.supervisors:\n        return status  # one",
         "    if False:\n        return status  # one",
-        seed=19,
+        seed=0,
         more=(("is_alive(identity) and supervises(identity.pid, job)", "False"),),
     ),
     "collection that does not remove what it took": Planted(

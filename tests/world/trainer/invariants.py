@@ -252,7 +252,8 @@ class Truth:
         """A checkpoint is given up: its retention must not want it, and what it is given up for must be there."""
         there, newest = self.complete(), self.committed
         words = f"step {step} is deleted after the save of step {newest}, beside {sorted(there)}"
-        if newest not in there:
+        committed = self.folders().get(newest)
+        if newest not in there and (committed is None or committed.ino not in self.damaged):
             self.broken(f"{words}, and step {newest} is not complete")
         if folder.ino in self.damaged:
             return

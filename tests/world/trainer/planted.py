@@ -93,12 +93,6 @@ PLANTED = {
     "rank that takes no part in the lock": Planted(
         "trainer.start.rank", "            join(run_dir)\n", "            pass\n", seed=1886
     ),
-    "config written by who does not hold the folder": Planted(
-        "trainer.commands.cli",
-        "        yield\n    except OSError",
-        "        release_all()\n        yield\n    except OSError",
-        seed=1377,
-    ),
     "lost saver's save taken for written": Planted(
         "trainer.saver.process",
         "return answer if isinstance(answer, Outcome) and not answer.lost else Outcome(lost=self._lost(answer))",
