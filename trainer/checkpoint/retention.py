@@ -28,15 +28,16 @@ class Keep:
 def prune(folder: Path, keep: Keep, *, newest: int) -> list[Path]:
     """Delete the complete checkpoints that retention no longer wants, and return them. Rank 0 only.
 
-    One that cannot be read now may be the best, and stays.
+    One that cannot be read now may be the best, and stays; what has other content than was written says nothing.
     """
     paths, saved, unread = steps_in(folder), dict[int, float | None](), set[int]()
     for step, path in paths.items():
         saved[step] = None
         try:
             saved[step] = _read_metric(path) if keep.best else None
-        except CheckpointError:
-            unread.add(step)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                unread.add(step)
     doomed = [paths[step] for step in to_delete(saved, keep, newest=newest) if step > newest or step not in unread]
     for path in doomed:
         remove(path)

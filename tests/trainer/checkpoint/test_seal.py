@@ -105,3 +105,14 @@ def test_loss_in_a_state_that_has_changed_keeps_no_checkpoint(tmp_path):
             state.write_text(state.read_text().replace("2.5", "0.5"))
     prune(tmp_path, Keep(last=1, best=1), newest=3)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step_000001", "step_000003"]
+
+
+def test_checkpoint_whose_state_cannot_be_read_now_may_be_the_best_and_stays(tmp_path):
+    model, optimizer = start(ALONE)
+    for number, loss in enumerate((1.5, 2.5, 3.5), start=1):
+        save(tmp_path, number, model, optimizer, {"eval_loss": loss}, ALONE)
+    state = tmp_path / "step_000001" / "state.json"
+    state.rename(state.with_name("kept"))
+    state.symlink_to("state.json")  # ELOOP, as a disk or a network that fails for a moment
+    prune(tmp_path, Keep(last=1, best=1), newest=3)
+    assert (tmp_path / "step_000001").is_dir() and (tmp_path / "step_000003").is_dir()
