@@ -68,8 +68,8 @@ PLANTED = {
     ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",
-        "parse_claim(os.read(fd, MAX_BYTES + 1)) or _of_all(place, name)\n        return claim._replace(",
-        "parse_claim(os.read(fd, MAX_BYTES + 1))\n        return claim and claim._replace(",
+        "            claim = _of_all(place, name)\n",
+        "            pass\n",
         seed=981,
     ),
     "status written before the sweep": Planted(
@@ -238,9 +238,9 @@ PLANTED = {
     ),
     "place in the queue of one account alone": Planted(
         "deployer.agent.gpus.leases",
-        "        return claim._replace(uid=found.st_uid",
-        "        if claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
-        "        return claim._replace(uid=found.st_uid",
+        "        return claim and claim._replace(uid=found.st_uid",
+        "        if claim and claim.kind == 'ticket' and found.st_uid != os.geteuid():\n            return None\n"
+        "        return claim and claim._replace(uid=found.st_uid",
         seed=14,
     ),
     "sweep that only asks": Planted(
