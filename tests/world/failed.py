@@ -1,5 +1,6 @@
 """Schedules that once failed, each for a fault of the product that is mended since: what still holds of them is tried
-ever after. They are kept as they were shortened, for what a seed draws may change."""
+ever after. They are kept as they were shortened, for what a seed draws may change. A change
+of the simulated Linux can take a case's teeth: the faults that must be found are in planted.py."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def write_json(path: str, value: Dict[str, Any]) -> None:
 def write_whole(path: str, data: bytes, *, sync: bool = False, aside: str = "") -> None:
     """Nobody ever reads a part of it. sync: the content is on the disk before the name is. aside: where it is written
     first, unless beside `path`."""
-    temporary = aside or "%s.%d.tmp" % (path, os.getpid())
+    temporary = aside or "%s.%d-%s.tmp" % (path, os.getpid(), os.urandom(4).hex())  # two requests may judge one job
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with open(fd, "wb") as f:

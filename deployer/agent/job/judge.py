@@ -45,17 +45,17 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
     processes tell whether it runs. `look`: of a moment ago, for many jobs at once.
     """
     word = read_word(job)
-    for turn in range(TURNS):
+    for _ in range(TURNS):
         if word.status is not None and _is_beyond_doubt(job, word.status):
             return word.status
         found = (look or Look()).of(job)
         latest = read_word(job)
-        if latest.status is None:
-            latest = latest if word.status is None else word
+        if latest.status is None and word.status is not None:
+            latest = word
         # a supervisor that has begun or ended meanwhile wrote another word, and a look from before knows nothing of it
         is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))
         word, look = latest, None
-        if not is_old or turn == TURNS - 1:
+        if not is_old:
             break
     return _judge(job, word, found)
 
