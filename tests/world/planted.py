@@ -111,8 +111,8 @@ PLANTED = {
     ),
     "status written in place": Planted(
         "deployer.agent.host.files",
-        '    temporary = aside or "%s.%d.tmp" % (path, os.getpid())\n',
-        "    temporary = aside or path\n",
+        '    temporary = aside or "%s.%d-%s.tmp" % (path, os.getpid(), os.urandom(4).hex())',
+        "    temporary = aside or path",
         seed=0,
     ),
     "queue that serves the last first": Planted(
