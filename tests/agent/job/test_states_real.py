@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
+import resource
 import signal
 import sys
 import time
@@ -287,7 +287,11 @@ def test_folder_without_a_status_from_the_future_was_never_launched(tmp_path: Pa
 def test_verdict_that_cannot_be_written_is_told_all_the_same(tmp_path: Path) -> None:
     job = run_up(tmp_path, "j", GO_AND_EXIT % 0)
     reboot(job)
-    Path(f"{job.status}.{os.getpid()}.tmp").mkdir()  # as on a full disk, nothing can be written
-    assert (judge(job).state, judge(job).reason) == ("lost", "the host was rebooted")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as on a full disk, nothing can be written
+    try:
+        told = judge(job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (told.state, told.reason) == ("lost", "the host was rebooted")
     assert json.loads(Path(job.status).read_text())["state"] == "running"
-    shutil.rmtree(f"{job.status}.{os.getpid()}.tmp")
