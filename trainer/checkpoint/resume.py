@@ -203,9 +203,13 @@ def render_horizon(config: Config, *, step: int, before: int | None, now: int, p
 
 
 def _own(folder: Path) -> Choice:
-    paths = list(reversed(steps_in(folder).values()))
+    try:
+        paths, incomplete = list(reversed(steps_in(folder).values())), incomplete_in(folder)
+    except OSError as error:
+        reason = f"cannot list the checkpoints in {folder}: {error.strerror}"
+        raise CheckpointError(f"{reason}. Make it readable, or start anew in another --run-dir") from error
     newest = int(paths[0].name.removeprefix("step_")) if paths else -1
-    return Choice(paths, [path for step, path in incomplete_in(folder).items() if step > newest])
+    return Choice(paths, [path for step, path in incomplete.items() if step > newest])
 
 
 def _inside(run_dir: Path) -> Path:

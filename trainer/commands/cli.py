@@ -254,18 +254,27 @@ def holding(run_dir: Path) -> Iterator[None]:
     Raises ConfigError when it stays in use, or cannot be written.
     """
     try:
-        taken = taken_by(run_dir, patience_s=0)
+        with _needing(run_dir):
+            taken = taken_by(run_dir, patience_s=0)
         if taken:
             write_line(sys.stdout, f"waiting up to {PATIENCE_S:.0f} s: {taken}")
-            taken = taken_by(run_dir)
+            with _needing(run_dir):
+                taken = taken_by(run_dir)
         if taken:
             raise ConfigError(taken, hint=IN_USE_HINT)
+        with _needing(run_dir):
+            yield
+    finally:
+        release_all()
+
+
+@contextmanager
+def _needing(run_dir: Path) -> Iterator[None]:
+    try:
         yield
     except OSError as error:
         why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror  # a full disk names no file
         raise ConfigError(f"the run folder {run_dir} cannot be written: {why}") from error
-    finally:
-        release_all()
 
 
 def prepare_rank(config: Config, run_dir: Path | None) -> None:

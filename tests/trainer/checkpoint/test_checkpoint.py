@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.accounts import ROOT_ONLY, VICTIM, as_account, public_folder
 from tests.support.ranks import run_ranks
 from tests.support.saves import Tied, save, start, step
 from tests.support.tiny import ALONE
@@ -293,3 +294,13 @@ def test_full_state_is_model_and_optimizer_by_name_without_a_process_group(tmp_p
     names = ("embed.weight", "mid.weight", "mid.bias")
     assert kept == {name: ["exp_avg", "exp_avg_sq", "step"] for name in names}
     assert state["optimizer"]["mid.bias"]["step"] == 2
+
+
+@ROOT_ONLY
+def test_checkpoints_that_cannot_be_listed_are_an_error() -> None:
+    with public_folder(0o777) as folder:
+        (folder / "checkpoints").mkdir(mode=0o000)
+        with pytest.raises(CheckpointError) as refused:
+            as_account(VICTIM, choose, Config(train=TrainConfig(resume="auto")), folder, ALONE)
+    told = f"cannot list the checkpoints in {folder}/checkpoints: Permission denied. Make it readable, or start anew in"
+    assert str(refused.value) == f"{told} another --run-dir"
