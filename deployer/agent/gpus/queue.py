@@ -9,7 +9,6 @@ from .nvidia import Gpu, Sight, users_of
 from .view import LEASE, TICKET, Block, Claim, QueueView, Waiter
 
 Devices = Tuple[str, ...]
-UNREAD = " (its lease cannot be read, so it counts for every GPU)"
 
 
 def overlap(one: str, other: str) -> bool:
@@ -105,8 +104,7 @@ def _shares(some: Devices, others: Devices) -> bool:
 def _block(gpu: Gpu, claims: Sequence[Claim], sight: Sight, memory: bool) -> Optional[Block]:
     lease = next((c for c in claims if c.kind == LEASE and holds(c, gpu.device)), None)
     if lease is not None:
-        job = lease.job if lease.devices else lease.job + UNREAD
-        return Block(gpu.label, job, lease.user, lease.since, lease.locker)
+        return Block(gpu.label, lease.job, lease.user, lease.since, lease.locker, is_unread=not lease.devices)
     using = users_of(gpu, sight.using, memory=memory)
     return Block(gpu.label, using=using) if using else None
 
@@ -137,7 +135,9 @@ def _held_text(block: Block, now: float) -> str:
     if block.using:
         return "GPU %s is busy: %s" % (block.gpu, block.using)
     held = "GPU %s is held by job %s of user %s for %s" % (*block[:3], age_text(now - block.since))
-    return held + (" (its lease is locked by %s)" % block.locker if block.locker else "")
+    notes = ["its lease cannot be read, so it counts for every GPU"] if block.is_unread else []
+    notes += ["its lease is locked by %s" % block.locker] if block.locker else []
+    return held + ("" if not notes else " (%s)" % "; ".join(notes))
 
 
 def age_text(seconds: float) -> str:

@@ -78,6 +78,8 @@ class Block(NamedTuple):
     locker: str = ""
     """Who locks the lease, where that is not the job's user."""
     using: str = ""
+    is_unread: bool = False
+    """Its lease cannot be read, so it counts for every GPU."""
 
 
 class Waiter(NamedTuple):
