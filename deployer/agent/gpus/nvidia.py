@@ -222,15 +222,19 @@ def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[s
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
     if program is None:
         return None
-    return subprocess.Popen(
-        [program, *arguments],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        universal_newlines=True,
-        errors="replace",
-    )
+    try:
+        return subprocess.Popen(
+            [program, *arguments],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            universal_newlines=True,
+            errors="replace",
+        )
+    except OSError as error:
+        message = "nvidia-smi cannot be started: %s" % error
+        raise AgentError("host", message, "look whether the host has memory and processes left") from None
 
 
 def _gpus_of(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> List[Gpu]:
