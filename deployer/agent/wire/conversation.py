@@ -41,21 +41,29 @@ class Sender:
         os.set_blocking(fd, False)  # a blocking write could outlast every deadline
         self._fd = fd
         self._lock = threading.Lock()
+        self._is_cut = False
 
     def send(self, head: Dict[str, Any], body: bytes = b"") -> None:
         self.write(frames.encode(head, body))
 
     def write(self, data: bytes) -> None:
-        view = memoryview(data)
+        """ProtocolError or OSError when it could not be written, and ever after: a part of it may have been."""
         deadline = time.monotonic() + SEND_TIMEOUT_S
         with self._lock:
-            while view:
-                if not select.select([], [self._fd], [], max(0.0, deadline - time.monotonic()))[1]:
-                    raise ProtocolError("the client took no data for %g s" % SEND_TIMEOUT_S)
-                try:
-                    view = view[os.write(self._fd, view) :]
-                except BlockingIOError:
-                    pass  # less room than select promised: wait again
+            if self._is_cut:
+                raise ProtocolError("the connection broke off before")
+            self._is_cut = True
+            self._write(memoryview(data), deadline)
+            self._is_cut = False
+
+    def _write(self, view: memoryview, deadline: float) -> None:
+        while view:
+            if not select.select([], [self._fd], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise ProtocolError("the client took no data for %g s" % SEND_TIMEOUT_S)
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:
+                pass  # less room than select promised: wait again
 
 
 class Call:
@@ -219,7 +227,7 @@ class Conversation:
         try:
             self._sender.send(dict(reply, id=call.id))
         except (ProtocolError, OSError):
-            pass  # nobody listens any more
+            self.ended.set()  # who waits for the answer asks again in another connection
 
     def _answer(self, call: Call) -> Mapping[str, Any]:
         handler = self._handlers.get(call.op)
