@@ -108,6 +108,19 @@ def test_job_that_ended_with_its_folder_is_forgotten_when_it_is_stopped(ferry: F
     assert not (ferry.state / "jobs" / f"{job.id}.json").exists()
 
 
+def test_stop_leaves_the_folder_of_a_job_that_was_launched_again_meanwhile(ferry: Ferry) -> None:
+    word = canary()
+    job = begin(ferry, "again", word, program("deaf"))
+    record = Path(job.record).read_text()
+    the_job(ferry, job)
+    with ferry.start("stop", job.id, "--grace", "2") as stop:
+        wait_for(Path(job.stop).exists)
+        Path(job.record).write_text(record)  # as a launch does that is repeated
+        stop.communicate()
+    assert (stop.returncode, running(word)) == (0, [])
+    assert Path(job.record).read_text() == record
+
+
 def test_supervisor_without_its_files_stops_by_a_signal_and_saves(ferry: Ferry, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     code = "import signal, sys, time\ndef save(*_):\n    time.sleep(1); open(sys.argv[2], 'w'); sys.exit(0)\n"
@@ -158,6 +171,34 @@ def test_all_that_is_left_of_a_job_holds_its_gpu_without_a_mark_and_goes(ferry: 
     done = ferry.run("stop", job.id)
     assert (running(word), done.returncode) == ([], 0), done.stderr.decode()
     assert read_claims() == []
+
+
+def test_lease_whose_name_somebody_removes_is_shown_again_until_the_job_is_swept(ferry: Ferry, tmp_path: Path) -> None:
+    ferry.env.update(fake_smi(tmp_path, gpus="0, GPU-0, Fake H100, 81559, 4\n"))
+    word, leases = canary(), tmp_path / "leases"
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nwhile True: time.sleep(9)"
+    code = (
+        "import os, subprocess, sys, time\nprint('up', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.1)\n"
+    )
+    code += f"subprocess.Popen([sys.executable, '-c', {deaf!r}, sys.argv[1], 'left'])\ntime.sleep(1)"
+    job = begin(ferry, "kept", word, code, "--gpus", "0")
+
+    def names() -> list[Path]:
+        return [*leases.glob("job-*")]
+
+    def is_shown_again() -> None:
+        for path in names():
+            path.unlink()
+        wait_for(names)
+        assert [claim.job for claim in read_claims()] == [job.id]
+
+    is_shown_again()
+    Path(job.code, "go").touch()
+    wait_for(lambda: len(running(word)) == 1)  # what it leaves, which hears no TERM
+    is_shown_again()
+    assert len(running(word)) == 1
+    wait_for(lambda: states(ferry).get(job.id) == "succeeded")
+    assert (running(word), names()) == ([], [])
 
 
 def _is_hidden(pid: int) -> bool:

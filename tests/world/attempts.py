@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.world.invariants import Truth
     from tests.world.linux.inodes import Inode
+    from tests.world.schedule import Command
 
 ATTEMPT = "TORCHFERRY_ATTEMPT"
 
@@ -20,8 +21,8 @@ class Attempts:
         self.disk = truth.world.kernel.disk
         self.asked: dict[str, dict[int, int]] = defaultdict(dict)
         """Job folder -> attempts that some client has asked to resume it with -> when it was first asked."""
-        self.stops_ns: dict[str, int] = {}
-        """Job folder -> when the last client that asked for a stop had its answer, or lost hope of one."""
+        self.stops_ns: dict[str, dict[Command, int]] = defaultdict(dict)
+        """Job folder -> when each client that asked for a stop had its answer, or lost hope of one."""
         self.restarts: dict[str, int] = {}
         """Job folder -> how often its supervisor may begin it again."""
         self.left: dict[tuple[str, int], dict[str, bytes]] = {}
@@ -88,7 +89,7 @@ class Attempts:
         if is_whole and begun - set(told):
             self.truth.broken(f"{folder} tells of the attempts {told}, and {sorted(begun)} have begun")
         since_ns = 0 if self.restarts.get(folder) else self.asked[folder].get(status["attempt"], 0)  # begun by itself?
-        if status["state"] == "stopped" and self.stops_ns.get(folder, 0) < since_ns:
+        if status["state"] == "stopped" and max(self.stops_ns[folder].values(), default=0) < since_ns:
             self.truth.broken(f"attempt {status['attempt']} of {folder} is stopped, and a former one was to be")
         for report in status.get("attempts", ()):
             true = self.truth.codes.get((folder, str(report["attempt"]), str(report.get("first_failing_rank"))))

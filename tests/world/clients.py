@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.world.linux.kernel import Process
 
 load = SHIPPED.load
+NEVER_NS = 1 << 62
+"""Of what has not happened yet."""
 ASKS_AGAIN = 4
 """How often whoever resumes a job asks while it still runs, and waits a moment."""
 
@@ -201,13 +203,15 @@ class Clients:
     def stop(self, job: Job, command: Command) -> None:
         self.stopped.add(job.name)
         self.truth.stop_asked_ns.setdefault(self.folder(job), self.kernel.now_ns)
+        stops_ns = self.truth.attempts.stops_ns[self.folder(job)]
+        stops_ns[command] = NEVER_NS
         request = {"op": "stop", "job": job.name, "grace_s": command.grace_s, "force": False}
         link = self.connect(job.uid)(request=request)
         try:
             report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
         finally:
             link.close()
-            self.truth.attempts.stops_ns[self.folder(job)] = self.kernel.now_ns
+            stops_ns[command] = self.kernel.now_ns
         if isinstance(report, Exception):
             return
         told = load("deployer.agent.host.typed").to_json(report)

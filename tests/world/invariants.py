@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.world.attempts import Attempts
 from tests.world.collected import Collected
 from tests.world.leases import Ledger
-from tests.world.linux.kernel import Process, S
+from tests.world.linux.kernel import Endless, Process, S
 from tests.world.programs import CHILDREN, JOBS
 
 if TYPE_CHECKING:
@@ -26,6 +28,22 @@ WHOLE = ("status.json", "job.json", "stop.json")
 
 class Broken(AssertionError):
     """An invariant does not hold."""
+
+
+def what_breaks(make_run: Callable[[], Any]) -> str | None:
+    """Carries out the run of a schedule, of the host or of the trainer: what does not hold, None for nothing."""
+    was = gc.isenabled()
+    gc.disable()  # what is collected closes files, at a moment that no seed decides
+    run = make_run()
+    try:
+        run.carry_out()
+    except (Broken, Endless) as broken:
+        return str(broken)
+    finally:
+        run.world.end()
+        if was:
+            gc.enable()
+    return None
 
 
 def role_of(process: Process) -> str:
@@ -65,7 +83,7 @@ class Truth:
         self.damaged = False
         """Somebody has damaged files: what they say then is not ours."""
         self.hides_lease = False
-        """Somebody has taken a lease's name away: until its supervisor gives it another nobody can see it."""
+        """Somebody has taken a lease's name or words away: until its supervisor gives it others nobody can see it."""
         world.kernel.seen.append(self.hear)
         self.ledger = Ledger(world, self.broken)
 
@@ -195,6 +213,8 @@ class Truth:
         codes = {key[2]: code for key, code in self.codes.items() if key[:2] == (folder, attempt)}
         failed = {rank: code for rank, code in codes.items() if code}
         words = f"{folder} is {status['state']}, {status.get('code')} ({status.get('reason')}); its programs: {codes}"
+        if not codes and status["state"] == "failed":  # of what else could it fail?
+            self.broken(words)
         if len(codes) == ranks and not failed and status["state"] != "succeeded":
             self.broken(words)
         if failed:

@@ -70,7 +70,7 @@ PLANTED = {
         "deployer.agent.gpus.leases",
         "            claim = _of_all(place, name)\n",
         "            pass\n",
-        seed=981,
+        seed=8917,
     ),
     "status written before the sweep": Planted(
         "deployer.agent.supervisor.life",
@@ -89,7 +89,7 @@ PLANTED = {
         "deployer.agent.requests.launch",
         "    if not start.has_begun(job, 1):\n        return False\n    record",
         "    if True:\n        return False\n    record",
-        seed=98,
+        seed=1196,
     ),
     "launches that do not wait for each other": Planted(
         "deployer.agent.host.locks",
@@ -197,7 +197,7 @@ PLANTED = {
         "deployer.agent.job.ending",
         '    if code == 0:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
         '    if code < 2:\n        return Ending(SUCCEEDED, 0, "exited with code 0")\n    signum',
-        seed=248,
+        seed=136,
     ),
     "acknowledgement before the job is there": Planted(
         "deployer.agent.requests.launch",
@@ -208,7 +208,7 @@ PLANTED = {
     ),
     "resume that looks for no attempt before it": Planted(
         "deployer.agent.requests.resume",
-        "    if status is None or status.attempt < number:\n        return False\n",
+        "    if not start.has_begun(job, number):\n        return False\n",
         "    if True:\n        return False\n",
         seed=544,
     ),
@@ -222,13 +222,13 @@ PLANTED = {
         "deployer.agent.requests.resume",
         "            _mend_code(root, job, plan)\n",
         "",
-        seed=304,
+        seed=29,
     ),
     "resume that writes into the former log": Planted(
         "deployer.agent.host.layout",
         'os.path.join(self.path, kind, "attempt_%d" % attempt)',
         'os.path.join(self.path, kind, "attempt_%d" % min(attempt, 1))',
-        seed=119,
+        seed=14,
     ),
     "collection that takes what a kept job includes": Planted(
         "deployer.agent.gc.choose",
@@ -269,7 +269,7 @@ PLANTED = {
         "deployer.agent.job.judge",
         "    if found.supervisors:\n        return status  # one",
         "    if False:\n        return status  # one",
-        seed=0,
+        seed=1,
         more=(("is_alive(identity) and supervises(identity.pid, job)", "False"),),
     ),
     "collection that does not remove what it took": Planted(
@@ -283,6 +283,62 @@ PLANTED = {
         "for one in self.status.now.attempts if one.attempt != report.attempt]",
         "for one in self.status.now.attempts]",
         seed=319,
+    ),
+    "stop that sees no resume meanwhile": Planted(
+        "deployer.agent.requests.stop",
+        "        if final.state not in FINAL:  # somebody has started it again meanwhile\n"
+        "            runs, was = True, final.state\n",
+        "",
+        seed=1624,
+    ),
+    "stop that sweeps what was resumed meanwhile": Planted(
+        "deployer.agent.requests.stop",
+        "            return self._leave_nothing(now) if now.state in FINAL else None\n",
+        "            return self._leave_nothing(now)\n",
+        seed=10264,
+    ),
+    "launch that one sees in one's own lock": Planted(
+        "deployer.agent.job.judge",
+        "    is_launched = not is_locked and (abs(",
+        "    is_launched = (abs(",
+        seed=1204,
+    ),
+    "code unchecked where the store has lost its tree": Planted(
+        "deployer.agent.requests.resume",
+        "        if store.has_tree(plan.tree) or os.path.lexists(job.listing):",
+        "        if store.has_tree(plan.tree):",
+        seed=2444,
+    ),
+    "host that is another while its name cannot be read": Planted(
+        "deployer.agent.host.machine",
+        '            return ""\n        raise\n',
+        '            return ""\n        return ""\n',
+        seed=70174,
+    ),
+    "attempts numbered anew without a status": Planted(
+        "deployer.agent.job.judge",
+        "        attempt = latest_attempt(job) or 0  # the next one must not write into its files\n",
+        "        attempt = 0\n",
+        seed=71444,
+    ),
+    "job without a status launched once more": Planted(
+        "deployer.agent.supervisor.start",
+        "    if os.path.isdir(job.logs(attempt)) or (attempt == 1 and os.path.exists(job.status)):\n",
+        "    if attempt == 1 and os.path.exists(job.status):\n",
+        seed=41406,
+    ),
+    "data set that is not synced": Planted(
+        "deployer.agent.store.content",
+        "            _sync(entries, aside)  # nobody compares their content again, also after a power cut\n",
+        "",
+        seed=3029,
+    ),
+    "supervisor that comes late": Planted(
+        "deployer.agent.supervisor.start",
+        "    if not launch_input.adopt and has_begun(job, launch_input.attempt):\n"
+        '        sys.exit("attempt %d has been begun by another supervisor" % launch_input.attempt)\n',
+        "",
+        seed=133185,
     ),
 }
 

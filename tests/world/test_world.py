@@ -41,11 +41,6 @@ def test_no_schedule_breaks_a_promise() -> None:
     assert (found["schedules"], found["failed"]) == (COUNT, 0)
 
 
-def test_what_once_failed_holds() -> None:
-    done = world("--failed")
-    assert done.returncode == 0 and done.stdout.endswith(" schedules that once failed, 0 fail\n"), done.stdout
-
-
 @pytest.mark.parametrize("word", ["--count", "--workers", "--most", "--every"])
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_search_of_nothing_is_refused(word: str, number: str) -> None:

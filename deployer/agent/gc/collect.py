@@ -112,7 +112,7 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
     except OSError:
         return None
     try:
-        free = take_lock(fd) and judge(job).state in FINAL
+        free = take_lock(fd) and judge(job, is_locked=True).state in FINAL
         return _take(root, job.path) if free else None
     except OSError:
         return None

@@ -91,6 +91,7 @@ class Job:
         self.control = os.path.join(path, "control")
         self.stop = os.path.join(path, "control", "stop.json")
         self.lock = os.path.join(path, "control", "launch.lock")
+        self.listing = os.path.join(path, "control", "tree")  # of the code, as it came
         self.reserve = os.path.join(path, "control", "reserve")
         self.supervisor_log = os.path.join(path, "control", "supervisor.log")
 

@@ -3,11 +3,15 @@
 Stdlib only, Python 3.8, Linux.
 """
 
+import errno
 import os
 from typing import NamedTuple
 
-from .files import read_text
+from .files import read_whole
 from .processes import Process, is_running, process_of
+
+_FOR_GOOD = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EINVAL, errno.EISDIR)
+"""Why a file cannot be read today and tomorrow."""
 
 
 class Identity(NamedTuple):
@@ -20,17 +24,27 @@ class Identity(NamedTuple):
     hostname: str
 
 
+def _read_id(path: str) -> str:
+    """Empty where there is none. OSError where there may be one: a host without it is another one for that moment."""
+    try:
+        return read_whole(path, 4096).decode("utf-8", "replace").strip()
+    except OSError as error:
+        if error.errno in _FOR_GOOD:
+            return ""
+        raise
+
+
 def this_machine() -> str:
     """A name for this host that survives reboots. The host name is part of it: cloned images share /etc/machine-id."""
     text = ""
     for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
-        text = text or read_text(path, 4096).strip()
+        text = text or _read_id(path)
     return "%s/%s" % (text, os.uname().nodename)
 
 
 def boot_id() -> str:
     """Differs after a reboot; empty where the kernel does not tell."""
-    return read_text("/proc/sys/kernel/random/boot_id").strip()
+    return _read_id("/proc/sys/kernel/random/boot_id")
 
 
 def own_identity() -> Identity:

@@ -37,12 +37,13 @@ LAUNCH_S = 60.0
 """A job folder without a status may be this old before its launch counts as broken off."""
 
 
-def judge(job: Job, look: Optional[Look] = None) -> Status:
+def judge(job: Job, look: Optional[Look] = None, *, is_locked: bool = False) -> Status:
     """The job's status as it really is: the written one, with `state`, `code` and `reason` put right.
 
     `on_host` names the machine when it is another one's job, which is then shown as written. A job whose supervisor is
     gone gets its final status written here, once. `damaged` says why the written one is not believed: then the
-    processes tell whether it runs. `look`: of a moment ago, for many jobs at once.
+    processes tell whether it runs. `look`: of a moment ago, for many jobs at once. `is_locked`: whoever asks holds the
+    job's lock, so nobody launches it.
     """
     word = read_word(job)
     for _ in range(TURNS):
@@ -57,7 +58,7 @@ def judge(job: Job, look: Optional[Look] = None) -> Status:
         word, look = latest, None
         if not is_old:
             break
-    return _judge(job, word, found)
+    return _judge(job, word, found, is_locked)
 
 
 def _may_be_orphan(word: Word) -> bool:
@@ -88,10 +89,10 @@ def _mains_of(status: Status) -> List[Process]:
     return [main for main in running if main not in left]
 
 
-def _judge(job: Job, word: Word, found: Found) -> Status:
+def _judge(job: Job, word: Word, found: Found, is_locked: bool) -> Status:
     status = word.status
     if status is None:
-        return _without_status(job, word.damage, found)
+        return _without_status(job, word.damage, found, is_locked)
     identity = status.supervisor
     if identity is None:
         return status
@@ -108,7 +109,7 @@ def _judge(job: Job, word: Word, found: Found) -> Status:
     return _orphaned(job, status, found, rebooted=identity.boot_id != boot_id())
 
 
-def _without_status(job: Job, damage: str, found: Found) -> Status:
+def _without_status(job: Job, damage: str, found: Found, is_locked: bool) -> Status:
     """A job whose written status is none."""
     begun = not os.path.isdir(job.path) or os.path.lexists(job.status) or os.path.isdir(os.path.join(job.path, "logs"))
     if found.all and (begun or found.others):
@@ -120,7 +121,8 @@ def _without_status(job: Job, damage: str, found: Found) -> Status:
         attempt = latest_attempt(job) or 0  # the next one must not write into its files
         return Status(LOST, attempt=attempt, code=TOOL_FAILED, reason=reason, damaged=damage)
     age_s = time.time() - os.stat(job.path).st_mtime
-    if found.supervisors or abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH):
+    is_launched = not is_locked and (abs(age_s) < LAUNCH_S or is_held(job.lock, fcntl.LOCK_SH))
+    if found.supervisors or is_launched:
         return Status(PREPARING)
     return Status(LOST, code=TOOL_FAILED, reason="the launch did not complete")
 

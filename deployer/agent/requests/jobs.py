@@ -174,7 +174,7 @@ def sweep_ended(job: Job) -> Status:
     if not os.path.isdir(job.path):
         return judge(job)  # lost, and nothing of it runs
     with locked(job):
-        status = judge(job)
+        status = judge(job, is_locked=True)
         if status.state not in FINAL:
             return status
         told, left = end_all(lambda: job_processes(job), term_s=SWEEP_S, settle_s=0)

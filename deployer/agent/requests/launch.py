@@ -194,6 +194,7 @@ def _make_job(root: Root, job: Job, plan: Plan, request: LaunchRequest, arrived:
     for leftover in (job.code, job.lib):
         shutil.rmtree(leftover, ignore_errors=True)
     spare.materialise(root, plan.tree, job.path, arrived=arrived)
+    store.keep_listing(plan.tree, job.listing)
     os.makedirs(job.code, exist_ok=True)
     for include in plan.includes:
         _link_include(store, job, include)

@@ -24,6 +24,7 @@ from ..job.stop import request_stop
 from ..job.views import Ack, OfJob, PlanView
 from ..logs.read import LogReader
 from ..store.content import Store
+from ..supervisor import start
 from ..wire.conversation import Call
 from .follow import follow_job
 from .jobs import GONE_S, find_job
@@ -72,8 +73,7 @@ def resume(root: Root, call: Call) -> None:
 
 def _is_started(job: Job, plan: RawPlan, number: int) -> bool:
     """Whether this attempt was begun with this plan. AgentError when it was begun with another one."""
-    status = read_status(job)
-    if status is None or status.attempt < number:
+    if not start.has_begun(job, number):
         return False
     noted = _noted(known_record(job), number)
     if noted is not None and noted.plan_hash == plan_hash(plan):
@@ -91,7 +91,7 @@ def _check_ended(job: Job, now: Status) -> None:
 
 
 def _check_resumable(job: Job, number: int) -> None:
-    now = judge(job)
+    now = judge(job, is_locked=True)
     _check_ended(job, now)
     if now.attempt != number - 1:
         raise AgentError("usage", "%s never began: %s" % (job.id, now.reason), "launch it anew")
@@ -107,8 +107,8 @@ def _mend_code(root: Root, job: Job, plan: Plan) -> None:
         return
     try:
         store = Store(root)
-        if store.has_tree(plan.tree):  # else somebody has removed it, for it was synced
-            store.mend(plan.tree, job.path)
+        if store.has_tree(plan.tree) or os.path.lexists(job.listing):  # else somebody has removed both
+            store.mend(plan.tree, job.path, job.listing)
     except AgentError as error:
         message = "the code of %s has been damaged, perhaps by a power cut: %s" % (job.id, error.message)
         raise AgentError("host", message, "launch it anew") from None

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Optional, Set
 
 from ..host.errors import AgentError
@@ -18,7 +18,7 @@ from ..host.marks import Look
 from ..host.processes import Process, send
 from ..host.typed import to_json
 from ..job.judge import judge
-from ..job.status import FINAL, RUNNING, STOPPED, Status, read_status, utc, write_status
+from ..job.status import FINAL, PREPARING, RUNNING, STOPPED, Status, read_status, utc, write_status
 from ..job.stop import DEFAULT_GRACE_S, request_stop
 from ..job.views import StopReport
 from ..wire.conversation import Call
@@ -106,7 +106,14 @@ class _Ending:
                 ended_at = ended_at or time.monotonic()
                 # it ends after its last word, unless that is not its own, which it replaces then
                 if time.monotonic() > ended_at + GONE_S or not Look().of(self._job).supervisors:
-                    return self._leave_nothing(now)
+                    final = self._sweep()
+                    if final is not None:
+                        return final
+                    asked, ended_at, self._began = self._ask(), None, time.monotonic()
+            if now.state == PREPARING and not Look().of(self._job).all:  # a launch under way, or one that broke off
+                final = self._sweep()
+                if final is not None:
+                    return final
             took_s = time.monotonic() - self._began
             if now.unsupervised and not self._adopt(now):
                 return self._leave_nothing(self._end_alone(now))
@@ -166,6 +173,15 @@ class _Ending:
             with suppress(OSError):  # a full disk: `judge` tells from the processes that it has ended
                 write_status(self._job, final)
         return final
+
+    def _sweep(self) -> Optional[Status]:
+        """The final status of a job that has ended, once nothing of it is left; None when somebody has started it again
+        meanwhile."""
+        with ExitStack() as held:
+            with suppress(AgentError, OSError):  # without its folder, or on a full disk, nobody starts it
+                held.enter_context(locked(self._job))
+            now = judge(self._job, is_locked=True)
+            return self._leave_nothing(now) if now.state in FINAL else None
 
     def _leave_nothing(self, final: Status) -> Status:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import stat
+from contextlib import suppress
 from typing import List, Optional, Sequence, Set, Union
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
@@ -52,9 +53,18 @@ class Store:
                 fail(path, error)
         return root_hash
 
-    def load_tree(self, root_hash: str) -> List[Entry]:
-        """The entries of a tree. AgentError of kind need when it is missing or damaged."""
+    def keep_listing(self, root_hash: str, path: str) -> None:
+        """Keeps a tree beside a copy of it. Without room for a name, or links, the store alone has it."""
+        remove(path)
+        with suppress(OSError):
+            os.link(self._tree_path(root_hash), path)
+
+    def load_tree(self, root_hash: str, listing: str = "") -> List[Entry]:
+        """The entries of a tree, from where it was kept beside a copy if the store has lost it. AgentError of kind need
+        when it is missing or damaged."""
         path = self._tree_path(root_hash)
+        if listing and not os.path.isfile(path):
+            path = listing
         try:
             data = read_whole(path, MAX_BYTES + 1)
             if content_hash(data) != root_hash:
@@ -131,11 +141,12 @@ class Store:
             if entry.mode == LINK:
                 make_link(entry.hash, os.path.join(dest, entry.path))
 
-    def mend(self, root_hash: str, dest: str) -> None:
+    def mend(self, root_hash: str, dest: str, listing: str = "") -> None:
         """Writes again what a power cut took of a tree's copy, whose files are not fsynced: those that are missing, or
         hold a beginning of what they held, and zeros. What else differs somebody has changed, and what lies behind a
-        link is not the job's. Errors as materialise, but the tree stays: until all can be written, it is refused."""
-        entries = self.load_tree(root_hash)
+        link is not the job's. Errors as materialise, but the tree stays: until all can be written, it is refused.
+        `listing`: where the tree was kept beside the copy."""
+        entries = self.load_tree(root_hash, listing)
         others = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
         ours = [entry for entry in entries if not entry.path.startswith(others)]
         cut = {entry for entry in ours if self._is_cut(entry, os.path.join(dest, entry.path))}

@@ -35,7 +35,7 @@ from .attempt import Attempt
 from .running import leftovers
 from .start import LaunchInput
 from .status_file import StatusFile, say
-from .turn import Hook, Turn
+from .turn import Turn
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
@@ -57,6 +57,8 @@ class JobRun:
         self.status = StatusFile(job, self._first_status())
         self._turn = Turn(self.status)
         self.gpus = self._gpus()
+        if self.gpus is not None:
+            self._turn.hooks.append(self.gpus.keep)
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -93,6 +95,8 @@ class JobRun:
         return first._replace(attempts=before.attempts if before else (), resumed_from=from_step)
 
     def _begin(self) -> bool:
+        for hook in self._turn.hooks:
+            hook()
         if self.gpus is not None and self.gpus.waiting:
             self.status.note(state=QUEUED)
         for group in groups_of(self.plan):
@@ -161,16 +165,13 @@ class JobRun:
             self.status.now.attempt,
             restarted=self._restarted,
             gpus=self.gpus,
-            hooks=self._hooks(),
+            hooks=[self._limit_runtime],
         )
         ending = attempt.adopt() if adopted else attempt.run()
         report = attempt.report(ending)  # perhaps again: a supervisor that was killed while it swept had told already
         former = [one for one in self.status.now.attempts if one.attempt != report.attempt]
         self.status.save(attempts=(*former[-KEPT_ATTEMPTS + 1 :], report))
         return ending
-
-    def _hooks(self) -> List[Hook]:
-        return [self._limit_runtime, *([self.gpus.keep] if self.gpus is not None else [])]
 
     # --- between the attempts ---
 
@@ -208,8 +209,7 @@ class JobRun:
         self._restarted = True
         until = time.monotonic() + wait_s
         while self._turn.asked.read() is None and time.monotonic() < until:
-            for hook in self._hooks():
-                hook()
+            self._limit_runtime()
             self._turn.wait()
         return self._turn.asked.read()
 

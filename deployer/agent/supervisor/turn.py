@@ -3,7 +3,7 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-from typing import Callable
+from typing import Callable, List
 
 from ..job.stop import Asked
 from .children import Children
@@ -26,11 +26,15 @@ class Turn:
         self.status = status
         self.children = Children()
         self.asked = Asked(self.job)
+        self.hooks: List[Hook] = []
+        """What is looked after at every turn, whatever it is spent on."""
 
     def wait(self) -> None:
         if self.children.wait():
             self.ask_to_stop()
         self.status.keep()
+        for hook in self.hooks:
+            hook()
 
     def ask_to_stop(self, reason: str = "") -> None:
         """A stop that the supervisor asks for itself."""

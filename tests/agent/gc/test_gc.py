@@ -111,6 +111,15 @@ def test_jobs_go_by_age_with_what_only_they_needed(root: Root) -> None:
     assert listed(root.jobs) == ["new"] and listed(root.tmp) == []
 
 
+def test_a_job_whose_launch_broke_off_goes_too(root: Root) -> None:
+    job = root.job("half")
+    Path(job.control).mkdir(parents=True)
+    Path(job.lock).touch()
+    make_old(root.path)
+    assert Called(root, older_than_s=30 * DAY_S).jobs == ["half"]
+    assert listed(root.jobs) == []
+
+
 def test_a_job_whose_checkpoint_another_one_began_from_stays(root: Root) -> None:
     source = ended(root, "source")
     ended(root, "follower", days=1, text=f"train:\n  resume: {source.path}/checkpoints/step_000010\n")

@@ -202,6 +202,22 @@ def test_what_a_job_has_put_in_the_place_of_its_code_is_left_alone(store: Store,
     assert (job / "code/file").read_bytes() == b"now a file\n"
 
 
+def test_a_copy_is_mended_by_the_listing_beside_it_when_the_store_has_lost_its_tree(
+    store: Store, tmp_path: Path
+) -> None:
+    job, listing = tmp_path / "job", tmp_path / "listing"
+    name = saved(store, {"code/main.py": b"print(1)\n"})
+    store.materialise(name, str(job))
+    for _ in range(2):  # a launch that was cut off is done again
+        store.keep_listing(name, str(listing))
+    shutil.rmtree(store.root.trees)
+    (job / "code/main.py").write_bytes(b"")
+    store.mend(name, str(job), str(listing))
+    assert (job / "code/main.py").read_bytes() == b"print(1)\n"
+    with pytest.raises(AgentError, match="this host does not have the tree"):
+        store.mend(name, str(job))
+
+
 def test_a_copy_is_not_mended_from_a_damaged_blob(store: Store, tmp_path: Path) -> None:
     name = saved(store, {"code/main.py": b"print(1)\n"})
     store.materialise(name, str(tmp_path / "job"))

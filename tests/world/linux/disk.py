@@ -269,6 +269,18 @@ class Disk:
                 names[name] = inode
         del self.journal[:count]
 
+    def damage(self, inode: Inode, data: bytes) -> None:
+        """Of the medium: no power cut brings back what was there."""
+        inode.data = bytearray(data)
+        if inode.synced is not None:
+            inode.synced = data
+
+    def damage_name(self, folder: Inode, name: str) -> None:
+        """It is gone from the medium too."""
+        self.drop(folder, name)
+        self.durable.get(folder.ino, {}).pop(name, None)
+        self.journal = [entry for entry in self.journal if entry[:2] != (folder, name)]
+
     def settle(self) -> None:
         """All that is, is durable."""
         self._make_durable(len(self.journal))
@@ -287,21 +299,22 @@ class Disk:
             count += 1  # a rename is whole
         self._make_durable(count)
         self.journal = []
-        self._restore(self.root, chance)
+        self._restore(self.root, chance, set())
         self.used = 0
         self._each(self.root, self._count)
 
     def _count(self, inode: Inode) -> None:
         self.used += len(inode.data)
 
-    def _restore(self, folder: Inode, chance: random.Random) -> None:
+    def _restore(self, folder: Inode, chance: random.Random, there: set[int]) -> None:
         folder.names = dict(self.durable.get(folder.ino, {}))
         for name, inode in folder.names.items():
             inode.place = Place(folder, name)
-            inode.places = [inode.place]
+            inode.places = [*(inode.places if inode.ino in there else []), inode.place]
+            there.add(inode.ino)
             inode.is_forgotten = False
             if inode.is_folder:
-                self._restore(inode, chance)
+                self._restore(inode, chance, there)
             elif self.kernel.now_ns - inode.written_ns > WRITTEN_BACK_NS:
                 inode.synced = bytes(inode.data)
             elif inode.kind == stat.S_IFREG and inode.synced != inode.data:

@@ -82,6 +82,9 @@ class Thread:
                 raise Killed from None
             import traceback
 
+            if isinstance(failed, NotImplementedError):
+                kernel = self.process.kernel
+                kernel.failure = kernel.failure or f"{self.process}: {traceback.format_exc()}"
             self.process.complain(traceback.format_exc())
             return int(signal.SIGINT) if isinstance(failed, KeyboardInterrupt) else 1 << 8
         return 0

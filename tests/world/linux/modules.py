@@ -193,6 +193,14 @@ _NOT_HERE = (
 )
 
 
+def _format_exc() -> str:
+    """An agent tells errors of the host without; so what it does not expect is a fault of ours."""
+    text = traceback.format_exc()
+    if this().argv[-1] == "agent":
+        kernel().failure = kernel().failure or f"the agent failed: {text}"
+    return text
+
+
 def _refused(name: str) -> Callable[..., Any]:
     def call(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} is not simulated")
@@ -472,7 +480,12 @@ def _make_all() -> dict[str, types.ModuleType]:
         "fnmatch": fnmatch,
         "stat": stat,
     }
-    found["traceback"] = _module("traceback", traceback, print_exc=lambda: this().complain(traceback.format_exc()))
+    found["traceback"] = _module(
+        "traceback",
+        traceback,
+        format_exc=_format_exc,
+        print_exc=lambda: this().complain(traceback.format_exc()),
+    )
     found["secrets"] = _module("secrets", secrets, token_hex=lambda size=32: process_calls.urandom(size).hex())
     found["queue"] = _with_ours(queue, threading=THREADING, time=TIME)
     found["shutil"] = _with_ours(shutil, os=OS, fnmatch=fnmatch, sys=found["sys"])

@@ -209,8 +209,10 @@ class Truth:
         self._check_aside(when)
 
     def _check_told(self, when: str) -> None:
+        latest = max((there for there, folder in self.folders().items() if folder.ino in self.damaged), default=-1)
         for step, ino in self.told.items():
-            is_excused = ino in self.damaged or ino in self.aside  # what may not be set aside is looked at when it is
+            # what may not be set aside is looked at when it is
+            is_excused = latest >= step or ino in self.damaged or ino in self.aside
             if not is_excused and not any(there >= step for there in self.whole()):
                 self.broken(f"{when} step {step} was told as saved, and there are {self.whole()} to resume from")
 
@@ -269,6 +271,15 @@ class Truth:
         if start not in self.found:
             self.found[start] = self.folders()
             self.check_all_whole(f"when start {start} chooses")
+
+    def is_one_resuming(self) -> bool:
+        """Whether a rank has begun to choose a checkpoint and has not loaded it."""
+        ranks = [process for process in self.world.processes() if role_of(process) == "rank"]
+        return any(
+            process.env[START] in self.found
+            and int(process.env.get("RANK", 0)) not in self.resumed.get(process.env[START], {})
+            for process in ranks
+        )
 
     def _resumed(self, process: Process, dist: Any, resumed: Any, module: Any, optimizer: Any) -> None:
         start, seed, rank = process.env[START], self.schedule.seed, dist.rank
