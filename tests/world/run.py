@@ -281,7 +281,8 @@ class Run:
                 if name not in clients.stopped:
                     self.truth.check_whole_code(folder, status, job.ranks)
             known = clients.acknowledged.get((name, self.truth.folders[folder]), 0)
-            if "damage" not in kinds and row.attempt < known:
+            has_run = any(key[:2] == (folder, str(known)) for key in self.truth.started)
+            if "damage" not in kinds and row.attempt < known and (has_run or not self.rebooted):
                 raise Broken(f"attempt {known} of {name} was acknowledged, and it is at {row.attempt}")
         known_jobs = [name for name, number in clients.acknowledged if number == self.folder_number(name)]
         lost = set(known_jobs) - set(rows)

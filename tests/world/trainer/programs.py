@@ -380,6 +380,9 @@ def train(ranks: int) -> None:
     except errors.UserError as error:
         load("trainer.console").write_line(MODULES["sys"].stderr, error.render())
         raise SystemExit(error.exit_code) from None
+    except OSError as error:  # of its output: as trainer.commands.cli.main
+        load("trainer.console").write_line(MODULES["sys"].stderr, f"Error: {error.strerror}")
+        raise SystemExit(1) from None
     if ranks == 1:
         this().argv = ["rank"]
         this().own.clear()
