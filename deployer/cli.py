@@ -17,6 +17,8 @@ from deployer.commands.host import cli as host_cli
 from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
+from deployer.commands.training import COMMANDS as TRAINING
+from deployer.commands.training import FORWARDED
 from deployer.errors import FerryError, LostConnection
 from deployer.printable import shown, shown_lines
 from deployer.terminal import drop_unwritten, invoked_as, notice, say, show_click_error, show_error
@@ -47,7 +49,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
         say(*shown_lines(ctx.get_help()))
 
 
-for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS):
+for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS, *TRAINING):
     cli.add_command(command)
 
 
@@ -71,7 +73,7 @@ def _main() -> None:
     own = words[: words.index("--")] if "--" in words else words
     threading.excepthook = lambda broken: notice(*shown_lines("".join(traceback.format_exception(broken.exc_value))))
     debug = "--debug" in own
-    if debug:
+    if debug and words[0] not in FORWARDED:
         words.remove("--debug")
     try:
         cli(words, prog_name=invoked_as(), standalone_mode=False)

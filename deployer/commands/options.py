@@ -49,6 +49,16 @@ class Commands(Command, click.Group):
             args = [*args[:first], "run", *args[first:]]
         return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those of a `section` of their own stand below the others."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in sorted(self.commands.items()):
+            rows = sections.setdefault(getattr(command, "section", "Commands"), [])
+            rows.append((name, command.get_short_help_str(limit=formatter.width)))
+        for title, rows in sorted(sections.items()):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Ends with 141, as by SIGPIPE, once nobody reads the output any more (click would say 1)."""
         try:

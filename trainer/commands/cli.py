@@ -26,10 +26,15 @@ from trainer.start import caches, launch
 from trainer.startup import Startup
 
 COMMANDS = {
+    "init": ("trainer.commands.init:init", "init KIND", "a short config to begin with: lora, sft, pretrain"),
+    "keys": ("trainer.commands.keys:keys", "keys [WORD]...", "the keys of a config, and what they mean"),
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
     "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
+WITHOUT_TORCH = ("init", "keys")
+PROGRAM_ENV = "TORCHFERRY_PROGRAM"
+"""What this program is called where another one has become it: in its usage and its errors."""
 
 MOST_CARD_GIB = 4096
 UTF8_MODE_ENV = "PYTHONUTF8"
@@ -64,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if argv is None:
         read_names_as_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
-    program = Path(sys.argv[0]).name
+    program = os.environ.pop(PROGRAM_ENV, "") or Path(sys.argv[0]).name
     tame_others()
     try:
         if words and words[0] in COMMANDS:
-            if not {"-h", "--help"} & set(words):
+            if words[0] not in WITHOUT_TORCH and not {"-h", "--help"} & set(words):
                 check_torch()
             load_command(words[0]).main(words[1:], f"{program} {words[0]}")
         else:

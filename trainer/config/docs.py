@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from trainer import schema
 from trainer.config.fields import describe
@@ -112,20 +112,49 @@ def _sections_within(kind: Any) -> Iterator[Any]:
             yield from _sections_within(member)
 
 
+class KeyDoc(NamedTuple):
+    """What the page says of a key, in plain text."""
+
+    key: str
+    kind: str
+    """Its type and limit, in words."""
+    default: str
+    """As YAML writes it; "" for a key that has none."""
+    meaning: str
+    elsewhere: tuple[str, ...]
+    """What it is called in other tools."""
+
+
+def key_docs() -> list[KeyDoc]:
+    """Of every key of a config, in the order of the page."""
+    docs, found = field_docs(), []
+    for name, kind in field_kinds(Config).items():
+        prefix, cls = (f"{name}.", kind) if is_section(kind) else ("", Config)
+        fields = [field for field in dataclasses.fields(cls) if prefix or field.name == name]
+        found += [_key_doc(field, cls, f"{prefix}{field.name}", docs) for field in fields]
+    return found
+
+
+def _key_doc(field: Any, cls: Any, key: str, docs: Mapping[tuple[str, str], str]) -> KeyDoc:
+    kind, facts = field_kinds(cls)[field.name], known_facts().get(key, NONE)
+    words = describe(kind) + (f"; {facts.limit.words}" if facts.limit else "")
+    meaning = docs.get((cls.__name__, field.name), "")
+    return KeyDoc(key, words, _default(field), meaning, (*facts.aliases, *facts.elsewhere))
+
+
 def _section(title: str, cls: Any, prefix: str, *, only: list[str] | None = None) -> str:
     docs, names = field_docs(), only or list(field_kinds(cls))
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    rows = [_row(fields[name], cls, f"{prefix}{name}", docs.get((cls.__name__, name), "")) for name in names]
+    rows = [_row(_key_doc(fields[name], cls, f"{prefix}{name}", docs)) for name in names]
     head = ["| key | type | default | meaning | elsewhere |", "|---|---|---|---|---|"]
     about = " ".join((cls.__doc__ or "").split())
     return "\n".join([f"## {title}", "", about, "", *head, *rows, ""])
 
 
-def _row(field: Any, cls: Any, key: str, meaning: str) -> str:
-    kind, facts = field_kinds(cls)[field.name], known_facts().get(key, NONE)
-    limit = f"; {facts.limit.words}" if facts.limit else ""
-    elsewhere = ", ".join(f"`{name}`" for name in (*facts.aliases, *facts.elsewhere))
-    cells = [f"`{key}`", describe(kind) + limit, _default(field), meaning, elsewhere]
+def _row(doc: KeyDoc) -> str:
+    default = f"`{doc.default}`" if doc.default else "required"
+    elsewhere = ", ".join(f"`{name}`" for name in doc.elsewhere)
+    cells = [f"`{doc.key}`", doc.kind, default, doc.meaning, elsewhere]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -135,8 +164,8 @@ def _default(field: Any) -> str:
     elif field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     else:
-        return "required"
-    return f"`{_yaml(value)}`"
+        return ""
+    return _yaml(value)
 
 
 def _yaml(value: object) -> str:

@@ -1,0 +1,60 @@
+"""The trainer's commands under this program's name: each becomes the trainer, on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from deployer.errors import FerryError
+from deployer.paths import CLIENT_ROOT
+from deployer.terminal import invoked_as
+
+PROGRAM_ENV = "TORCHFERRY_PROGRAM"
+"""Says to the trainer how it was called."""
+TRAINER = CLIENT_ROOT / "train.py"
+"""By its path: a folder `trainer` of the project that somebody stands in is not ours."""
+FORWARDED = {
+    "train": ("Train on this machine as a config says.", ()),
+    "inspect": ("Show what a config would train on and how; no GPU.", ("--inspect",)),
+    "calibrate": ("Find the fastest micro-batch on these GPUs, in two minutes.", ("--calibrate",)),
+    "init": ("Write a short config to begin with: lora, sft, pretrain.", ()),
+    "keys": ("Show the keys of a config, and what they mean.", ()),
+    "export": ("Write a run's checkpoint in Hugging Face format.", ()),
+    "tokenize": ("Write text as a token file, for pretraining.", ()),
+}
+"""By name: what it does, and the options of `train.py` that it stands for. The first three are `train.py CONFIG`."""
+OF_A_CONFIG = ("train", "inspect", "calibrate")
+
+
+class Forwarded(click.Command):
+    """Every word after its name is the trainer's, `--help` too."""
+
+    section = "Training on this machine"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.params["words"] = args
+        return []
+
+
+def _become(name: str, words: list[str]) -> None:
+    program = invoked_as()
+    is_of_config = name in OF_A_CONFIG
+    os.environ[PROGRAM_ENV] = f"{program} {name}" if is_of_config else program
+    options = FORWARDED[name][1]
+    argv = [sys.executable, str(TRAINER), *([] if is_of_config else [name]), *words, *options]
+    sys.stdout.flush()
+    try:
+        os.execv(sys.executable, argv)
+    except OSError as error:
+        hint = "its command line may be too long"
+        raise FerryError(f"the trainer cannot be started: {error.strerror}", hint=hint) from None
+
+
+def _command(name: str) -> click.Command:
+    short = FORWARDED[name][0]
+    return Forwarded(name, help=short, short_help=short, callback=lambda words: _become(name, words))
+
+
+COMMANDS = tuple(map(_command, FORWARDED))

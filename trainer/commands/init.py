@@ -1,0 +1,144 @@
+"""`train.py init`: a config of one's own to begin with, short and explained. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from trainer.console import write_line
+from trainer.errors import UserError
+
+HELP = """Write a short, explained YAML config to begin with.
+
+KIND is `lora` (small adapters on a model that stays as it is), `sft` (the whole model learns) or `pretrain` (plain
+text). It is written to KIND.yaml, or to --out; `-` is the terminal. A file that is there is left alone.
+
+\b
+  python train.py init lora --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl
+  python train.py lora.yaml --inspect              # what would be trained on and how
+  python deploy.py lora.yaml --ssh HOST            # train there, and bring the adapter home
+
+Exit codes: 0 written, 2 the file is there already or cannot be written.
+"""
+
+MODEL, DATA, TEXT = "Qwen/Qwen2.5-0.5B-Instruct", "my.jsonl", "builtin:stdlib-docs"
+ROWS = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+CONVERSATIONS = f"# JSONL, JSON, CSV or Parquet; a row of it: {ROWS}"
+HEAD = "# {about}. Look at it first: python train.py {file} --inspect\n# Every key: python train.py keys\n"
+
+FINE_TUNE = (
+    HEAD
+    + """\
+recipe: sft
+run: {{name: {name}}}
+model:
+  name: {model}  # a Hugging Face name, or a folder with config.json and safetensors
+data:
+  {conversations}
+  train: [{data}]
+  eval_fraction: 0.05  # of the rows, held out for the evaluations
+  seq_len: 1024  # tokens in a row of a batch; short conversations share one, but with packing: false
+{lora}optim:
+  learning_rate: {rate}
+train:
+  steps: null
+  epochs: 3
+  micro_batch_size: 4  # rows a GPU takes at once: `--calibrate` finds the fastest
+target:
+  gpu_ranks: [auto:1]  # [auto:4]: the four freest; [0, 1]: these; on a machine without: device: cpu
+"""
+)
+LORA = """\
+lora:
+  rank: 16  # of the adapters; `targets` names the modules, else all linear ones
+"""
+PRETRAIN = (
+    HEAD
+    + """\
+recipe: pretrain
+run: {{name: {name}}}
+model:  # random weights; a name instead goes on from a pretrained model
+{model}
+data:
+  # text files, folders of them, or a .tokens file, which `python train.py tokenize` makes once for all runs
+  train: [{data}]
+  tokenizer: {tokenizer}
+  seq_len: 512
+train:
+  steps: 200
+  micro_batch_size: 8  # rows a GPU takes at once: `--calibrate` finds the fastest
+target:
+  gpu_ranks: [auto:1]  # [auto:4]: the four freest; [0, 1]: these; on a machine without: device: cpu
+"""
+)
+SHAPE = """\
+  family: qwen3
+  hidden_size: 128
+  intermediate_size: 384
+  num_layers: 4
+  num_heads: 4
+  num_kv_heads: 2"""
+KINDS = ("lora", "sft", "pretrain")
+
+
+class InitError(UserError):
+    """The config could not be written."""
+
+    exit_code = 2
+
+
+@click.command("init", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("kind", type=click.Choice(KINDS))
+@click.option("--model", metavar="NAME", help=f"The model, a name or a folder [{MODEL}; pretrain: a small new one].")
+@click.option("--data", metavar="FILE", help=f"What it learns from [{DATA}; pretrain: {TEXT}].")
+@click.option("--out", "-o", metavar="FILE", help="Where to; - is the terminal [KIND.yaml].")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def init(kind: str, model: str | None, data: str | None, out: str | None, debug: bool) -> None:
+    file = out or f"{kind}.yaml"
+    text = render(kind, file if file != "-" else f"{kind}.yaml", model=model, data=data)
+    if file == "-":
+        write_line(sys.stdout, text.rstrip("\n"))
+        return
+    try:
+        with Path(file).open("x", encoding="utf-8") as written:
+            written.write(text)
+    except FileExistsError:
+        raise InitError(f"{file} is there already", hint="name another one with --out") from None
+    write_line(sys.stdout, f"{file} is written. Next: python train.py {shlex.quote(file)} --inspect")
+
+
+def render(kind: str, file: str, *, model: str | None = None, data: str | None = None) -> str:
+    """The config of a kind, as a file of that name."""
+    typed = shlex.quote(" ".join(file.splitlines()))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).lstrip(".-")[:100] or kind  # what `run.name` may be
+    if kind == "pretrain":
+        shape = f"  name: {_yaml(model)}" if model else SHAPE
+        tokenizer = "auto  # the model's own" if model else "builtin:bytes  # or a Hugging Face name or folder"
+        about = "Pretraining on plain text"
+        return PRETRAIN.format(
+            about=about, file=typed, name=_yaml(name), model=shape, data=_yaml(data or TEXT), tokenizer=tokenizer
+        )
+    about = "Fine-tuning with LoRA" if kind == "lora" else "Fine-tuning of the whole model"
+    return FINE_TUNE.format(
+        about=about,
+        file=typed,
+        name=_yaml(name),
+        model=_yaml(model or MODEL),
+        data=_yaml(data or DATA),
+        conversations=CONVERSATIONS,
+        lora=LORA if kind == "lora" else "",
+        rate="2.0e-4" if kind == "lora" else "1.0e-5",
+    )
+
+
+def _yaml(text: str) -> str:
+    """A text as YAML takes it for one, also `1e3`, `yes` and `a: b`."""
+    import yaml
+
+    is_plain = all(c.isalnum() or c in "/._-" for c in text) and yaml.safe_load(text) == text
+    return text if is_plain else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,70 @@
+"""`train.py keys`: what docs/config.md says of a config's keys, at the shell. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import sys
+import textwrap
+
+import click
+
+from trainer.config.docs import KeyDoc, key_docs
+from trainer.console import write_json, write_line
+
+MOST_WIDTH = 110
+
+HELP = """Show the keys of a config: type, default, meaning, and what they are called elsewhere.
+
+With WORDs, those keys that have one in their name, here or elsewhere; without any such, those that have one in their
+meaning.
+
+\b
+  python train.py keys                    every key
+  python train.py keys lora.              one section
+  python train.py keys max_steps          what other tools call train.steps
+  python train.py keys checkpoint --json
+
+Exit codes: 0 shown, 2 no key has such a word.
+"""
+
+
+@click.command(
+    "keys", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_WIDTH}
+)
+@click.argument("words", nargs=-1, metavar="[WORD]...")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def keys(words: tuple[str, ...], as_json: bool, debug: bool) -> None:
+    docs = key_docs()
+    found = matching(docs, words)
+    if not found:
+        near = difflib.get_close_matches(words[0], [doc.key.rpartition(".")[2] for doc in docs], n=3)
+        hint = f"; near it: {', '.join(near)}" if near else ""
+        raise click.BadParameter(f"no key of a config has {' or '.join(map(repr, words))}{hint}", param_hint="WORD")
+    if as_json:
+        write_json([{**doc._asdict(), "elsewhere": list(doc.elsewhere)} for doc in found])
+        return
+    width = min(MOST_WIDTH, shutil.get_terminal_size((MOST_WIDTH, 24)).columns)
+    write_line(sys.stdout, "\n".join(render(doc, width) for doc in found))
+
+
+def matching(docs: list[KeyDoc], words: tuple[str, ...]) -> list[KeyDoc]:
+    """Those whose names hold one of the words, else those whose meaning does; without words all."""
+    wanted = [word.lower() for word in words]
+
+    def has(text: str) -> bool:
+        return not wanted or any(word in text.lower() for word in wanted)
+
+    by_name = [doc for doc in docs if has(" ".join((doc.key, *doc.elsewhere)))]
+    return by_name or [doc for doc in docs if has(doc.meaning)]
+
+
+def render(doc: KeyDoc, width: int) -> str:
+    """A key on its first line, what it means below."""
+    default = f"[{doc.default}]" if doc.default else "(required)"
+    elsewhere = f" Elsewhere: {', '.join(doc.elsewhere)}." if doc.elsewhere else ""
+    about = textwrap.fill(
+        doc.meaning + elsewhere, max(width, 40), initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+    )
+    return f"{doc.key} {default}  {doc.kind}\n{about}"
