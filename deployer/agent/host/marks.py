@@ -13,16 +13,14 @@ import re
 from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 
 from .layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
-from .processes import Process, Stat, is_running, read_stat
+from .processes import Process, Stat, read_stat
 
 _LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/(?:[^/]+/){0,2}[^/]+\Z")
 _OWN_LOG = re.compile(r"(/.+/jobs/[^/]+)/control/[^/]+\Z")  # a supervisor's
 _LEASE = re.compile(r".*/(?:[^/]*?-)??" + LEASE_NAME)
 _SUPERVISOR_MODULE = b"supervisor.start"
-_KERNEL = 2
-"""The parent of the kernel's own threads."""
 LOOKS = 5
-"""So often at most one looks for the processes of a job while others end in that time."""
+"""So often at most one looks for processes that have begun while one looked."""
 
 
 class Mark(NamedTuple):
@@ -51,22 +49,25 @@ class Look:
     """All processes of this host, as one look saw them."""
 
     def __init__(self) -> None:
-        self._look()
-
-    def _look(self) -> None:
-        listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        stats = {pid: read_stat(pid) for pid in listed}
-        self._stats = {pid: stat for pid, stat in stats.items() if stat is not None}
-        self._has_missed = len(self._stats) < len(listed)
+        self._stats: Dict[int, Stat] = {}
         self._marks: Dict[int, Mark] = {}
         self._writers: Dict[int, str] = {}
         self._holders: Dict[str, Set[int]] = {}
-        for pid in self._stats:
+        self._read_new()
+
+    def _read_new(self) -> bool:
+        """Reads the processes that it has not seen; whether there were any."""
+        listed = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        stats = {pid: read_stat(pid) for pid in listed if pid not in self._stats}
+        new = {pid: stat for pid, stat in stats.items() if stat is not None}
+        self._stats.update(new)
+        for pid in new:
             if _may_be_ours(pid):
                 self._note(pid)
         self._moved = {mark.marked: mark.folder for mark in self._marks.values() if mark.marked != mark.folder}
         for pid, mark in self._marks.items():  # also those that do not write into its logs
             self._marks[pid] = mark._replace(folder=self._moved.get(mark.marked, mark.folder))
+        return bool(new)
 
     def _note(self, pid: int) -> None:
         mark = read_mark(pid)
@@ -84,16 +85,9 @@ class Look:
         """The job's processes without this one. `supervisor`: one that is known to be."""
         for _ in range(LOOKS):
             found = self._of(job, supervisor)
-            if found.all or not self._may_have_missed():
+            if found.all or not self._read_new():  # one may have ended before it was read, and left what it started
                 break
-            self._look()
         return found
-
-    def _may_have_missed(self) -> bool:
-        """Whether a process has ended before it was read: what it had started meanwhile was not there when the look
-        began."""
-        others = [pid for pid, stat in self._stats.items() if pid not in self._marks and stat.parent != _KERNEL]
-        return self._has_missed or not all(map(is_running, self._running(others)))
 
     def _of(self, job: Job, supervisor: int) -> Found:
         folder = os.path.realpath(job.path)
