@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -113,7 +114,14 @@ def see(
     that does without. `limited`: also when CUDA_VISIBLE_DEVICES of the environment leaves out what is asked for.
     """
     # both at once: without persistence mode each takes about a second
-    of_gpus, of_apps = _start(env, _GPU_FIELDS, _CSV), _start(env, _APP_FIELDS, _CSV)
+    of_gpus = _start(env, _GPU_FIELDS, _CSV)
+    try:
+        of_apps = _start(env, _APP_FIELDS, _CSV)
+    except AgentError:
+        if of_gpus is not None:
+            of_gpus.kill()
+            of_gpus.wait()
+        raise
     hint = "run on its CPUs with %s, or choose another machine" % on_cpu
     lacks = ", so no GPU %s" % ", ".join(requested) if requested else ""
     if of_gpus is None or of_apps is None:
@@ -233,8 +241,9 @@ def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[s
             errors="replace",
         )
     except OSError as error:
-        message = "nvidia-smi cannot be started: %s" % error
-        raise AgentError("host", message, "look whether the host has memory and processes left") from None
+        is_short = error.errno in (errno.EAGAIN, errno.ENOMEM)
+        hint = "the host has no processes or no memory left" if is_short else "repair the GPU driver"
+        raise AgentError("host", "nvidia-smi cannot be started: %s" % error.strerror, hint) from None
 
 
 def _gpus_of(query: "subprocess.Popen[str]", timeout_s: float = TIMEOUT_S) -> List[Gpu]:

@@ -118,3 +118,11 @@ def test_a_hanging_nvidia_smi_ends_in_an_error(tmp_path: Path) -> None:
     env = fake_smi(tmp_path, then="exec sleep 1000")
     with pytest.raises(AgentError, match="no answer within"):
         list_gpus(env, timeout_s=0.3)
+
+
+def test_nvidia_smi_that_cannot_be_started_is_an_error_of_the_host(env: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/no/such/shell\n")
+    with pytest.raises(AgentError, match="nvidia-smi cannot be started: No such file or directory") as refused:
+        see(["0"], env)
+    assert (refused.value.kind, refused.value.hint) == ("host", "repair the GPU driver")

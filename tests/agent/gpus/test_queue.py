@@ -84,3 +84,14 @@ def test_refusal_of_any_gpus_says_how_many_and_who_has_the_others() -> None:
         "fewer GPUs are free than auto:3 asks for; GPU 0 is held by job holder of user root for 1m; "
         "GPU 2 is busy: pid 77 of eve, python, 70300 MiB"
     )
+
+
+def test_lease_that_cannot_be_read_is_said_to_count_for_every_gpu() -> None:
+    unread = lease(0)._replace(devices=())
+    view = queue_view(ticket(1, 0), [unread], Sight(GPUS, [GPUS[0]], []))
+    assert (view.held[0].job, view.held[0].is_unread) == ("holder", True)
+    held = "GPU 0 is held by job holder of user root for 1m"
+    assert refusal(view, now=1060.0) == f"{held} (its lease cannot be read, so it counts for every GPU)"
+    locked = view._replace(held=(view.held[0]._replace(locker="pid 7"),))
+    both = "its lease cannot be read, so it counts for every GPU; its lease is locked by pid 7"
+    assert refusal(locked, now=1060.0) == f"{held} ({both})"
