@@ -109,16 +109,19 @@ class _Ending:
                     final = self._sweep()
                     if final is not None:
                         return final
-                    asked, ended_at, self._began = self._ask(), None, time.monotonic()
-            if now.state == PREPARING and not Look().of(self._job).all:  # a launch under way, or one that broke off
+            elif ended_at is not None:  # somebody has started it again
+                asked, ended_at, self._began = self._ask(), None, time.monotonic()
+            elif now.state == PREPARING and not Look().of(self._job).all:  # a launch under way, or one that broke off
                 final = self._sweep()
                 if final is not None:
                     return final
             took_s = time.monotonic() - self._began
-            if now.unsupervised and not self._adopt(now):
-                return self._leave_nothing(self._end_alone(now))
-            if took_s > self._grace_s + OWN_S:
-                return self._leave_nothing(self._end_alone(now))
+            if took_s > self._grace_s + OWN_S or (now.unsupervised and not self._adopt(now)):
+                final = self._end_alone(now)
+                if final is not None:
+                    return final
+                ended_at = time.monotonic()
+                continue
             if not asked or (took_s > HEARD_S and not now.phase and now.state not in FINAL):
                 self._signal_supervisors()
             phase = now.phase or now.state
@@ -153,14 +156,39 @@ class _Ending:
             return False
         return True
 
-    def _end_alone(self, now: Status) -> Status:
-        """Ends the job without its supervisor, which goes first: it could start the job again."""
+    def _end_alone(self, now: Status) -> Optional[Status]:
+        """Ends the job without its supervisor, which goes first: it could start the job again. None as `_sweep`."""
         look = Look().of(self._job)
         for supervisor in look.supervisors:
             send(supervisor, signal.SIGKILL)
         left_s = max(0.0, self._began + self._grace_s - time.monotonic())
         end_all(lambda: Look().of(self._job).all, term_s=left_s, settle_s=0.0, seen=look.all)
-        final = now._replace(
+        return self._sweep(stopped=now)
+
+    def _sweep(self, *, stopped: Optional[Status] = None) -> Optional[Status]:
+        """The final status of a job that has ended, once nothing of it is left; None when somebody has started it again
+        meanwhile. `stopped`: what it was before it was ended without its supervisor."""
+        with ExitStack() as held:
+            is_locked = self._hold(held)
+            now = judge(self._job, is_locked=is_locked)
+            if stopped is not None and now.attempt <= stopped.attempt:
+                now = self._write_stopped(stopped)
+            elif now.state not in FINAL:
+                return None
+            return self._leave_nothing(now)
+
+    def _hold(self, held: ExitStack) -> bool:
+        """Whether nobody can start the job now: its lock is held, or there is no folder for one."""
+        try:
+            held.enter_context(locked(self._job))
+        except OSError:  # a full disk, say
+            return False
+        except AgentError:
+            pass
+        return True
+
+    def _write_stopped(self, before: Status) -> Status:
+        final = before._replace(
             state=STOPPED,
             code=None,
             reason="stopped on request, without its supervisor",
@@ -173,15 +201,6 @@ class _Ending:
             with suppress(OSError):  # a full disk: `judge` tells from the processes that it has ended
                 write_status(self._job, final)
         return final
-
-    def _sweep(self) -> Optional[Status]:
-        """The final status of a job that has ended, once nothing of it is left; None when somebody has started it again
-        meanwhile."""
-        with ExitStack() as held:
-            with suppress(AgentError, OSError):  # without its folder, or on a full disk, nobody starts it
-                held.enter_context(locked(self._job))
-            now = judge(self._job, is_locked=True)
-            return self._leave_nothing(now) if now.state in FINAL else None
 
     def _leave_nothing(self, final: Status) -> Status:
         """The final status once nothing of the job is seen any more; what cannot be ended is `remaining`."""
