@@ -76,6 +76,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
             with locked(job, anew=True):
                 if _existing(job, request.plan):
                     return False
+                is_new = not os.path.lexists(job.record)
                 try:
                     with start.Starting(job, held_fd=held.fd if held is not None else -1) as starting:
                         _make_job(root, job, plan, request, arrived)
@@ -83,7 +84,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
                             raise AgentError("host", "the launch was cancelled")
                         starting.go(launch_input(root, plan, request, env, held))
                 except BaseException:
-                    if not start.has_begun(job, 1):
+                    if is_new and not start.has_begun(job, 1):  # else somebody was told of it, before a power cut
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
                     raise
         finally:

@@ -107,7 +107,7 @@ def _mend_code(root: Root, job: Job, plan: Plan) -> None:
         return
     try:
         store = Store(root)
-        if store.has_tree(plan.tree) or os.path.lexists(job.listing):  # else somebody has removed both
+        if store.has_tree(plan.tree) or os.path.exists(job.listing):  # else somebody has removed both
             store.mend(plan.tree, job.path, job.listing)
     except AgentError as error:
         message = "the code of %s has been damaged, perhaps by a power cut: %s" % (job.id, error.message)

@@ -12,13 +12,14 @@ import os
 import re
 import stat
 from contextlib import suppress
-from typing import List, Optional, Sequence, Set, Union
+from typing import List, Optional, Sequence, Set
 
 from ..host.disk import fail, free_bytes, megabytes, no_room
 from ..host.errors import AgentError
-from ..host.files import blake2b, open_regular, put_in_place, read_whole, remove, remove_folder, write_whole
+from ..host.files import open_regular, read_whole, remove, remove_folder, write_whole
 from ..host.layout import Root
 from ..host.typed import Damage, parse
+from .blob import BlobWriter
 from .packs import Packs, names, read_index
 from .tree import LINK, MAX_BYTES, Entry, check_entry, content_hash, dump_entries, folders_of
 from .tree_files import Copier, in_threads, make_folders, make_link, make_read_only, write_file
@@ -53,23 +54,11 @@ class Store:
                 fail(path, error)
         return root_hash
 
-    def keep_listing(self, root_hash: str, path: str) -> None:
-        """Keeps a tree beside a copy of it. Without room for a name, or links, the store alone has it."""
-        remove(path)
-        with suppress(OSError):
-            os.link(self._tree_path(root_hash), path)
-
-    def load_tree(self, root_hash: str, listing: str = "") -> List[Entry]:
-        """The entries of a tree, from where it was kept beside a copy if the store has lost it. AgentError of kind need
-        when it is missing or damaged."""
+    def load_tree(self, root_hash: str) -> List[Entry]:
+        """The entries of a tree. AgentError of kind need when it is missing or damaged."""
         path = self._tree_path(root_hash)
-        if listing and not os.path.isfile(path):
-            path = listing
         try:
-            data = read_whole(path, MAX_BYTES + 1)
-            if content_hash(data) != root_hash:
-                raise Damage("its hash is another")
-            entries = parse(data, List[Entry], most=MAX_BYTES)
+            entries = _read_tree(path, root_hash)
         except FileNotFoundError:
             raise AgentError("need", "this host does not have the tree %s" % root_hash)
         except (OSError, Damage):
@@ -77,6 +66,17 @@ class Store:
             raise AgentError("need", "this host's copy of the tree %s was damaged" % root_hash)
         check_tree(entries)
         return entries
+
+    def keep_listing(self, root_hash: str, path: str) -> None:
+        """Keeps a tree beside a copy of it, which is mended by it when the store has lost the tree: another name of the
+        store's file, which is synced already."""
+        source = self._tree_path(root_hash)
+        remove(path)
+        try:
+            os.link(source, path)
+        except OSError:  # on another disk, say
+            with suppress(OSError):
+                write_whole(path, read_whole(source, MAX_BYTES + 1), sync=True)
 
     def missing(self, entries: Sequence[Entry]) -> List[str]:
         """Hashes of the blobs that are not here (or have the wrong size), each once, in the entries' order."""
@@ -146,7 +146,7 @@ class Store:
         hold a beginning of what they held, and zeros. What else differs somebody has changed, and what lies behind a
         link is not the job's. Errors as materialise, but the tree stays: until all can be written, it is refused.
         `listing`: where the tree was kept beside the copy."""
-        entries = self.load_tree(root_hash, listing)
+        entries = self._find_tree(root_hash, listing)
         others = tuple(folder + "/" for folder in folders_of(entries) if _is_replaced(os.path.join(dest, folder)))
         ours = [entry for entry in entries if not entry.path.startswith(others)]
         cut = {entry for entry in ours if self._is_cut(entry, os.path.join(dest, entry.path))}
@@ -156,6 +156,17 @@ class Store:
             self._write_tree([entry for entry in entries if entry in cut], dest, set())
         except OSError as error:
             fail(error.filename or dest, error)
+
+    def _find_tree(self, root_hash: str, listing: str) -> List[Entry]:
+        """The store's, or what was kept beside a copy. Removes nothing, so that who asks again hears the same."""
+        for path in filter(None, (self._tree_path(root_hash), listing)):
+            try:
+                entries = _read_tree(path, root_hash)
+            except (OSError, Damage):
+                continue
+            check_tree(entries)
+            return entries
+        raise AgentError("need", "this host has no whole listing of the tree %s" % root_hash)
 
     def _is_cut(self, entry: Entry, path: str) -> bool:
         if entry.mode == LINK or os.path.islink(path):
@@ -280,6 +291,14 @@ class Store:
         return os.path.join(self.root.tmp, "%s-%d-%s" % (kind, os.getpid(), os.urandom(8).hex()))
 
 
+def _read_tree(path: str, root_hash: str) -> List[Entry]:
+    """OSError when it cannot be read, Damage when it is another one."""
+    data = read_whole(path, MAX_BYTES + 1)
+    if content_hash(data) != root_hash:
+        raise Damage("its hash is another")
+    return parse(data, List[Entry], most=MAX_BYTES)
+
+
 def check_tree(entries: Sequence[Entry]) -> None:
     """AgentError unless every entry is a plain relative name with a real hash, named once, and no file or link is
     another one's folder: nothing may be written through a link."""
@@ -336,54 +355,3 @@ def _publish(aside: str, path: str) -> None:
     else:
         if not os.path.isfile(path):
             os.chmod(path, 0o500)
-
-
-class BlobWriter:
-    """Writes one blob aside; `finish` checks and publishes it."""
-
-    def __init__(self, path: str, temporary: str, digest: str, size: int) -> None:
-        self._path, self._temporary, self._expected = path, temporary, (digest, size)
-        self._hash, self._size = blake2b(digest_size=20), 0
-        try:
-            self._file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
-        except OSError as error:
-            fail(temporary, error)
-
-    def write(self, data: Union[bytes, memoryview]) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.abort()
-            fail(self._temporary, error)
-        self._hash.update(data)
-        self._size += len(data)
-
-    def finish(self) -> None:
-        """The blob is in the store. AgentError of kind usage when the bytes are not those announced."""
-        if (self._hash.hexdigest(), self._size) != self._expected:
-            self.abort()
-            raise not_announced(self._expected[0], self._expected[1], self._size)
-        try:
-            self._file.close()
-            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
-            put_in_place(self._temporary, self._path)
-        except OSError as error:
-            self.abort()
-            fail(self._path, error)
-
-    def abort(self) -> None:
-        """Forgets the bytes; harmless after anything."""
-        try:
-            self._file.close()
-        except OSError:
-            pass  # a full disk again, for what was still buffered
-        remove(self._temporary)
-
-
-def not_announced(digest: str, size: int, came: int) -> AgentError:
-    """The error for a blob whose bytes do not have its hash."""
-    return AgentError(
-        "usage",
-        "%d bytes came that are not the %d bytes announced as %s" % (came, size, digest),
-        "a file changed while it was being sent: deploy again",
-    )

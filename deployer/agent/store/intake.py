@@ -11,7 +11,8 @@ from typing import Collection, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from ..host.disk import fail
 from ..host.errors import AgentError
-from .content import BlobWriter, Store, not_announced
+from .blob import BlobWriter, not_announced
+from .content import Store
 from .packs import PackWriter
 from .spare import Spare
 from .tree import LINK, Entry, content_hash

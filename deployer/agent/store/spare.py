@@ -142,7 +142,7 @@ def _take(root: Root) -> Optional[Spare]:
             raise Damage("it was made before the host was started anew")
         now = _marks(os.path.join(aside, "tree"), record.entries)
         return Spare(aside, [e for e in record.entries if now[e.path] == record.marks.get(e.path)])
-    except (OSError, Damage):
+    except (OSError, AgentError, Damage):
         shutil.rmtree(aside, ignore_errors=True)
         return None
 

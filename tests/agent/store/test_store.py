@@ -214,8 +214,25 @@ def test_a_copy_is_mended_by_the_listing_beside_it_when_the_store_has_lost_its_t
     (job / "code/main.py").write_bytes(b"")
     store.mend(name, str(job), str(listing))
     assert (job / "code/main.py").read_bytes() == b"print(1)\n"
-    with pytest.raises(AgentError, match="this host does not have the tree"):
+    with pytest.raises(AgentError, match="this host has no whole listing of the tree"):
         store.mend(name, str(job))
+
+
+def test_a_copy_whose_listings_are_all_damaged_is_refused_each_time(store: Store, tmp_path: Path) -> None:
+    job, listing = tmp_path / "job", tmp_path / "listing"
+    name = saved(store, {"code/main.py": b"print(1)\n"})
+    store.materialise(name, str(job))
+    store.keep_listing(name, str(listing))
+    whole = listing.read_bytes()
+    listing.write_bytes(bytes(len(whole)))  # of the store's too: it is one file
+    (job / "code/main.py").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(AgentError, match="no whole listing"):
+            store.mend(name, str(job), str(listing))
+    listing.unlink()
+    listing.write_bytes(whole)
+    store.mend(name, str(job), str(listing))
+    assert (job / "code/main.py").read_bytes() == b"print(1)\n"
 
 
 def test_a_copy_is_not_mended_from_a_damaged_blob(store: Store, tmp_path: Path) -> None:
