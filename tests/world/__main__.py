@@ -148,7 +148,9 @@ def search(options: Any) -> int:
     except KeyboardInterrupt:  # it has ended its workers too, or they end as soon as nobody reads
         interrupted = True
     if not interrupted:
-        failed += sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
+        ends = [os.waitpid(pid, 0)[1] for pid in pids]
+        interrupted = signal.SIGINT in ends  # as it is itself, and has not heard of it yet
+        failed += sum(end not in (0, signal.SIGINT) for end in ends)
     seconds = time.monotonic() - began
     print(json.dumps({"schedules": done, "first": options.first, "failed": failed, "seconds": round(seconds, 1)}))
     return 130 if interrupted else 1 if failed else 0

@@ -206,11 +206,10 @@ class Clients:
         stops_ns = self.truth.attempts.stops_ns[self.folder(job)]
         stops_ns[command] = NEVER_NS
         request = {"op": "stop", "job": job.name, "grace_s": command.grace_s, "force": False}
-        link = self.connect(job.uid)(request=request)
         try:
-            report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
+            with self.connect(job.uid)(request=request) as link:
+                report = load("deployer.jobs.requests")._end_of(link.first, "host", lambda status: None)
         finally:
-            link.close()
             stops_ns[command] = self.kernel.now_ns
         if isinstance(report, Exception):
             return

@@ -60,12 +60,6 @@ PLANTED = {
         "return self.fd >= 0 and os.fstat(self.fd).st_size != len(_text(self.claim))",
         seed=1325,
     ),
-    "look that is older than the status that it judges": Planted(
-        "deployer.agent.job.judge",
-        "        is_old = latest != word or (look is not None and not found.all and _may_be_orphan(word))\n",
-        "        is_old = False\n",
-        seed=1436,
-    ),
     "lease that makes no sense keeps nobody out": Planted(
         "deployer.agent.gpus.leases",
         "            claim = _of_all(place, name)\n",
@@ -89,7 +83,7 @@ PLANTED = {
         "deployer.agent.requests.launch",
         "    if not start.has_begun(job, 1):\n        return False\n    record",
         "    if True:\n        return False\n    record",
-        seed=1196,
+        seed=294,
     ),
     "launches that do not wait for each other": Planted(
         "deployer.agent.host.locks",
@@ -297,12 +291,6 @@ PLANTED = {
         "            return self._leave_nothing(now)\n",
         seed=10264,
     ),
-    "launch that one sees in one's own lock": Planted(
-        "deployer.agent.job.judge",
-        "    is_launched = not is_locked and (abs(",
-        "    is_launched = (abs(",
-        seed=1204,
-    ),
     "code unchecked where the store has lost its tree": Planted(
         "deployer.agent.requests.resume",
         "        if store.has_tree(plan.tree) or os.path.lexists(job.listing):",
@@ -311,8 +299,8 @@ PLANTED = {
     ),
     "host that is another while its name cannot be read": Planted(
         "deployer.agent.host.machine",
-        '            return ""\n        raise\n',
-        '            return ""\n        return ""\n',
+        '        if error.errno in _FOR_GOOD:\n            return ""\n',
+        '        return ""\n',
         seed=70174,
     ),
     "attempts numbered anew without a status": Planted(
@@ -325,13 +313,13 @@ PLANTED = {
         "deployer.agent.supervisor.start",
         "    if os.path.isdir(job.logs(attempt)) or (attempt == 1 and os.path.exists(job.status)):\n",
         "    if attempt == 1 and os.path.exists(job.status):\n",
-        seed=41406,
+        seed=90189,
     ),
     "data set that is not synced": Planted(
         "deployer.agent.store.content",
         "            _sync(entries, aside)  # nobody compares their content again, also after a power cut\n",
         "",
-        seed=3029,
+        seed=2449,
     ),
     "supervisor that comes late": Planted(
         "deployer.agent.supervisor.start",

@@ -9,6 +9,7 @@ import os
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..host.disk import existing_folder
+from ..host.errors import AgentError
 from ..host.files import remove, remove_folder
 from ..host.layout import Job, Root
 from ..host.locks import store_alone, take_lock
@@ -114,7 +115,7 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
     try:
         free = take_lock(fd) and judge(job, is_locked=True).state in FINAL
         return _take(root, job.path) if free else None
-    except OSError:
+    except (AgentError, OSError):
         return None
     finally:
         os.close(fd)

@@ -7,6 +7,7 @@ import errno
 import os
 from typing import NamedTuple
 
+from .errors import AgentError
 from .files import read_whole
 from .processes import Process, is_running, process_of
 
@@ -25,13 +26,13 @@ class Identity(NamedTuple):
 
 
 def _read_id(path: str) -> str:
-    """Empty where there is none. OSError where there may be one: a host without it is another one for that moment."""
+    """Empty where there is none. AgentError where there may be one: without it this would be another host, or boot."""
     try:
         return read_whole(path, 4096).decode("utf-8", "replace").strip()
     except OSError as error:
         if error.errno in _FOR_GOOD:
             return ""
-        raise
+        raise AgentError("host", "this host's name cannot be read: %s: %s" % (path, error.strerror)) from None
 
 
 def this_machine() -> str:

@@ -6,7 +6,7 @@ Stdlib only, Python 3.8, Linux.
 import os
 import subprocess
 import time
-from typing import TYPE_CHECKING, Dict, Optional, Sequence
+from typing import TYPE_CHECKING, Dict, Optional
 
 from ..host.errors import AgentError
 from ..host.layout import ALONE, GroupName, Root
@@ -20,7 +20,7 @@ from .running import Running, leftovers
 from .start import LaunchInput
 from .status_file import say
 from .stop_stages import Stopping
-from .turn import Hook, Stopped, Turn
+from .turn import Stopped, Turn
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -38,15 +38,12 @@ class Attempt:
         *,
         restarted: bool,
         gpus: "Optional[JobGpus]",
-        hooks: Sequence[Hook],
     ) -> None:
-        """`hooks`: what else is looked after while it runs."""
         self._turn = turn
         self._given = given
         self._number = number
         self._restarted = restarted
         self._gpus = gpus
-        self._hooks = hooks
         self._watch: Optional[Watch] = None
         self._metrics_before = progress.metrics_mark(turn.job)
 
@@ -115,7 +112,7 @@ class Attempt:
         turn.status.save(state=RUNNING, started_at=utc(time.time()), resumed_from=resumed_from)
 
     def _see_through(self, running: Running) -> Ending:
-        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._places, self._hooks)
+        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._places)
         evidence = self._watch.to_the_end()
         ending = decide_ending(evidence)
         if ending is not None:

@@ -57,8 +57,7 @@ class JobRun:
         self.status = StatusFile(job, self._first_status())
         self._turn = Turn(self.status)
         self.gpus = self._gpus()
-        if self.gpus is not None:
-            self._turn.hooks.append(self.gpus.keep)
+        self._turn.hooks = [self._limit_runtime, *([self.gpus.keep] if self.gpus is not None else [])]
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -95,8 +94,8 @@ class JobRun:
         return first._replace(attempts=before.attempts if before else (), resumed_from=from_step)
 
     def _begin(self) -> bool:
-        for hook in self._turn.hooks:
-            hook()
+        if self.gpus is not None:
+            self.gpus.keep()
         if self.gpus is not None and self.gpus.waiting:
             self.status.note(state=QUEUED)
         for group in groups_of(self.plan):
@@ -165,7 +164,6 @@ class JobRun:
             self.status.now.attempt,
             restarted=self._restarted,
             gpus=self.gpus,
-            hooks=[self._limit_runtime],
         )
         ending = attempt.adopt() if adopted else attempt.run()
         report = attempt.report(ending)  # perhaps again: a supervisor that was killed while it swept had told already
@@ -209,7 +207,6 @@ class JobRun:
         self._restarted = True
         until = time.monotonic() + wait_s
         while self._turn.asked.read() is None and time.monotonic() < until:
-            self._limit_runtime()
             self._turn.wait()
         return self._turn.asked.read()
 

@@ -27,7 +27,6 @@ class Turn:
         self.children = Children()
         self.asked = Asked(self.job)
         self.hooks: List[Hook] = []
-        """What is looked after at every turn, whatever it is spent on."""
 
     def wait(self) -> None:
         if self.children.wait():

@@ -29,10 +29,8 @@ SIBLINGS_S = 5.0
 class Watch:
     """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
 
-    def __init__(
-        self, turn: Turn, plan: Plan, number: int, running: Running, where: Places, hooks: Sequence[Hook]
-    ) -> None:
-        """`hooks`: what else is looked after meanwhile. `where`: the file systems that it uses, see vitals.places."""
+    def __init__(self, turn: Turn, plan: Plan, number: int, running: Running, where: Places) -> None:
+        """`where`: the file systems that it uses, see vitals.places."""
         self.stop: Optional[Stopping] = None
         self.stall = Stall(turn.job, number, plan, running)
         self._turn = turn
@@ -42,8 +40,8 @@ class Watch:
         self._failed_at: Optional[float] = None
         self._host = _HostWatch(running, where, has_gpus=bool(turn.status.now.devices))
         self._logs = _Logs(turn, plan, number, running.groups)
-        own = [self._find_stall, self._drive_stop, self._kill_siblings, self._host.look, self._logs.look]
-        self._hooks: List[Hook] = [*hooks, *own]
+        looks = [self._find_stall, self._drive_stop, self._kill_siblings, self._host.look, self._logs.look]
+        self._hooks: List[Hook] = looks
 
     def to_the_end(self) -> Evidence:
         """Comes back when the attempt has ended, or cannot be ended, with all that tells how."""

@@ -319,6 +319,7 @@ class Run:
         assert here is not None
         for name in [name for name, inode in here.names.items() if inode in complete.values()]:
             self.kernel.disk.drop(here, name)
+        self.truth.told.clear()
 
 
 def _spoil(disk: Disk, inode: Inode, how: str) -> None:
