@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from deployer.commands.key_options import JOB, SSH, take_changes, with_keys
+from deployer.commands.neighbours import is_program
 from deployer.commands.options import (
     ACCESS,
     CONTEXT,
@@ -28,9 +28,6 @@ from deployer.commands.options import (
 )
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
-
-_PROGRAMS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh"))
-"""What a first word means that no file is named by, also where this machine lacks it; else what is found here."""
 
 
 @click.command(cls=WithProgram, context_settings=CONTEXT)
@@ -69,7 +66,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
         raise UsageError("give a config or a program after --, not both")
     if options["fsdp_config"] is not None and config is None:
         raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
-    if config is not None and not Path(config).exists() and (config in _PROGRAMS or shutil.which(config)):
+    if config is not None and not Path(config).exists() and is_program(config):
         words = shlex.join((config, *overrides))
         raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")
     pull_limit = parse_size(options.pop("pull_max")) or None
