@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
-from deployer.commands.neighbours import is_program, line_here, line_with_options
 from deployer.commands.values import Seconds, parse_duration
 from deployer.errors import UsageError
 from deployer.exit_codes import UNREAD
@@ -43,6 +42,8 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            from deployer.commands.neighbours import line_with_options
+
             program = ctx.meta.get("program")
             given += ["--", *program] if program else []
             if line := line_with_options(self, error.option_name, given):
@@ -95,6 +96,8 @@ def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> N
     word = words[0]
     if any(Path(word + ending).is_file() for ending in ("", ".py", ".yaml", ".yml")):
         return
+    from deployer.commands.neighbours import is_program, line_here
+
     line = line_here(words, commands)
     if not line and word.isalpha() and (close := difflib.get_close_matches(word, commands, n=1, cutoff=0.7)):
         line = line_here([*close, *words[1:]], commands)

@@ -73,6 +73,22 @@ def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobR
     return sorted(records, key=lambda r: (r.created, r.job_id))
 
 
+def newest_records(beginning: str, most: int) -> list[JobRecord]:
+    """Readable records of ids that begin so, the last written first; of no more files than `most`, however many."""
+
+    def written(path: Path) -> float:
+        with suppress(OSError):
+            return path.stat().st_mtime
+        return 0.0
+
+    found = [path for path in (state_dir() / "jobs").glob("*.json") if path.name.startswith(beginning)]
+    records = []
+    for path in sorted(found, key=written, reverse=True)[:most]:
+        with suppress(OSError, Damage):
+            records.append(_read(path))
+    return records
+
+
 def written_at(record: JobRecord) -> float:
     """When a record was written, in seconds since 1970; 0.0 when it has gone."""
     try:
