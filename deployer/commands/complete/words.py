@@ -20,7 +20,7 @@ from deployer.errors import FerryError
 if TYPE_CHECKING:
     from deployer.jobs.registry import JobRecord
 
-Items = list[CompletionItem[str]]
+    Items = list[CompletionItem[str]]  # only newer clicks can be asked for that
 
 MOST_JOBS = 100
 MOST_FILES = 10_000
