@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Items = list[CompletionItem[str]]  # only newer clicks can be asked for that
 
-MOST_JOBS = 100
+MOST_JOBS = 50
 MOST_FILES = 10_000
 CONFIG_ENDINGS = (".py", ".yaml", ".yml")
 
