@@ -13,6 +13,8 @@ from typing import IO
 import click
 
 from deployer import exit_codes
+from deployer.commands.complete import cli as complete_cli
+from deployer.commands.complete.cli import VARIABLE
 from deployer.commands.host import cli as host_cli
 from deployer.commands.launch import cli as launch_cli
 from deployer.commands.look import cli as look_cli
@@ -49,7 +51,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
         say(*shown_lines(ctx.get_help()))
 
 
-for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS, *TRAINING):
+for command in (*launch_cli.COMMANDS, *look_cli.COMMANDS, *host_cli.COMMANDS, *complete_cli.COMMANDS, *TRAINING):
     cli.add_command(command)
 
 
@@ -69,6 +71,10 @@ def _main() -> None:
 
         settle_home(must_be_ours=False)  # root may well use the one of whoever called sudo
     _open_standard_streams()
+    if asked := os.environ.get(VARIABLE):
+        from deployer.commands.complete.answer import answer
+
+        sys.exit(answer(cli, asked))
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     threading.excepthook = lambda broken: notice(*shown_lines("".join(traceback.format_exception(broken.exc_value))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,23 @@ WAYS = ("auto", "fabric", "openssh")
 
 
 class Command(click.Command):
-    """A command whose help names this program as it was called."""
+    """A command that is named in its help as it was called, and that knows what its options are called elsewhere."""
 
     def __init__(self, name: str | None, help: str | None = None, **options: Any) -> None:
         super().__init__(name, help=as_invoked(help or ""), **options)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from deployer.commands.neighbours import line_with_options
+
+            program = ctx.meta.get("program")
+            given += ["--", *program] if program else []
+            if line := line_with_options(self, error.option_name, given):
+                raise UsageError(f"no such option: {error.option_name}", hint=f"did you mean: {line}") from None
+            raise
 
 
 class Commands(Command, click.Group):
@@ -45,7 +58,8 @@ class Commands(Command, click.Group):
         own = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         first = next((i for i, a in enumerate(args) if a not in own), None)
         if first is not None and args[first] not in self.commands:
-            _check_no_slip(args[first], list(self.commands))
+            if not ctx.resilient_parsing:
+                _check_no_slip(args[first:], self.commands)
             args = [*args[:first], "run", *args[first:]]
         return super().parse_args(ctx, args)
 
@@ -86,13 +100,21 @@ class HostCommand(Command):
         return words
 
 
-def _check_no_slip(word: str, commands: list[str]) -> None:
-    """UsageError for what looks like a command and is none; a config's name has a point or is there, but for that."""
-    if not word.isalpha() or any(Path(word + ending).exists() for ending in ("", ".py", ".yaml", ".yml")):
+def _check_no_slip(words: list[str], commands: Mapping[str, click.Command]) -> None:
+    """UsageError for a first word that looks like a command and is none, or is one elsewhere; a config's name has a
+    point or is there, but for that."""
+    word = words[0]
+    if any(Path(word + ending).is_file() for ending in ("", ".py", ".yaml", ".yml")):
         return
-    close = difflib.get_close_matches(word, commands, n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(sorted(commands))}; --help explains them"
-    raise UsageError(f"{word} is neither a command nor a config file", hint=hint)
+    from deployer.commands.neighbours import is_program, line_here
+
+    line = line_here(words, commands)
+    if not line and word.isalpha() and (close := difflib.get_close_matches(word, commands, n=1, cutoff=0.7)):
+        line = line_here([*close, *words[1:]], commands)
+    if not line and (not word.isalpha() or is_program(word)):
+        return
+    every = f"commands: {', '.join(sorted(commands))}; --help explains them"
+    raise UsageError(f"{word} is neither a command nor a config file", hint=f"did you mean: {line}" if line else every)
 
 
 class WithProgram(Command):

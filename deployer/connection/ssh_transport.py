@@ -16,9 +16,10 @@ from deployer.printable import shown
 from deployer.terminal import notice
 from deployer.transport.protocol import Limits, Stream
 from deployer.transport.ssh.attempt import Attempt
+from deployer.transport.ssh.config_file import chosen_config
 from deployer.transport.ssh.explain import NoCommonAlgorithm
 from deployer.transport.ssh.known_hosts import host_name_in_files, read_known_keys
-from deployer.transport.ssh.ssh_config import SshOptions, chosen_config, resolve
+from deployer.transport.ssh.ssh_config import SshOptions, resolve
 
 if TYPE_CHECKING:
     from deployer.transport.paramiko_ssh.connection import FabricTransport

@@ -4,15 +4,15 @@ its jobs, for the time when it cannot be reached. The host stays the truth.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deployer.agent.host.files import is_name
+from deployer.agent.host.files import blake2b, is_name
 from deployer.agent.host.layout import JOB_ID, matching_ids, name_ids
 from deployer.agent.host.typed import Damage, from_json, read_typed, to_json
 from deployer.agent.job.status import LOST, State
@@ -71,6 +71,21 @@ def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobR
             if path.is_symlink() or path.exists():  # else it has just been forgotten; a link to nothing is damage
                 tell(_told(path, error))
     return sorted(records, key=lambda r: (r.created, r.job_id))
+
+
+def newest_records(beginning: str, most: int) -> list[JobRecord]:
+    """Readable records of ids that begin so, the last written first; of no more files than `most`, however many."""
+    found = []
+    with suppress(OSError), os.scandir(state_dir() / "jobs") as entries:
+        for entry in entries:
+            if entry.name.startswith(beginning) and entry.name.endswith(".json"):
+                with suppress(OSError):
+                    found.append((entry.stat().st_mtime, entry.path))
+    records = []
+    for _, path in sorted(found, reverse=True)[:most]:
+        with suppress(OSError, Damage):
+            records.append(_read(Path(path)))
+    return records
 
 
 def written_at(record: JobRecord) -> float:
@@ -248,5 +263,5 @@ def _read_note(ssh: str | None, root: str) -> _Note:
 
 
 def _file_of_rows(ssh: str | None, root: str) -> Path:
-    name = hashlib.blake2b(repr((ssh, root)).encode(), digest_size=16).hexdigest()
+    name = blake2b(repr((ssh, root)).encode(), digest_size=16).hexdigest()
     return state_dir() / "hosts" / f"{name}.json"

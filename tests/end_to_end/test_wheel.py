@@ -55,6 +55,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_installed_command_runs_a_program_from_another_project(project: Path, tmp_path: Path) -> None:
     assert "Usage: torchferry" in _torchferry(project, tmp_path, "--help")
+    assert f" {(_site(project) / 'deploy.py').resolve()} 2>" in _torchferry(project, tmp_path, "completion", "bash")
     where = subprocess.run(
         [project / ".venv/bin/python", "-c", "import deployer, trainer; print(deployer.__file__, trainer.__file__)"],
         cwd=tmp_path,

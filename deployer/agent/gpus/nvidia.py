@@ -133,7 +133,7 @@ def see(
     if not gpus:
         raise AgentError("host", "%s has no GPU%s" % (_machine(), lacks), hint)
     count, limit = auto_count(requested), read_limit(env, gpus) if limited else None
-    named = [] if count else [_find(text, gpus, env) for text in requested]
+    named = [] if count else [_find(text, gpus, env, hint=_hint_of_count(requested)) for text in requested]
     sight = Sight(gpus, named, using, limit)
     if count > len(sight.usable):
         raise AgentError("host", _too_few(sight, count), hint)
@@ -181,7 +181,16 @@ def _too_few(sight: Sight, count: int) -> str:
     return "%s, fewer than auto:%d asks for" % (has, count)
 
 
-def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
+def _hint_of_count(requested: Sequence[str]) -> str:
+    """For who may have meant a number of GPUs, as other tools' --gpus does."""
+    alone = requested[0] if len(requested) == 1 else ""
+    if not re.match(r"[1-9][0-9]?\Z", alone):
+        return ""
+    count = "%s GPUs" % alone if alone != "1" else "one GPU"
+    return "; that is the GPU of index %s, --gpus auto:%s asks for %s" % (alone, alone, count)
+
+
+def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str], *, hint: str = "") -> Gpu:
     if text.startswith("MIG-"):
         return _find_slice(text, gpus, env)
     found = [g for g in gpus if text == str(g.index) or (text.startswith("GPU-") and g.uuid.startswith(text))]
@@ -190,7 +199,9 @@ def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
     has = ", ".join("%d (%s)" % (g.index, g.name) for g in gpus)
     what = "has several GPUs that begin with %s" if found else "has no GPU %s"
     raise AgentError(
-        "host", ("%s " + what + "; it has %s") % (_machine(), text, has), "name others with --gpus or target.gpu_ranks"
+        "host",
+        ("%s " + what + "; it has %s") % (_machine(), text, has),
+        "name others with --gpus or target.gpu_ranks" + hint,
     )
 
 

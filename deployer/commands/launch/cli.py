@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ from deployer.commands.options import (
 )
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
-
-_PROGRAMS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh"))
-"""What a first word means that no file is named by, also where this machine lacks it; else what is found here."""
 
 
 @click.command(cls=WithProgram, context_settings=CONTEXT)
@@ -69,9 +65,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
         raise UsageError("give a config or a program after --, not both")
     if options["fsdp_config"] is not None and config is None:
         raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
-    if config is not None and not Path(config).exists() and (config in _PROGRAMS or shutil.which(config)):
-        words = shlex.join((config, *overrides))
-        raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")
+    if config is not None and not Path(config).exists():
+        _check_no_program(config, overrides)
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     keys = take_changes(options)
@@ -80,6 +75,14 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     from deployer.commands.launch import run as command
 
     sys.exit(command.run(config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, **options))
+
+
+def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
+    from deployer.commands.neighbours import is_program
+
+    if is_program(config):
+        words = shlex.join((config, *overrides))
+        raise UsageError(f"config {config} does not exist", hint=f"put -- before a program: deploy.py run -- {words}")
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

@@ -14,10 +14,8 @@ from pathlib import Path
 
 from deployer.errors import ConnectError, UsageError
 from deployer.paths import expanded
+from deployer.transport.ssh.config_file import chosen_config
 from deployer.transport.ssh.target import Target, parse_target
-
-CONFIG_ENV = "TORCHFERRY_SSH_CONFIG"
-"""Names an ssh_config to use instead of ~/.ssh/config, like `ssh -F`."""
 
 DEFAULT_PORT = 22
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
@@ -107,11 +105,6 @@ def resolve(
     else:
         options = _resolve_by_ssh(target, key, config_file, jump=None, depth=0)
     return options if connect_timeout_s is None else _with_timeout(options, connect_timeout_s)
-
-
-def chosen_config(config_file: str | None) -> str | None:
-    """The ssh_config to use instead of the user's own; None: none."""
-    return config_file or os.environ.get(CONFIG_ENV) or None
 
 
 def _with_timeout(options: SshOptions, timeout_s: float) -> SshOptions:

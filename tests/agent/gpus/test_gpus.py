@@ -75,6 +75,26 @@ def test_a_gpu_that_the_host_lacks_is_refused(env: dict[str, str], requested: li
         see(requested, env)
 
 
+COUNTS = [("3", "auto:3 asks for 3 GPUs"), ("1", "auto:1 asks for one GPU"), ("-1", ""), ("100", ""), ("GPU-dddd", "")]
+
+
+@pytest.mark.parametrize(("requested", "says"), COUNTS)
+def test_who_may_have_meant_a_number_of_gpus_is_told_how_to_ask_for_it(
+    tmp_path: Path, requested: str, says: str
+) -> None:
+    index = "7" if requested == "1" else "0"
+    with pytest.raises(AgentError) as caught:
+        see([requested], fake_smi(tmp_path, gpus=f"{index}, GPU-1, NVIDIA H100, 81559, 4\n"))
+    meant = f"; that is the GPU of index {requested}, --gpus {says}" if says else ""
+    assert caught.value.hint == "name others with --gpus or target.gpu_ranks" + meant
+
+
+def test_several_indices_are_no_number_of_gpus(env: dict[str, str]) -> None:
+    with pytest.raises(AgentError) as caught:
+        see(["0", "4"], env)
+    assert caught.value.hint == "name others with --gpus or target.gpu_ranks"
+
+
 def test_a_slice_is_found_by_its_uuid(env: dict[str, str]) -> None:
     (found,) = see(["MIG-1234-5678"], env).named
     assert (found.index, found.uuid, found.device) == (1, "MIG-1234-5678", "GPU-aabb2222-0000/MIG-1234-5678")

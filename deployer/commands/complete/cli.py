@@ -1,0 +1,38 @@
+"""The command that prints a shell's completion script."""
+
+from __future__ import annotations
+
+import click
+
+from deployer.commands.options import CONTEXT, Command
+from deployer.terminal import say_script
+
+VARIABLE = "_TORCHFERRY_COMPLETE"
+"""Asks for an answer instead of a command; named as click has it."""
+LINE = "_TORCHFERRY_LINE"
+"""The command line up to the cursor, as it was typed."""
+WORD = "_TORCHFERRY_WORD"
+"""bash alone: the last part of the last word, which the answer replaces; `=`, `:` and `@` end such a part."""
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes this command in your shell.
+
+    It completes commands, options, ids of jobs, hosts, config files and keys, for torchferry and for ./deploy.py, and
+    asks no host. Install it once, by the line for your shell, and open a new shell:
+
+    \b
+      deploy.py completion bash >> ~/.bashrc
+      deploy.py completion zsh >> ~/.zshrc
+      deploy.py completion fish > ~/.config/fish/conf.d/torchferry.fish
+
+    The script names this installation by its path: print it again when that has moved.
+    """
+    from deployer.commands.complete.scripts import script_of
+
+    say_script(script_of(shell))
+
+
+COMMANDS = (completion,)

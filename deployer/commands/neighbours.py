@@ -1,0 +1,253 @@
+"""Words that people bring from other tools (SkyPilot, dstack, submitit, Slurm, docker, kubectl, accelerate, rsync), and
+the whole line that says the same here. It is shown, to be typed: nothing is run for such a word.
+
+To teach it a word, add it to a row of COMMANDS, or an option to OPTIONS.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import click
+
+from deployer.agent.host.layout import JOB_ID
+
+COMMANDS = {
+    "ps": "list ls queue squeue qstat jobs",
+    "ps --all": "sacct",
+    "ps --watch": "top watch",
+    "status": "describe show info",
+    "logs": "log output",
+    "logs --follow": "attach tail",
+    "stop": "cancel kill down scancel qdel terminate abort delete",
+    "resume": "restart retry requeue rerun relaunch",
+    "run": "launch submit apply sbatch srun qsub start",
+    "shell": "ssh connect login",
+    "pull": "sync rsync cp scp download fetch get",
+    "gpus": "nvidia-smi gpustat nvtop nvitop sinfo",
+    "gc": "rm clean cleanup prune purge remove",
+    "doctor": "check verify",
+}
+"""Our command, with an option where it needs one: the words for it elsewhere."""
+
+OPTIONS = {
+    "run": {
+        "{}": "-f --file --config --config-yaml",
+        "--fsdp-config {}": "--config-file",
+        "--gpus auto:{}": "-n --num-gpus --ngpus --n-gpus --gpus-per-node --num-processes --nproc-per-node --gres",
+        "--gpus {}": "--gpu --gpu-ids --device-ids",
+        "--ssh {}": "--host --hostname --cluster -c --remote",
+        "--name {}": "--job-name -J --run-name",
+        "--env {}": "-e",
+        "--out {}": "--outputs",
+        "--max-runtime {}": "--time --timeout --walltime",
+        "--max-restarts {}": "--retries --max-retries",
+        "--detach": "-d --background",
+        "model.name={}": "--model",
+        "data.train={}": "--data --train-file",
+        "train.micro_batch_size={}": "--per-device-batch-size --micro-batch-size",
+        "train.precision=bf16": "--bf16",
+        "lora.rank={}": "--lora-rank",
+        "optim.warmup_steps={}": "--warmup",
+    },
+    "ps": {"--all": "-a", "--watch": "-f --follow"},
+    "logs": {"--tail {}": "-n --lines"},
+    "stop": {"--force": "-9 -KILL", "--grace {}": "-t --time --timeout --grace-period"},
+    "gc": {"--yes": "-y -f"},
+}
+"""Of our command: an option of ours, or a key of the config, and the options that say it elsewhere (with `-` for `_`).
+For what is not here `run` and `resume` ask the schema, which knows other tools' names of its keys."""
+
+ABSENT = {
+    "--output-dir": "results come home to results/ID, and deploy.py pull ID --to DIR brings them elsewhere",
+    "--nodes": "a job runs on one host",
+    "--nnodes": "a job runs on one host",
+}
+"""Options of `run` elsewhere that need none here, and why."""
+
+GROUPS = ("jobs", "job")
+"""Words before another tool's command, as in `sky jobs queue`."""
+
+PROGRAMS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh"))
+"""What a first word means that no file is named by, also where this machine lacks it; else what is found here."""
+
+_OURS_OF = {word: ours for ours, words in COMMANDS.items() for word in words.split()}
+
+
+def line_here(words: Sequence[str], commands: Mapping[str, click.Command]) -> str:
+    """The line that says here what `words` say elsewhere, to be typed; empty where their first is no tool's word."""
+    if words[0] in GROUPS and words[1:] and (words[1] in _OURS_OF or words[1] in commands):
+        words = words[1:]
+    ours = words[0] if words[0] in commands else _OURS_OF.get(words[0], "")
+    name, *options = ours.split() or [""]
+    if name not in commands:
+        return ""
+    if words[0] == "ssh" and any("@" in word for word in words):  # a host, not a job
+        return f"deploy.py shell --ssh {shlex.quote(words[1] if len(words) == 2 else shlex.join(words))}"
+    return _Line(name, commands[name], options).of(words[1:])
+
+
+def line_with_options(command: click.Command, option: str, words: Sequence[str]) -> str:
+    """The words of a command of ours with our options and keys in place of other tools'; empty where `option`, which
+    the command lacks, is no tool's."""
+    name = command.name or ""
+    known = _template(name, option) is not None or (name == "run" and _plain(option) in ABSENT)
+    return _Line(name, command).of(words) if known else ""
+
+
+@dataclass
+class _Line:
+    """A line of ours, as it is put together."""
+
+    name: str
+    command: click.Command
+    options: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    program: list[str] | None = None
+    own: list[str] = field(default_factory=list)
+    """What stands for `keys`, as it was given: a program takes it for itself."""
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, words: Sequence[str]) -> str:
+        """The line with these words after the command."""
+        left = list(words)
+        while left and self.program is None:
+            word = left.pop(0)
+            if word == "--":
+                self.program = left
+            elif word.startswith("-") and word != "-":
+                self._take_option(word, left)
+            elif self.name == "run" and not self.words and is_program(word):
+                self.program = [*_STARTED_BY.get(Path(word).suffix, ()), word, *left]
+            else:
+                self.words.append(word)
+        line = ["deploy.py", self.name, *(self._run_words() if self.name == "run" else self._job_words())]
+        without = f" (without {shlex.join(self.left_out)})" if self.left_out else ""
+        return shlex.join(line) + without + "".join(f"; {note}" for note in self.notes)
+
+    def _take_option(self, word: str, left: list[str]) -> None:
+        name, equals, value = word.partition("=")
+        known = _option(self.command, name)
+        if known is not None:
+            takes = not (known.is_flag or equals or (known.metavar or "").startswith("["))
+            if name not in known.opts or not set(known.opts) & set(self.options):  # else it came with the command
+                self.options += [word, *left[: int(takes)]]
+            del left[: int(takes)]
+            return
+        template = _template(self.name, name)
+        absent = ABSENT.get(_plain(name), "") if self.name == "run" and template is None else ""
+        if template is None and not absent:
+            self.left_out.append(word)
+            return
+        given, takes = [word], "{}" in (template or "{}")
+        if not equals and left and (not left[0].startswith("-") if takes else left[0].lower() in ("true", "false")):
+            value = left.pop(0)
+            given.append(value)
+        if template is None:
+            self.notes.append(absent)
+        elif template == "{}":
+            self.words.append(value or "CONFIG")
+        elif template.startswith("-"):
+            self.options += _filled(template, value)
+        else:
+            self.keys += _filled(template, value)
+            self.own += given
+
+    def _run_words(self) -> list[str]:
+        if self.program is not None:
+            return [*self.options, "--", *self.program, *self.own]
+        return [*self.options, *(self.words or ["CONFIG"]), *self.keys]
+
+    def _job_words(self) -> list[str]:
+        arguments = [param for param in self.command.params if isinstance(param, click.Argument)]
+        words, options = list(self.words), self.options
+        if not arguments:  # a command about a host; a word after an option that is none of ours may be the option's
+            host = words[:1] if self.name != "gc" and not self.left_out and "--ssh" not in options else []
+            self.left_out += words[len(host) :]
+            return [*options, *(["--ssh", *host] if host else [])]
+        if self.name == "pull" and words and ":" in words[0]:  # as scp, rsync and docker name a file
+            words[:1] = words[0].split(":", 1)
+            options = [*options, "--to", words.pop()] if len(words) > 2 else options
+        if "--all" in options:
+            return options
+        if arguments[0].nargs == -1:
+            return [*options, *(list(filter(_is_id, words)) or ["ID"])]
+        if len(arguments) == 1:
+            self.left_out += words[1:]
+        job_id = words[0] if words and _is_id(words[0]) else "ID"
+        return [*options, job_id, *(words[1:] if len(arguments) > 1 else ()), *self.keys]
+
+
+_STARTED_BY = {".py": ("python",), ".sh": ("bash",)}
+
+
+def _option(command: click.Command, name: str) -> click.Option | None:
+    options = (param for param in command.params if isinstance(param, click.Option))
+    return next((option for option in options if name in (*option.opts, *option.secondary_opts)), None)
+
+
+def _is_id(word: str) -> bool:
+    return JOB_ID.match(word.lower()) is not None
+
+
+def _plain(option: str) -> str:
+    return option.partition("=")[0].replace("_", "-")
+
+
+def _template(name: str, option: str) -> str | None:
+    """Of our command: what an option of another tool is here, with `{}` for its value."""
+    plain = _plain(option)
+    for template, options in OPTIONS.get("run" if name == "resume" else name, {}).items():
+        if plain in options.split() and (name != "resume" or "=" in template):
+            return template
+    is_key = name in ("run", "resume") and plain.startswith("--") and plain not in ABSENT
+    return _keys().get(plain[2:].replace("-", "_")) if is_key else None
+
+
+@cache
+def _keys() -> dict[str, str]:
+    """Template of a key by its last name, where no other has it, and by its names elsewhere."""
+    from trainer.config.keys import aliases, known_keys
+
+    kinds = known_keys()
+    named = [*((key.rpartition(".")[2], key) for key in kinds), *aliases().items()]
+    last = [name for name, _ in named]
+    return {name: f"{key}={'true' if kinds[key] is bool else '{}'}" for name, key in named if last.count(name) == 1}
+
+
+def _filled(template: str, value: str) -> list[str]:
+    """The words of a template with a value in them, or with what shows that one is needed."""
+    if template.startswith("--gpus auto"):
+        count = re.search(r"\d+\Z", value)  # gpu:a100:2
+        value = count[0] if count else "N"
+    elif template.startswith("--max-runtime"):
+        value = re.sub(r"\A(\d+):(\d\d):(\d\d)\Z", r"\1h\2m\3s", value)  # as Slurm has it
+        value = value if re.fullmatch(r"(\d+[dhms])+", value) else "VALUE"
+    elif value.lower() == "false":
+        template = template.replace("=true", "=false")
+    return [word.replace("{}", value or "VALUE") for word in template.split()]
+
+
+def is_program(word: str) -> bool:
+    """Whether a first word that is no command means a program of somebody's own, and no config."""
+    path = Path(word)
+    if path.suffix == ".py":
+        return path.is_file() and not re.search(r"^config\b.*=", _text(path), re.MULTILINE)
+    is_config = "=" in word or path.suffix in (".yaml", ".yml")
+    return not is_config and (path.suffix == ".sh" or word in PROGRAMS or shutil.which(word) is not None)
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""
