@@ -54,7 +54,8 @@ def _become(name: str, words: list[str]) -> None:
 
 def _command(name: str) -> click.Command:
     short = FORWARDED[name][0]
-    return Forwarded(name, help=short, short_help=short, callback=lambda words: _become(name, words))
+    words = click.Argument(["words"], nargs=-1, metavar="FILE")  # what a shell completes
+    return Forwarded(name, params=[words], help=short, short_help=short, callback=lambda words: _become(name, words))
 
 
 COMMANDS = tuple(map(_command, FORWARDED))
