@@ -21,7 +21,7 @@ from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.commands.training import COMMANDS as TRAINING
 from deployer.commands.training import FORWARDED
-from deployer.errors import FerryError, LostConnection
+from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.printable import shown, shown_lines
 from deployer.terminal import drop_unwritten, invoked_as, notice, say, show_click_error, show_error
 
@@ -136,6 +136,9 @@ def _unforeseen(error: Exception) -> FerryError:
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         return FerryError(f"this machine: {where}{error.strerror or error}")
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("deployer", "trainer"):
+        hint = "activate the environment that Torchferry is installed in"
+        return UsageError(f"{sys.executable} has no {error.name}", hint=hint)
     return FerryError(f"Torchferry failed: {error!r}", hint="--debug shows where; please report it")
 
 

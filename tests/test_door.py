@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -163,3 +164,10 @@ def test_word_to_be_typed_is_printable_and_read_by_a_shell_as_the_path(name):
     assert shown(word) == word
     read = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True).stdout
     assert read == (b"./" + name if name.startswith(b"-") else name)
+
+
+@pytest.mark.parametrize("words", [["deploy.py", "ps"], ["deploy.py", "--help"], ["train.py", "keys"]])
+def test_python_without_our_packages_is_told_in_two_lines(words):
+    done = subprocess.run([sys.executable, "-S", *words], cwd=REPO, capture_output=True, text=True)
+    hint = "activate the environment that Torchferry is installed in"
+    assert (done.returncode, done.stderr) == (2, f"Error: {sys.executable} has no click\nhint: {hint}\n")
