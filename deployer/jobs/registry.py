@@ -61,6 +61,11 @@ def forget(job_id: str, ssh: str | None, root: str) -> bool:
     return bool(mine)
 
 
+def forget_place(ssh: str | None, root: str) -> None:
+    """Drops what a host said last."""
+    _file_of_rows(ssh, root).unlink(missing_ok=True)
+
+
 def read_records(tell: Callable[[str], None] = lambda damage: None) -> list[JobRecord]:
     """Every readable record, oldest first; `tell` hears a line about each other one."""
     records = []

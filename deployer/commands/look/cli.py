@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull."""
+"""The commands that look at jobs and bring their files home: ps, status, logs, pull, forget."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from deployer.commands.key_options import ROOT, SSH
 from deployer.commands.options import (
     ACCESS,
     CONTEXT,
@@ -163,4 +164,26 @@ def _path_of_job(text: str) -> str:
     return path
 
 
-COMMANDS = (ps, status, logs, pull)
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_ids", metavar="ID...", nargs=-1)
+@SSH.option()
+@ROOT.option("root")
+@click.option("--yes", is_flag=True, help="Also what may still run.")
+@JSON
+def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: bool, as_json: bool) -> None:
+    """Forget jobs on this client, or with --ssh all of a host.
+
+    No host is asked, and nothing there changes: a job that runs goes on, its files stay. What a host still has, ps
+    shows again when it asks that host.
+    """
+    from deployer.commands.look import forget as command
+
+    if bool(job_ids) == (ssh is not None or root is not None):
+        raise UsageError("forget takes ids of jobs, or --ssh HOST", hint="deploy.py ps lists the jobs")
+    if job_ids:
+        command.forget_jobs(job_ids, yes=yes, as_json=as_json)
+    else:
+        command.forget_host(ssh, root, yes=yes, as_json=as_json)
+
+
+COMMANDS = (ps, status, logs, pull, forget)
