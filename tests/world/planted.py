@@ -285,15 +285,9 @@ PLANTED = {
         "",
         seed=1624,
     ),
-    "stop that sweeps what was resumed meanwhile": Planted(
-        "deployer.agent.requests.stop",
-        "            return self._leave_nothing(now) if now.state in FINAL else None\n",
-        "            return self._leave_nothing(now)\n",
-        seed=10264,
-    ),
     "code unchecked where the store has lost its tree": Planted(
         "deployer.agent.requests.resume",
-        "        if store.has_tree(plan.tree) or os.path.lexists(job.listing):",
+        "        if store.has_tree(plan.tree) or os.path.exists(job.listing):",
         "        if store.has_tree(plan.tree):",
         seed=2444,
     ),

@@ -25,6 +25,7 @@ from deployer.agent.job.judge import judge
 from deployer.agent.job.status import RUNNING, STOPPED, Status
 from deployer.agent.job.stop import request_stop
 from deployer.agent.job.views import StopReport
+from deployer.agent.requests.stop import _Ending
 from deployer.commands.launch import stop as command
 from deployer.errors import HostError
 from tests.support import stubborn
@@ -182,6 +183,16 @@ def test_process_that_only_inherited_the_device_is_found(tmp_path: Path) -> None
         held = device_holders(re.compile(re.escape(str(device))))
         child.kill()
     assert (3, child.pid, f"sleep 1000 holds {device}") in [(h.gpu, h.pid, h.command) for h in held]
+
+
+def test_sweep_of_a_stop_leaves_what_somebody_has_started_again(tmp_path: Path) -> None:
+    plan = make_plan(python(UP))
+    job = start(make_job(tmp_path, "again", plan), plan)
+    said(job, "up")
+    assert _Ending(job, None, 0.0, force=False)._sweep() is None  # type: ignore[arg-type]
+    assert judge(job).state == RUNNING
+    request_stop(job, 0)
+    assert end_of(job).state == STOPPED
 
 
 def gpu_job(tmp_path: Path, smi: str, code: str = UP) -> Status:
