@@ -7,7 +7,7 @@ try:
 except KeyboardInterrupt:  # nothing has begun, and a trace tells nobody anything
     raise SystemExit(130) from None
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] in ("trainer",):
+    if (error.name or "").partition(".")[0] == "trainer":
         raise
     hint = "activate the environment that Torchferry is installed in"
     sys.stderr.write(f"Error: {sys.executable} has no {error.name}\nhint: {hint}\n")

@@ -29,7 +29,8 @@ Exit codes: 0 written, 2 the file is there already or cannot be written.
 MODEL, DATA, TEXT = "Qwen/Qwen2.5-0.5B-Instruct", "my.jsonl", "builtin:stdlib-docs"
 ROWS = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 CONVERSATIONS = f"# JSONL, JSON, CSV or Parquet; a row of it: {ROWS}"
-HEAD = "# {about}. Look at it first: python train.py {file} --inspect\n# Every key: python train.py keys\n"
+TRAIN = "python train.py"
+HEAD = "# {about}. Look at it first: {look}\n# Every key: {program} keys\n"
 
 FINE_TUNE = (
     HEAD
@@ -65,7 +66,7 @@ run: {{name: {name}}}
 model:  # random weights; a name instead goes on from a pretrained model
 {model}
 data:
-  # text files, folders of them, or a .tokens file, which `python train.py tokenize` makes once for all runs
+  # text files, folders of them, or a .tokens file, which `{program} tokenize` makes once for all runs
   train: [{data}]
   tokenizer: {tokenizer}
   seq_len: 512
@@ -100,7 +101,9 @@ class InitError(UserError):
 @click.option("--debug", is_flag=True, help="Show stack traces.")
 def init(kind: str, model: str | None, data: str | None, out: str | None, debug: bool) -> None:
     file = out or f"{kind}.yaml"
-    text = render(kind, file if file != "-" else f"{kind}.yaml", model=model, data=data)
+    called = click.get_current_context().command_path.removesuffix(" init")
+    program = TRAIN if called in ("init", "train.py") else called
+    text = render(kind, file if file != "-" else f"{kind}.yaml", model=model, data=data, program=program)
     if file == "-":
         write_line(sys.stdout, text.rstrip("\n"))
         return
@@ -109,24 +112,36 @@ def init(kind: str, model: str | None, data: str | None, out: str | None, debug:
             written.write(text)
     except FileExistsError:
         raise InitError(f"{file} is there already", hint="name another one with --out") from None
-    write_line(sys.stdout, f"{file} is written. Next: python train.py {shlex.quote(file)} --inspect")
+    write_line(sys.stdout, f"{file} is written. Next: {_look(program, file)}")
 
 
-def render(kind: str, file: str, *, model: str | None = None, data: str | None = None) -> str:
-    """The config of a kind, as a file of that name."""
+def _look(program: str, file: str) -> str:
     typed = shlex.quote(" ".join(file.splitlines()))
+    return f"{program} {typed} --inspect" if program == TRAIN else f"{program} inspect {typed}"
+
+
+def render(kind: str, file: str, *, model: str | None = None, data: str | None = None, program: str = TRAIN) -> str:
+    """The config of a kind, as a file of that name. `program`: what its comments name, as it was called."""
+    look = _look(program, file)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).lstrip(".-")[:100] or kind  # what `run.name` may be
     if kind == "pretrain":
         shape = f"  name: {_yaml(model)}" if model else SHAPE
         tokenizer = "auto  # the model's own" if model else "builtin:bytes  # or a Hugging Face name or folder"
         about = "Pretraining on plain text"
         return PRETRAIN.format(
-            about=about, file=typed, name=_yaml(name), model=shape, data=_yaml(data or TEXT), tokenizer=tokenizer
+            about=about,
+            look=look,
+            program=program,
+            name=_yaml(name),
+            model=shape,
+            data=_yaml(data or TEXT),
+            tokenizer=tokenizer,
         )
     about = "Fine-tuning with LoRA" if kind == "lora" else "Fine-tuning of the whole model"
     return FINE_TUNE.format(
         about=about,
-        file=typed,
+        look=look,
+        program=program,
         name=_yaml(name),
         model=_yaml(model or MODEL),
         data=_yaml(data or DATA),

@@ -26,7 +26,9 @@ def test_help_is_the_trainers_and_names_this_program(tmp_path: Path, name: str) 
 
 def test_words_and_exit_codes_pass_as_they_are(tmp_path: Path) -> None:
     done = torchferry(tmp_path, "init", "lora", "--data", "my rows; $(x).jsonl")
-    assert (done.returncode, done.stderr) == (0, "")
+    said = "lora.yaml is written. Next: torchferry inspect lora.yaml\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    assert "torchferry inspect lora.yaml\n# Every key: torchferry keys\n" in (tmp_path / "lora.yaml").read_text()
     assert 'train: ["my rows; $(x).jsonl"]' in (tmp_path / "lora.yaml").read_text()
     done = torchferry(tmp_path, "init", "lora")
     assert done.returncode == 2 and done.stderr.startswith("Error: lora.yaml is there already\n")
