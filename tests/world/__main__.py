@@ -166,11 +166,16 @@ def _work(options: Any, worker: int, began: float, out: Any) -> None:
         if time.monotonic() - began > options.seconds or failed >= options.most:
             break
         schedule = parts.make(seed)
-        why = parts.carry_out(schedule)
+        try:
+            why = parts.carry_out(schedule)
+        except Exception as error:  # the world's own fault: it is told with its seed, and the search goes on
+            why = f"the world broke: {error!r}"
         failures: list[tuple[int, str, str]] = []
         if why is not None:
             failed += 1
-            shortest, why = shrink(schedule, parts.carry_out, parts.shorter)
+            shortest = schedule
+            if not why.startswith("the world broke"):
+                shortest, why = shrink(schedule, parts.carry_out, parts.shorter)
             failures.append((seed, why, str(shortest)))
         out.write(json.dumps({"done": 1, "failures": failures}) + "\n")
 

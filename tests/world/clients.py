@@ -187,6 +187,7 @@ class Clients:
                 self.truth.broken(f"attempt {attempt} of {job.name} was asked for, and {ack.attempt} acknowledged")
             key = job.name, folder
             self.acknowledged[key] = max(attempt, self.acknowledged.get(key, 0))
+            self.truth.collected.promised.add((self.folder(job), folder))
 
         watcher.started = started
         final = None

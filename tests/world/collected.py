@@ -32,6 +32,8 @@ class Collected:
         """Roots of which some client has given up the ended jobs."""
         self.includes: set[str] = set()
         """Folders of jobs that include data."""
+        self.promised: set[tuple[str, int]] = set()
+        """The folders, and which of the same name, of which a client was told that the job has started."""
         self.asked = 0
         self.kernel.seen.append(self.hear)
 
@@ -51,9 +53,10 @@ class Collected:
             status = json.loads(bytes(inode.names["status.json"].data))
         except (KeyError, ValueError):
             status = {"state": "unknown"}
+        is_broken_off = "status.json" not in inode.names and (folder, self.truth.folders[folder]) not in self.promised
         told = {left["pid"] for left in status.get("remaining") or ()}
         runs = [p for p in self._of(folder) if p.pid not in told]
-        if not self.truth.damaged and (status["state"] not in FINAL or runs):
+        if not self.truth.damaged and (not (is_broken_off or status["state"] in FINAL) or runs):
             self.truth.broken(f"{folder} was collected while it was {status['state']}, and {runs} ran")
         self.truth.forget(folder)
 

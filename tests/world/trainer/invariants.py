@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import zlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tests.world.linux.kernel import Process
@@ -232,20 +233,24 @@ class Truth:
             return
         self.told = {step: self.folders()[step].ino}  # a run that went back has given up the later ones
         kept = self.complete()
-        if not set(kept) <= self.wanted(kept, step) and not self.excused and not self._is_next_under_way(step):
+        # whether a damaged one was read before or after it was damaged, nobody sees
+        wanted = self.wanted(kept, step) | self.wanted(kept, step, unread=self.damaged)
+        if not set(kept) <= wanted and not self.excused and not self._is_next_under_way(step):
             self.broken(f"after the save of step {step} there are {sorted(kept)}: retention has forgotten some")
 
     def _is_next_under_way(self, step: int) -> bool:
         """Whether a later save may have ended by now."""
         return self.schedule.beside and max(self.complete()) > step
 
-    def wanted(self, folders: dict[int, Inode], newest: int) -> set[int]:
-        """Which of these the schedule's retention keeps, `newest` having been saved last."""
+    def wanted(self, folders: dict[int, Inode], newest: int, unread: Collection[int] = ()) -> set[int]:
+        """Which of these the schedule's retention keeps, `newest` having been saved last. `unread`: inodes of folders
+        whose held-out loss is not known."""
         plan = self.schedule
         own = sorted(step for step in folders if step <= newest)
         if not plan.keep_last:
             return set(own)
-        judged = [step for step in own if b'"eval_loss":' in folders[step].names["state.json"].data]
+        read = [step for step in own if folders[step].ino not in unread]
+        judged = [step for step in read if b'"eval_loss":' in folders[step].names["state.json"].data]
         best = sorted(judged, key=lambda step: (loss_of(plan.seed, step), -step))[: plan.keep_best]
         every = [step for step in own if plan.keep_every and step % plan.keep_every == 0]
         return {newest, *own[-plan.keep_last :], *best, *every}

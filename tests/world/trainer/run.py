@@ -218,7 +218,9 @@ class Run:
             "marker": "COMPLETE",
             "random": ".pt",
         }
-        name = next(name for name in sorted(folder.names) if name.endswith(ends[kind]))
+        name = next((name for name in sorted(folder.names) if name.endswith(ends[kind])), None)
+        if name is None:  # an earlier damage took it
+            return
         inode = folder.names[name]
         self.truth.damaged.add(folder.ino)
         for process in self.world.processes():
