@@ -121,6 +121,7 @@ def pull(
 
     PATH is a file or folder that a job wrote into its folder ($TORCHFERRY_RUN_DIR) or its copy of the project. It lands
     as it lies there: results/ID/PATH, of the project results/ID/code/PATH. Nothing of your own folder is written over.
+    In quotes it may be a pattern: 'plots/*.png', '**/*.pt'.
     """
     from deployer.commands.look import pull as command
     from deployer.pull.choice import Wish
