@@ -23,6 +23,7 @@ from ..store.bring import body_of
 from ..store.content import check_tree
 from ..wire.conversation import Call
 from ..wire.frames import Frame
+from .fetched import note_fetched
 from .jobs import find_folder
 from .view import Pushed
 
@@ -57,6 +58,7 @@ def push(root: Root, call: Call) -> None:
         for folder in tree.folders_of(absent):
             _make_folder(job, folder)
         _take(job, absent, call)
+        note_fetched(job, [entry.path for entry in entries])  # who sent them has them
     call.send_event("pushed", to_json(Pushed(job.id, job.path, len(absent), len(entries) - len(absent))))
 
 
