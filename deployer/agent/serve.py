@@ -31,6 +31,8 @@ HANDLERS = {
     "stop": "requests.stop:stop",
     "files": "requests.fetch:files",
     "fetch": "requests.fetch:fetch",
+    "fetched": "requests.fetched:fetched",
+    "push": "requests.push:push",
     "last_lines": "requests.follow:last_lines",
     "exec": "requests.execute:execute",
     "doctor": "doctor.run:doctor",

@@ -94,7 +94,7 @@ JOB = (
         "Bring this home too, a file or folder that the job writes into its copy of this folder. Repeatable.",
         type=parse_path,
         multiple=True,
-        metavar="PATH",
+        metavar="PATH|GLOB",
         at_resume={},
     ),
     ROOT,

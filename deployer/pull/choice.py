@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deployer.agent.host.layout import CHECKPOINT_MARKER, TIMES_FILE
+from deployer.agent.requests.names import covers
 from deployer.agent.requests.view import CODE
 from deployer.errors import UsageError
 from deployer.pull.pieces import RemoteFile
@@ -117,7 +118,7 @@ def choose(
 def name_of(path: str, paths: Sequence[str], outputs: Sequence[str] = ()) -> str | None:
     """What was asked for that brings this path: one of `paths`, of the job's folder or its code, or of its outputs."""
     tops = [*((top, name) for name in paths for top in (name, CODE + name)), *((CODE + name, name) for name in outputs)]
-    return next((name for top, name in tops if path == top or path.startswith(top + "/")), None)
+    return next((name for top, name in tops if covers(top, path)), None)
 
 
 @dataclass

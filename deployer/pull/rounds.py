@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from deployer.agent.host.typed import to_json
 from deployer.agent.requests.view import FilesRequest, Stays
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
-from deployer.errors import ConnectError, LostConnection
+from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.pull.choice import LeftOut, Wish, choose
 from deployer.pull.landing import HEADROOM_BYTES, CannotWrite, Landing
 from deployer.pull.listing import Listing, read_listing
@@ -22,6 +24,9 @@ from deployer.terminal import size
 
 ROUNDS = 3
 """What changes while it is copied is listed and fetched anew, so often in all."""
+
+NOTED_BYTES = 32 << 10
+"""Of the names that the host is told are home: they fit into one frame."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class _Pull:
                 folds_case = self._landing.folds_case()
                 kept, left_out = choose(listing.files, self._wish, outputs=listing.outputs, folds_case=folds_case)
                 failed = self._fetch(link, [file for file in kept if _whole(file) not in self._given_up])
+                if self._fetched_files:
+                    self._note(link, [file for file in kept if _whole(file) not in failed | self._given_up])
             finally:
                 link.close()
             if failed <= self._given_up:
@@ -102,6 +109,16 @@ class _Pull:
         return Pulled(
             len(here), size, self._fetched_files, self._fetched_bytes, seconds, tuple(left_out), listing.stays
         )
+
+    def _note(self, link: Link, here: Sequence[RemoteFile]) -> None:
+        """Tells the host what is home, for whoever collects there. Nobody waits for an answer."""
+        paths, room = [], NOTED_BYTES
+        for path in dict.fromkeys(file.unit or file.path for file in here):
+            room -= len(json.dumps(path)) + 1
+            if room > 0:
+                paths.append(path)
+        with suppress(FerryError):
+            link.call("fetched", job=self._job_id, paths=paths)
 
     def _list(self) -> tuple[Link, Listing]:
         """An open link and the host's list, over connections that may break."""

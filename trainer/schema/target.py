@@ -57,4 +57,5 @@ class TargetConfig:
     log_max_gb: float = key(10.0, limit=AT_LEAST_0, supervised=True)
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
     outputs: list[str] = key([], limit=BELOW, supervised=True)
-    """Files or folders of the project that the job writes; they come home with its results, to results/ID/code."""
+    """Files or folders of the project that the job writes, or patterns of them (`*.pt`, `plots/**`); they come home
+    with its results, to results/ID/code."""

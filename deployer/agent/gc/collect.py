@@ -6,7 +6,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import os
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from ..host.disk import existing_folder
 from ..host.errors import AgentError
@@ -16,6 +16,7 @@ from ..host.locks import store_alone, take_lock
 from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
+from ..requests.view import Stays
 from ..wire.conversation import Call
 from .choose import (
     AGENT,
@@ -39,6 +40,9 @@ from .choose import (
 from .inventory import read_inventory
 from .view import GcReport, GoneJob, KeptJobs
 
+MOST_LOOKED_INTO = 100
+"""Jobs, for what nobody has fetched of them."""
+
 
 class _Asked(NamedTuple):
     dry_run: bool = False
@@ -46,16 +50,25 @@ class _Asked(NamedTuple):
     max_bytes: Optional[int] = None
     keep_jobs: Optional[int] = None
     only: Optional[List[str]] = None
+    unfetched: bool = False
 
 
 def gc(root: Root, call: Call) -> None:
-    """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to."""
+    """Tells what would go; removes it unless `dry_run`. `only`: the ids of the jobs that somebody has agreed to.
+    `unfetched`: what nobody has brought home of these jobs is told too."""
     asked = call.read(_Asked)
     only = None if asked.only is None else frozenset(asked.only)
     policy = Policy(asked.older_than_s, asked.max_bytes, asked.keep_jobs, only)
     seen = read_inventory(root)
+    unfetched = _unfetched(root, choose(seen, policy).jobs) if asked.unfetched else {}
     chosen, remaining = (choose(seen, policy), []) if asked.dry_run else collect(root, seen, policy)
-    call.send_event("gc", to_json(report(root, seen, chosen, remaining)))
+    call.send_event("gc", to_json(report(root, seen, chosen, remaining, unfetched)))
+
+
+def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[Stays]]:
+    from ..requests.fetched import never_fetched  # walks through folders: only where somebody wants to know
+
+    return {job.id: never_fetched(root, root.job(job.id)) for job in jobs[:MOST_LOOKED_INTO]}
 
 
 def collect(root: Root, seen: Inventory, policy: Policy) -> Tuple[Removals, List[str]]:
@@ -162,7 +175,13 @@ def _take(root: Root, path: str) -> Optional[str]:
 # --- what is said of it -----------------------------------------------------------------------------------------------
 
 
-def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) -> GcReport:
+def report(
+    root: Root,
+    seen: Inventory,
+    chosen: Removals,
+    remaining: List[str],
+    unfetched: Mapping[str, Optional[Stays]],
+) -> GcReport:
     """For the client: what goes or went, why other jobs stay, and how much room there is now."""
     disk = os.statvfs(existing_folder(root.path))
     stay = [job for job in seen.jobs if job.id not in {gone.id for gone in chosen.jobs}]
@@ -172,7 +191,7 @@ def report(root: Root, seen: Inventory, chosen: Removals, remaining: List[str]) 
         ("ended", [job for job in stay if not job.foreign and job.ended_s is not None]),
     )
     return GcReport(
-        jobs=tuple(GoneJob(job.id, job.size, job.ended_s) for job in chosen.jobs),
+        jobs=tuple(GoneJob(job.id, job.size, job.ended_s, unfetched.get(job.id)) for job in chosen.jobs),
         rest=totals(chosen.things),
         total_bytes=sum(job.size for job in chosen.jobs) + sum(t.size for t in chosen.things),
         kept_jobs=tuple(_summary(what, jobs) for what, jobs in groups if jobs),

@@ -5,6 +5,8 @@ Stdlib only, Python 3.8: both ends use it.
 
 from typing import NamedTuple, Optional, Tuple
 
+from ..requests.view import Stays
+
 
 class GoneJob(NamedTuple):
     """An ended job that goes, or has gone."""
@@ -13,6 +15,8 @@ class GoneJob(NamedTuple):
     size_bytes: int
     ended_s: Optional[float] = None
     """Seconds since it ended."""
+    unfetched: Optional[Stays] = None
+    """What nobody has brought home of it; None where nobody has looked."""
 
 
 class GoneThings(NamedTuple):

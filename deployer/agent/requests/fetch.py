@@ -15,6 +15,7 @@ from ..host.typed import to_json
 from ..job.record import known_plan
 from ..wire.conversation import Call
 from .jobs import find_folder
+from .names import is_pattern, matching
 from .view import CODE, DIGEST_BYTES, LINKS, FetchRequest, FileRow, FilesRequest, Names, Piece, PieceEnd
 
 CHECKPOINTS = "checkpoints"
@@ -69,12 +70,14 @@ class _Found:
         self._links: List[str] = []
 
     def ask(self, path: str) -> bool:
-        """Whether there is anything of that path."""
+        """Whether there is anything of that path, or pattern of paths."""
         _check_below(path)
-        if not os.path.lexists(os.path.join(self._base, path)):
-            return False
-        self.asked.append(path)
-        return True
+        if os.path.lexists(os.path.join(self._base, path)):
+            found = [path]
+        else:
+            found = matching(self._base, path) if is_pattern(path) else []
+        self.asked += found
+        return bool(found)
 
     def rows(self) -> Iterator[FileRow]:
         for path in self.asked:

@@ -1,4 +1,4 @@
-"""What a pull asks of a host, and what the host says of a job's files.
+"""What a pull asks of a host, and what the host says of a job's files, of those that a push brought too.
 
 Stdlib only, Python 3.8: both ends use it.
 """
@@ -90,3 +90,15 @@ class Stays(NamedTuple):
     """What names all of them to a pull."""
     at_least: bool = False
     """There are more files than were looked at."""
+
+
+class Pushed(NamedTuple):
+    """What came of a push."""
+
+    job_id: str
+    path: str
+    """The job's folder."""
+    written: int
+    """Files."""
+    there: int
+    """Files that were there already, with the same content."""

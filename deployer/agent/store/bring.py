@@ -129,12 +129,13 @@ def _receive(intake: Intake, frames: Iterable[Frame]) -> bool:
     """Whether everything came that was announced."""
     try:
         for frame in frames:
-            intake.feed(_unpacked(frame))
+            intake.feed(body_of(frame))
         return intake.finish()
     except BaseException:
         intake.abort()
         raise
 
 
-def _unpacked(frame: Frame) -> bytes:
+def body_of(frame: Frame) -> bytes:
+    """What a frame of file content carries, unpacked."""
     return zlib.decompressobj().decompress(frame.body, MAX_UNPACKED) if frame.head.get("z") else frame.body

@@ -24,7 +24,7 @@ _AT = {
     "[USER@]HOST[:PORT]": words.hosts,
     "config": words.configs,
     "[KEY=VALUE]...": words.keys,
-    **dict.fromkeys(("FILE", "PATH"), words.files),
+    **dict.fromkeys(("FILE", "FILE...", "PATH"), words.files),
     "DIR": words.folders,
 }
 """What an argument or option takes, as its help names it, or by its name. A new command needs nothing here."""

@@ -7,6 +7,7 @@ import sys
 from deployer import terminal
 from deployer.agent.gc.view import GcReport
 from deployer.agent.host.typed import to_json
+from deployer.agent.requests.view import Stays
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.printable import cells, shown
@@ -28,14 +29,14 @@ def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes:
     """Shows what no job needs any more (and the ended jobs that the limits give up), asks, removes it."""
     if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
         raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
-    with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, **limits}) as link:
+    with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, "unfetched": True, **limits}) as link:
         found = link.first.result("gc", GcReport)
         if not (dry_run or yes) and (found.jobs or found.rest):
             _show_gc(host, found, done=False)
             question = shown(f"Remove {terminal.size(found.total_bytes)}?")
             terminal.confirm(question, declined=shown("nothing was removed"))
             only = [job.id for job in found.jobs]
-            found, yes = link.call("gc", only=only, **limits).result("gc", GcReport), True
+            found, yes = link.call("gc", only=only, unfetched=True, **limits).result("gc", GcReport), True
     if as_json:
         terminal.say_json({**to_json(found), "removed": yes and not dry_run})
     else:
@@ -50,6 +51,9 @@ def _show_gc(host: Host, found: GcReport, *, done: bool) -> None:
     if rows:
         columns = cells("REMOVED" if done else "TO REMOVE", "COUNT", "SIZE", "OLDEST")
         terminal.table(columns, [cells(*row) for row in rows])
+    for job in found.jobs:
+        if job.unfetched is not None and job.unfetched.files:
+            terminal.notice(shown(_unfetched_line(job.id, job.unfetched, done=done)))
     for kept in found.kept_jobs:
         jobs = "job" if kept.count == 1 else "jobs"
         terminal.notice(shown(f"kept: {kept.count} {jobs}, {kept.what}, {terminal.size(kept.size_bytes)}"))
@@ -58,6 +62,15 @@ def _show_gc(host: Host, found: GcReport, *, done: bool) -> None:
     size = terminal.size(found.total_bytes)
     free = f"{terminal.size(found.free_bytes)} are free on {host.name} below {found.root}"
     terminal.notice(shown(f"{'removed' if done else 'to remove'}: {size if rows else 'nothing'}; {free}"))
+
+
+def _unfetched_line(job_id: str, left: Stays, *, done: bool) -> str:
+    """A line on what goes with a job and is nowhere else, as far as the host was told."""
+    least = "at least " if left.at_least else ""
+    named = ", ".join(name.removeprefix("code/") for name in left.largest)
+    what = f"{least}{terminal.counted(left.files, 'file')}, {terminal.size(left.size_bytes)}: {named}"
+    bring = "" if done else f"; {terminal.invoked_as()} pull {job_id} {' '.join(map(terminal.typed, left.names))}"
+    return f"never fetched of {job_id}: {what}{bring}"
 
 
 def _age(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull, forget."""
+"""The commands that look at jobs and bring their files home: ps, status, logs, pull, push, forget."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ def pull(
 
     PATH is a file or folder that a job wrote into its folder ($TORCHFERRY_RUN_DIR) or its copy of the project. It lands
     as it lies there: results/ID/PATH, of the project results/ID/code/PATH. Nothing of your own folder is written over.
+    In quotes it may be a pattern: 'plots/*.png', '**/*.pt'.
     """
     from deployer.commands.look import pull as command
     from deployer.pull.choice import Wish
@@ -165,6 +166,31 @@ def _path_of_job(text: str) -> str:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@at_a_place
+@click.option("--into", metavar="DIR", default="", help="A folder below the job's folder [the job's folder].")
+@click.option("--force", is_flag=True, help="Write over files that are there with other content.")
+@GIVE_UP
+@JSON
+def push(
+    job_id: str, files: tuple[str, ...], into: str, force: bool, give_up_s: float, as_json: bool, **place: Any
+) -> None:
+    """Bring files or folders into a job's folder on its host.
+
+    They lie in $TORCHFERRY_RUN_DIR under their own names, and appear there whole. The job's copy of the project and
+    what Torchferry keeps beside it are never changed. A push that was broken off sends what is not there yet.
+    """
+    from deployer.commands.look import push as command
+
+    host, record = find_host(job_id, **place)
+    into = _path_of_job(into.rstrip("/")) if into else ""
+    command.push(
+        host, record.job_id if record else job_id, files, into=into, force=force, give_up_s=give_up_s, as_json=as_json
+    )
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @SSH.option()
 @ROOT.option("root")
@@ -186,4 +212,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, pull, forget)
+COMMANDS = (ps, status, logs, pull, push, forget)

@@ -1,0 +1,78 @@
+"""What of a job's files somebody has brought home, as the clients that did so tell, so that a collection can say what
+nobody has.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+from typing import NamedTuple, Optional, Sequence, Tuple
+
+from ..host.files import is_path_below, write_json
+from ..host.layout import Job, Root
+from ..host.typed import Damage, read_typed, to_json
+from ..job.record import known_plan
+from ..wire.conversation import Call
+from .jobs import find_folder
+from .stays import what_stays
+from .view import Stays
+
+MOST_PATHS = 20_000
+MAX_BYTES = 8 << 20
+RECORDS = (
+    "job.json",
+    "config.yaml",
+    "git.patch",
+    "status.json",
+    "outcome.json",
+    "memory_plan.json",
+    "logs",
+    "hang",
+)
+"""Of no use without the rest."""
+
+
+class _Fetched(NamedTuple):
+    """control/fetched.json."""
+
+    paths: Tuple[str, ...] = ()
+    """Files, and folders of which all came, relative to the job's folder."""
+
+
+class FetchedRequest(NamedTuple):
+    job: str
+    paths: Tuple[str, ...]
+
+
+def fetched(root: Root, call: Call) -> None:
+    """Notes that a client has these."""
+    request = call.read(FetchedRequest)
+    note_fetched(find_folder(root, request.job), request.paths)
+
+
+def note_fetched(job: Job, paths: Sequence[str]) -> None:
+    known = _read(job)
+    new = [path for path in dict.fromkeys(paths) if is_path_below(path) and path not in known]
+    if new:
+        try:
+            write_json(_file(job), to_json(_Fetched((*known, *new)[:MOST_PATHS])))
+        except OSError:  # a full disk: then a collection names too much
+            pass
+
+
+def never_fetched(root: Root, job: Job) -> Optional[Stays]:
+    """What the job wrote beside its records and nobody has brought home. None where that cannot be told."""
+    try:
+        return what_stays(root, job, known_plan(job), (*RECORDS, *_read(job)))
+    except OSError:
+        return None
+
+
+def _file(job: Job) -> str:
+    return os.path.join(job.control, "fetched.json")
+
+
+def _read(job: Job) -> Tuple[str, ...]:
+    try:
+        return read_typed(_file(job), _Fetched, most=MAX_BYTES).paths
+    except (OSError, Damage):
+        return ()

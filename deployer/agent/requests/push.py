@@ -1,0 +1,207 @@
+"""Files of a client for a job's folder, while the job runs or after it.
+
+A file appears whole under its name, by a rename. The project's code and what Torchferry and the trainer keep there are
+nobody's to write.
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+import shutil
+import stat
+from typing import Dict, Iterable, List, NamedTuple, Sequence
+
+from ..host.disk import fail, free_bytes, megabytes, no_room
+from ..host.errors import AgentError
+from ..host.files import blake2b, is_path_below, open_regular, put_in_place, remove
+from ..host.layout import CHECKPOINT_MARKER, Job, Root
+from ..host.locks import store_in_use
+from ..host.typed import Damage, to_json
+from ..store import tree
+from ..store.blob import BlobWriter
+from ..store.bring import body_of
+from ..store.content import check_tree
+from ..wire.conversation import Call
+from ..wire.frames import Frame
+from .fetched import note_fetched
+from .jobs import find_folder
+from .view import Pushed
+
+KEPT = re.compile(
+    r"(job\.json|config(\.attempt_\d+)?\.yaml|git\.patch|status\.json|outcome\.json|memory_plan\.json|metrics\.jsonl"
+    r"|code|lib|control|ranks|logs|tokens|hang|export|profile|tensorboard)\Z|\.|.*\.tmp\Z"
+)
+"""First names in a job's folder that are not for pushed files."""
+
+
+class _Asked(NamedTuple):
+    job: str
+    into: str = ""
+    """A folder below the job's."""
+    force: bool = False
+    """Write over files that are there with other content."""
+
+
+def push(root: Root, call: Call) -> None:
+    """Asks for a tree (`need_tree`), then for the content that is not there yet (`need_blobs`); an event `pushed` says
+    what came of it. AgentError for a name that is not for pushed files, and for a file that is there with other content
+    unless `force`; then nothing is written."""
+    asked = call.read(_Asked)
+    job = find_folder(root, asked.job)
+    call.send_event("need_tree")
+    entries = _below(asked.into, _read_tree(call))
+    with store_in_use(root):  # nobody collects the job meanwhile
+        _check_names(job, entries)
+        absent = [entry for entry in entries if not _is_there(job, entry)]
+        _check_free(job, absent, force=asked.force)
+        _check_room(job, absent)
+        for folder in tree.folders_of(absent):
+            _make_folder(job, folder)
+        _take(job, absent, call)
+        note_fetched(job, [entry.path for entry in entries])  # who sent them has them
+    call.send_event("pushed", to_json(Pushed(job.id, job.path, len(absent), len(entries) - len(absent))))
+
+
+def _read_tree(call: Call) -> List[tree.Entry]:
+    try:
+        entries = tree.load_entries(tree.unpacked(b"".join(frame.body for frame in call.receive())))
+    except Damage as damage:
+        raise AgentError("usage", "the list of files is not understood: %s" % damage) from None
+    check_tree(entries)
+    links = [entry.path for entry in entries if entry.mode == tree.LINK]
+    if links:
+        raise AgentError("usage", "%s is a link; links are not pushed" % links[0])
+    return sorted(entries, key=lambda entry: (_is_marker(entry), entry.path))
+
+
+def _is_marker(entry: tree.Entry) -> bool:
+    """It comes last: a checkpoint is complete once it is there."""
+    return os.path.basename(entry.path) == CHECKPOINT_MARKER
+
+
+def _below(into: str, entries: Sequence[tree.Entry]) -> List[tree.Entry]:
+    return [entry._replace(path="%s/%s" % (into, entry.path)) for entry in entries] if into else list(entries)
+
+
+def _check_names(job: Job, entries: Sequence[tree.Entry]) -> None:
+    for entry in entries:
+        if not is_path_below(entry.path):
+            raise AgentError("usage", "%.200r is not a path below the job's folder" % entry.path)
+        top = entry.path.split("/")[0]
+        if KEPT.match(top):
+            hint = "give the file another name, or a folder of yours: --into inputs"
+            raise AgentError("usage", "%s in a job's folder is not for pushed files" % top, hint)
+        folder = os.path.dirname(entry.path)
+        real = os.path.realpath(os.path.join(job.path, folder))
+        if real != os.path.join(os.path.realpath(job.path), folder).rstrip("/"):
+            raise AgentError("usage", "%s lies behind a link of the job" % entry.path)
+
+
+def _is_there(job: Job, entry: tree.Entry) -> bool:
+    """Whether that very file is there: an earlier push may have broken off."""
+    path = os.path.join(job.path, entry.path)
+    try:
+        info = os.lstat(path)
+        return stat.S_ISREG(info.st_mode) and info.st_size == entry.size and _hash(path) == entry.hash
+    except OSError:
+        return False
+
+
+def _hash(path: str) -> str:
+    digest = blake2b(digest_size=20)
+    with open_regular(path) as file:
+        for data in iter(lambda: file.read(1 << 20), b""):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _check_free(job: Job, entries: Sequence[tree.Entry], *, force: bool) -> None:
+    for entry in entries:
+        if os.path.isdir(os.path.join(job.path, entry.path)):
+            raise AgentError(
+                "usage", "%s is there already, a folder" % entry.path, "--into DIR puts the file elsewhere"
+            )
+    taken = [entry.path for entry in entries if os.path.lexists(os.path.join(job.path, entry.path))]
+    if taken and not force:
+        more = " and %d more" % (len(taken) - 1) if len(taken) > 1 else ""
+        hint = "--force writes over it; --into DIR puts the files elsewhere"
+        raise AgentError("usage", "%s%s is there already, with other content" % (taken[0], more), hint)
+
+
+def _check_room(job: Job, entries: Sequence[tree.Entry]) -> None:
+    needed, free = sum(entry.size for entry in entries), free_bytes(job.path)
+    if needed > free:
+        raise no_room(job.path, "%s are needed" % megabytes(needed), free)
+
+
+def _make_folder(job: Job, folder: str) -> None:
+    path = os.path.join(job.path, folder)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        if not os.path.isdir(path):  # a file of that name
+            raise AgentError("usage", "%s is there already, and no folder" % folder) from None
+        fail(path, error)
+
+
+def _take(job: Job, entries: Sequence[tree.Entry], call: Call) -> None:
+    """Writes the files as their content comes; those of one content are copies of the first."""
+    of: Dict[str, List[tree.Entry]] = {}
+    for entry in entries:
+        of.setdefault(entry.hash, []).append(entry)
+    if not of:
+        return
+    call.send_event("need_blobs", list(of))
+    reader = _Reader(call.receive())
+    for same in of.values():
+        first = os.path.join(job.path, same[0].path)
+        writer = BlobWriter(first, _aside(job), same[0].hash, same[0].size)
+        try:
+            for data in reader.parts(same[0].size):
+                writer.write(data)
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+        for other in same[1:]:
+            _copy(first, _aside(job), os.path.join(job.path, other.path))
+        for entry in same:
+            os.chmod(os.path.join(job.path, entry.path), 0o755 if entry.mode == tree.EXECUTABLE else 0o644)
+    reader.end()
+
+
+def _aside(job: Job) -> str:
+    return os.path.join(job.path, ".push-%d-%s" % (os.getpid(), os.urandom(8).hex()))
+
+
+def _copy(source: str, aside: str, path: str) -> None:
+    try:
+        shutil.copyfile(source, aside)
+        put_in_place(aside, path)
+    except OSError as error:
+        remove(aside)
+        fail(path, error)
+
+
+class _Reader:
+    """Cuts what comes into the files' contents, which follow each other."""
+
+    def __init__(self, frames: Iterable[Frame]) -> None:
+        self._bodies = (body_of(frame) for frame in frames)
+        self._held = memoryview(b"")
+
+    def parts(self, size: int) -> Iterable[memoryview]:
+        while size:
+            if not self._held:
+                body = next(self._bodies, None)
+                if body is None:
+                    raise AgentError("lost", "the file content that arrived ends too early")
+                self._held = memoryview(body)
+            part, self._held = self._held[:size], self._held[size:]
+            size -= len(part)
+            yield part
+
+    def end(self) -> None:
+        """Reads to the client's end."""
+        for _ in self._bodies:
+            pass
