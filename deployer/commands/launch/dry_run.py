@@ -51,8 +51,12 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         terminal.say(shown(f"# include  {include.path}"))
     if plan.policy.outputs:
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
+    if prepared.env_file is not None:
+        terminal.say(shown(f"# env file {prepared.env_file.named}: it does not travel, its values are secrets"))
     if plan.secret_names:
         terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
+    if plan.setup is not None:
+        terminal.say(shown(f"# setup    {plan.setup.command}: before the job, once for what it names"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
     wanted = wanted_gpus(plan)

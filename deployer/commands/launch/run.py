@@ -11,7 +11,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
-from deployer.agent.job.plan import is_alone
+from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
@@ -32,6 +32,7 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
+from deployer.plan.env_file import EnvFile
 from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
@@ -120,7 +121,15 @@ def _record(prepared: Prepared, host: Host) -> JobRecord:
     plan = prepared.plan
     results = Path.cwd() / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
-    return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport, plan.secret_names)
+    record = JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport)
+    return with_secrets(record, plan, prepared.env_file)
+
+
+def with_secrets(record: JobRecord, plan: Plan, env_file: EnvFile | None) -> JobRecord:
+    """With what of the job's secrets a resume may pass on again, and where it finds the others."""
+    of_file = env_file.variables if env_file is not None else {}
+    names = tuple(name for name in plan.secret_names if name not in of_file)
+    return record._replace(secrets=names, env_file=env_file.kept_path if env_file is not None else "")
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -146,7 +155,7 @@ def _launch(
             plan,
             shipment=prepared.shipment,
             payload=prepared.payload,
-            git=git_state(Path.cwd()),
+            git=git_state(Path.cwd(), apart=_hidden(prepared)),
             view=view,
             watcher=screen,
             last=LastTree.of(host.ssh, host.root, Path.cwd()),
@@ -157,6 +166,10 @@ def _launch(
     return follow_through(
         start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
     )
+
+
+def _hidden(prepared: Prepared) -> list[str]:
+    return prepared.env_file.paths_below(Path.cwd()) if prepared.env_file is not None else []
 
 
 def _keep_left_out(prepared: Prepared) -> None:
