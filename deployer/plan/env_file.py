@@ -6,6 +6,7 @@ What a line says never stands in a message: it may be a secret.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -28,6 +29,9 @@ class EnvFile(NamedTuple):
     named: str
     """As the user did."""
     variables: dict[str, str]
+
+    def without(self, names: Collection[str]) -> EnvFile:
+        return self._replace(variables={name: value for name, value in self.variables.items() if name not in names})
 
     @property
     def kept_path(self) -> str:

@@ -76,6 +76,8 @@ def _plan_next(
         config, text = _config_of_program(old, options, tell=tell), None
     if "target.secrets" not in map(key_of, options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
+    if env_file is not None:  # the host has the values of --env, which win
+        env_file = env_file.without(old.env_names)
     payload = payload_of(config, env_file)
     if env_file is None and "target.secrets" not in map(key_of, options.overrides):
         _check_from_file(old, config)

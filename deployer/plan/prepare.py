@@ -212,8 +212,7 @@ def payload_of(config: Config, env_file: EnvFile | None = None) -> dict[str, Any
         )
     secrets = {name: os.environ[name] for name in config.target.secrets}
     if env_file is not None:
-        own = {name: value for name, value in env_file.variables.items() if name not in config.target.env}
-        secrets = {**own, **secrets}
+        secrets = {**env_file.without(config.target.env).variables, **secrets}
     return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
 
 
