@@ -1,5 +1,6 @@
-"""Defaults that files give: `[tool.torchferry]` of the project's pyproject.toml and this user's `config.toml`, each with
-a table per host.
+"""Defaults that files give: `[tool.torchferry]` of the project's pyproject.toml and this user's `config.toml`.
+
+Each may have a table per host.
 
 A default stands below what the command line and a job's config say. click's default_map would stand above the config,
 and cannot know which host a config names, so the layers are put together here.
@@ -122,10 +123,16 @@ that is trusted unseen)."""
 class Table(NamedTuple):
     """A file's tables, checked."""
 
-    where: str
-    """How it is spoken of."""
+    file: str
+    place: str
+    """Of its top in the file; empty where all of the file is meant."""
     general: Mapping[str, Any]
     hosts: Mapping[str, Mapping[str, Any]]
+
+    def where(self, host: str = "") -> str:
+        """How the file's table, or its table of a host, is spoken of."""
+        place = ".".join(filter(None, (self.place, f"{HOSTS}.{host}" if host else "")))
+        return f"{self.file} [{place}]" if place else self.file
 
 
 class Defaults(NamedTuple):
@@ -141,10 +148,8 @@ class Defaults(NamedTuple):
     def of(self, ssh: str | None) -> dict[str, Taken]:
         """The defaults for a host as the user named it, by their names; a variable of `env` as env.NAME."""
         names = _names_of(ssh) if ssh is not None and any(table.hosts for table in self.tables) else ()
-        layers = [
-            (f"{t.where} [{HOSTS}.{name}]", t.hosts[name]) for t in self.tables if (name := _first(names, t.hosts))
-        ]
-        layers += [(table.where, table.general) for table in self.tables]
+        layers = [(t.where(name), t.hosts[name]) for t in self.tables if (name := _first(names, t.hosts))]
+        layers += [(table.where(), table.general) for table in self.tables]
         found: dict[str, Taken] = {}
         for where, values in layers:
             for name, value in values.items():
@@ -243,8 +248,7 @@ def _table(data: Any, file: str, place: str, *, folder: Path) -> Table:
         name: _values(values, f"{dotted}{HOSTS}.{name}", file, folder=folder, of_host=True)
         for name, values in hosts.items()
     }
-    where = f"{file} [{place}]" if place else file
-    return Table(where, _values(general, place, file, folder=folder, of_host=False), own)
+    return Table(file, place, _values(general, place, file, folder=folder, of_host=False), own)
 
 
 def _values(data: Any, place: str, file: str, *, folder: Path, of_host: bool) -> dict[str, Any]:
