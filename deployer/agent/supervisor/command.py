@@ -95,8 +95,8 @@ class _Answer(NamedTuple):
 
     python: str = ""
     error: Tuple[str, ...] = ()
-    setup: str = ""
-    """The folder of the job's setup."""
+    setup: Dict[str, str] = {}
+    """Slots that the job's setup fills: its folder, and the interpreter below the job's."""
     code: Optional[int] = None
     """Of a setup that has failed."""
 
@@ -135,9 +135,9 @@ class Resolving:
         self.pid = start_copy(resolve)
         os.close(writing)
 
-    def result(self) -> Tuple[str, str]:
-        """The interpreter and the folder of the setup, "" without one, once the child has ended. AgentError with the
-        reason when there is none."""
+    def result(self) -> Dict[str, str]:
+        """The slots that it fills, `python` and those of a setup, once the child has ended. AgentError with the reason
+        when there is no interpreter."""
         with open(self._answer, "rb") as f:
             data = f.read()
         if not data:
@@ -147,7 +147,7 @@ class Resolving:
             raise SetupFailed(answer.code, *answer.error[1:])
         if answer.error:
             raise AgentError(*answer.error)
-        return answer.python, answer.setup
+        return {"python": answer.python, **answer.setup}
 
 
 def _see(log: str) -> str:
@@ -182,7 +182,7 @@ def _resolve(
 
                 asked = Asked(*setup.plan, setup.env, setup.hidden, explicit=bool(spec.explicit))
                 python, folder = set_up(asked, found.python, job.code, root, f)
-                found = _Answer(python, setup=folder)
+                found = _Answer(python, setup={"setup": folder, "below": found.python})
     except SetupFailed as e:
         found = _Answer(error=(e.kind, e.message[:4000], e.hint[:500]), code=e.code)
     except AgentError as e:

@@ -17,6 +17,9 @@ from .command import Command, Resolving, SetupInput, fill, job_command, job_env,
 from .start import LaunchInput
 from .turn import Turn
 
+OF_SETUP = ("setup", "below")
+"""Slots that a setup fills. The status names them, so that `gc` keeps what the job's environment lies over."""
+
 
 class Prepared(NamedTuple):
     """What is started for one group of processes."""
@@ -42,8 +45,7 @@ def prepare(turn: Turn, given: LaunchInput, number: int, *, restarted: bool, vis
     remove(job.outcome)  # of an earlier attempt
     base = {"root": root, "job": job.path, "agent": AGENT_DIR}
     setup = _setup_input(job, given, number, groups[0], base, visible) if given.plan.setup is not None else None
-    python, folder = _resolve_python(turn, given, number, Root(root), setup, restarted=restarted)
-    slots = {"python": python, **base, **({"setup": folder} if folder else {})}
+    slots = {**_resolve_python(turn, given, number, Root(root), setup, restarted=restarted), **base}
     return [_prepare_group(job, given, number, group, slots, restarted=restarted, visible=visible) for group in groups]
 
 
@@ -71,12 +73,13 @@ def _setup_input(
 
 def _resolve_python(
     turn: Turn, given: LaunchInput, number: int, root: Root, setup: Optional[SetupInput], *, restarted: bool
-) -> Tuple[str, str]:
-    """The interpreter, and the folder of the setup, "" without one."""
+) -> Dict[str, str]:
+    """The slots of the interpreter and of a setup."""
     turn.check()
     known = slot_of(turn.status.now, "python")
     if restarted and os.path.exists(known):
-        return known, slot_of(turn.status.now, "setup")  # the one that the former attempt ran with
+        # what the former attempt ran with
+        return {"python": known, **{name: slot_of(turn.status.now, name) for name in (OF_SETUP if setup else ())}}
     env = {**given.base_env, **given.env, **given.secrets, **marks(turn.job, number)}
     log = os.path.join(turn.job.logs(number), "prepare.log")
     spec = given.plan.python._replace(wheels=given.wheels)
