@@ -215,7 +215,7 @@ def host_of(ssh: str | None, root: str | None, **access: Any) -> Host:
 def _with_defaults(ssh: str | None, root: str | None, access: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     from deployer.commands.defaults import read_defaults
 
-    given = {name: taken.value for name, taken in read_defaults(Path.cwd()).of(ssh).items()}
+    given = {name: taken.value for name, taken in read_defaults(Path()).of(ssh).items()}
     own = {name: access[name] or given.get(name) for name in ("ssh_key", "transport")}
     return root or given.get("remote_root"), {**access, **own}
 

@@ -123,11 +123,12 @@ def _run_anew(
         if not asked.explicit:
             write_whole(os.path.join(folder, layer.BASE), (python + "\n").encode("utf-8", "surrogateescape"))
             layer.make_layer(folder, python, below, asked.env)
-        before, compiled = made.look(code_dir), compiled_modules(code_dir)
+        before = made.look(code_dir)
         own = python if asked.explicit else os.path.join(folder, "bin", "python")
         _Running(asked, own, code_dir, folder, log).to_the_end(lock_fd)
         if not asked.explicit:
-            share_editables(folder, code_dir, compiled)
+            # modules that it has compiled in the project's folder are kept for other jobs, as all its files are
+            share_editables(folder, code_dir, compiled_modules(code_dir))
         for line in made.keep(code_dir, before, os.path.join(folder, made.MADE)):
             note(log, "setup: " + line)
         with open(os.path.join(folder, COMPLETE), "w", encoding="utf-8") as f:
