@@ -148,7 +148,7 @@ def test_dry_run_says_it_and_runs_nothing(ferry: Ferry) -> None:
 def test_gc_takes_it_once_no_job_needs_it(ferry: Ferry) -> None:
     assert ferry.run("run", *ferry.where(), *SETUP, *JOB).returncode == 0
     (environment,) = environments(ferry)
-    slots = status(ferry)["groups"][0]["slots"]  # what the job names stays: also what its environment lies over
+    slots = status(ferry)["slots"]  # what the job names stays: also what its environment lies over
     assert slots["setup"] == str(environment) and slots["below"] != slots["python"] == f"{environment}/bin/python"
     old = time.time() - 3 * 86400
     os.utime(environment, (old, old))
