@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
+
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
 from deployer.agent.job.plan import is_alone
@@ -32,7 +34,7 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
-from deployer.plan.options import Options, read_config
+from deployer.plan.options import DEFAULT_FILES, Options, read_config
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -50,12 +52,14 @@ def run(
     as_json: bool,
     give_up_s: float,
     enter: Callable[[str | None, str], Host],
+    kind: str | None = None,
     **options: Any,
 ) -> int:
-    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`."""
+    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
+    is, where the command line says so."""
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
-    chosen = Options(config=config, overrides=overrides, command=program, **options)
+    chosen = _choose(config, overrides, program, kind, options)
     asked = read_config(chosen, tell=tell_note)
     host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
@@ -66,7 +70,7 @@ def run(
     prepared = prepare(asked, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
-        show_plan(prepared, host, config=config, remote=dry_run == "remote", as_json=as_json)
+        show_plan(prepared, host, config=chosen.config, remote=dry_run == "remote", as_json=as_json)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
@@ -81,6 +85,31 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
     )
+
+
+def _choose(
+    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
+) -> Options:
+    """What is launched: a config, a task file, or a program. Where nothing is named, torchferry.yaml of this folder."""
+    if config is not None and "=" in config and not Path(config).exists():
+        overrides, config = (config, *overrides), None
+    if config is None and not program:
+        config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
+        if config is not None:
+            terminal.notice(shown(f"running {config} of this folder"))
+    if config is None:
+        if overrides:
+            what = f"{overrides[0]!r} is an override; the config file comes first"
+            raise UsageError(what, hint="deploy.py CONFIG a.b=c …")
+        if options["fsdp_config"] is not None:
+            raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
+        if kind is not None:
+            raise UsageError("--as says what a file is, and there is none")
+        return Options(command=program, **options)
+    from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
+
+    params = click.get_current_context().command.params
+    return options_of(config, overrides, program, kind=kind, params=params, options=options)
 
 
 def tell_note(note: str) -> None:
