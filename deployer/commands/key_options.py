@@ -89,6 +89,13 @@ JOB = (
         at_resume={},
     ),
     _row(
+        "--env-file",
+        "target.env_file",
+        "Variables of the job from a file like .env; the values are kept nowhere.",
+        metavar="FILE",
+        at_resume={},
+    ),
+    _row(
         "--out",
         "target.outputs",
         "Bring this home too, a file or folder that the job writes into its copy of this folder. Repeatable.",
@@ -99,6 +106,12 @@ JOB = (
     ),
     ROOT,
     _row("--python", "target.python", "The job's interpreter on the host.", metavar="PATH"),
+    _row(
+        "--setup",
+        "target.setup",
+        "Shell command that runs on the host first, once for what it names.",
+        metavar="CMD",
+    ),
 )
 """What a job is given. A resume finds the job by --ssh and --remote-root: there they change nothing of it."""
 LIMITS = (
@@ -125,6 +138,14 @@ LIMITS = (
         "Fail without a step for so long.",
         type=parse_duration,
         metavar="10m",
+        at_resume={},
+    ),
+    _row(
+        "--setup-timeout",
+        "target.setup_timeout_s",
+        "End a --setup that takes so long [1h].",
+        type=parse_duration,
+        metavar="1h",
         at_resume={},
     ),
     _row(

@@ -58,3 +58,9 @@ class TargetConfig:
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
     outputs: list[str] = key([], limit=BELOW, supervised=True)
     """Files or folders of the project that the job writes; they come home with its results, to results/ID/code."""
+    env_file: str | None = key(None, aliases=("dotenv",), supervised=True)
+    """A file of NAME=VALUE lines on the client, such as .env: variables of the job whose values are written nowhere."""
+    setup: str | None = key(None, supervised=True)
+    """A shell command that runs on the host before the job, once for what it names: later jobs reuse what it made."""
+    setup_timeout_s: float = key(3600.0, limit=ABOVE_0, supervised=True)
+    """A setup that takes longer is ended, and the job fails."""

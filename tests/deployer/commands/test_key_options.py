@@ -24,6 +24,8 @@ WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--name try", {"run.name": "try"}),
     ("--env A=1 --env B=x=y --env A=", {"target.env.A": "", "target.env.B": "x=y"}),
     ("--secret A --secret B", {"target.secrets": ["A", "B"]}),
+    ("--env-file .env", {"target.env_file": ".env"}),
+    ("--setup make --setup-timeout 5m", {"target.setup": "make", "target.setup_timeout_s": 300.0}),
     ("--out ./out/ --out a/b.pt", {"target.outputs": ["out", "a/b.pt"]}),
     ("--remote-root /r", {"target.root": "/r"}),
     ("--python /p", {"target.python": "/p"}),
