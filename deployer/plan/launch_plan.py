@@ -64,9 +64,9 @@ exec 9<&0
 trap 'trap "" TERM; kill -TERM 0' TERM
 while wait $!; code=$?; kill -0 $! 2>&-; do :; done
 exit $code"""
-"""Runs a text of the user's in a shell for which `python` is the job's own. The text is an argument, so it is read as it
-was written, and its code is the program's. A shell that is told to stop would end and leave its program behind: here
-all hear of it, and the shells wait until the program has saved."""
+"""Runs a text of the user's in a shell for which `python` is the job's own. The text is an argument, so it is read as
+it was written, and its code is the program's. A shell that is told to stop would end and leave its program behind:
+here all hear of it, and the shells wait until the program has saved."""
 
 
 def in_shell(text: str, shell: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:

@@ -18,9 +18,8 @@ from trainer.config.keys import Places, get_key
 from trainer.config.kinds.recognise import CONFIG, TASK, expect, read_kind
 from trainer.config.kinds.task import TaskFile, read_task
 from trainer.config.kinds.task_keys import BY_NAME, TASK_KEYS, TaskKey
-from trainer.config.load import Draft, key_of
+from trainer.config.load import COMMAND_LINE, ConfigError, Draft, key_of, raise_all
 from trainer.config.rules import rule_errors
-from trainer.errors import COMMAND_LINE, ConfigError, raise_all
 from trainer.schema import Config, with_changes
 
 OF_A_TASK = ("target.", "run.name")

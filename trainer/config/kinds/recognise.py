@@ -146,7 +146,7 @@ def read_kind(path: str | Path, *, named: str | None = None) -> Found:
         near = get_close_matches(named, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"kinds: {', '.join(NAMES)}"
         raise ConfigError(f"--as {named}: no such kind of file", where=COMMAND_LINE, hint=hint)
-    if path.suffix not in YAML_SUFFIXES and not path.is_dir():
+    if path.suffix not in YAML_SUFFIXES:
         if named not in (None, CONFIG):
             raise ConfigError(
                 f"{path} is no YAML, so it cannot be read as {named}", hint="only a config may be a .py file"

@@ -52,6 +52,9 @@ TASK_KEYS = (
     TaskKey(
         "secrets", list[str], "--secret", "Names of variables of your shell; values are kept nowhere.", ("secret",)
     ),
+    TaskKey("env_file", str, "--env-file", "A file of NAME=VALUE lines on this machine, such as .env.", ("dotenv",)),
+    TaskKey("setup", str, "--setup", "A shell's command that runs on the host first, once for what it names."),
+    TaskKey("setup_timeout", str, "--setup-timeout", "End a setup that takes so long: `1h`."),
     TaskKey("python", str, "--python", "The interpreter on the host; else one is found or built.", ("interpreter",)),
     TaskKey("requirements", str, "--requirements", "A file that says what the job's Python must have; none: nothing."),
     TaskKey("wheels", str, "--wheels", "A folder of wheels for a host without internet."),
@@ -67,6 +70,14 @@ TASK_KEYS = (
     TaskKey("log_max", str, "--log-max", "Keep this much of a log: `1GB`."),
 )
 BY_NAME = {row.name: row for row in TASK_KEYS}
+
+
+def render_table() -> list[str]:
+    """The rows of docs/tasks.md."""
+    words = {str: "text", int: "a whole number", bool: "true or false", list[str]: "a list"}
+    words[dict[str, str]] = "a mapping"
+    rows = [(row, "a list or text" if row.joined or row.name == RUN else words[row.kind]) for row in TASK_KEYS]
+    return [f"| `{row.name}` | {kind} | `{row.option}` | {row.about} |" for row, kind in rows]
 
 
 def is_given(value: object) -> bool:
