@@ -62,7 +62,7 @@ d=${1%/*} shell=$2 text=$3; shift 3
 exec 9<&0
 "$shell" -c "trap 'exit 143' TERM; $text" "$shell" "$@" <&9 9<&- &
 trap 'trap "" TERM; kill -TERM 0' TERM
-while wait $!; code=$?; kill -0 $! 2>&-; do :; done
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
 exit $code"""
 """Runs a text of the user's in a shell for which `python` is the job's own. The text is an argument, so it is read as
 it was written, and its code is the program's. A shell that is told to stop would end and leave its program behind:
