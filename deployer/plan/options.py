@@ -14,9 +14,6 @@ from deployer.plan.launch_plan import Command
 from trainer.schema import AUTO_GPUS, Config, RunConfig, TargetConfig, with_changes
 from trainer.schema.key import Limit, facts_of
 
-DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
-"""What is run where the command line names nothing."""
-
 
 @dataclass(frozen=True)
 class Options:

@@ -27,6 +27,11 @@ from deployer.commands.options import (
 )
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
+from deployer.printable import shown
+from deployer.terminal import notice
+
+DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
+"""What is run where the command line names nothing."""
 
 
 @click.command(cls=WithProgram, context_settings=CONTEXT)
@@ -61,6 +66,7 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     PATH in its copy comes home too, to results/ID/code/PATH; a line names what stays.
     """
     program = click.get_current_context().meta["program"]
+    config, overrides = _file_of(config, overrides, program)
     if config is not None and not Path(config).exists():
         _check_no_program(config, overrides)
     pull_limit = parse_size(options.pop("pull_max")) or None
@@ -71,6 +77,19 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     from deployer.commands.launch import run as command
 
     sys.exit(command.run(config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, **options))
+
+
+def _file_of(
+    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
+    if config is not None and "=" in config and not Path(config).exists():
+        config, overrides = None, (config, *overrides)
+    if config is None and not program:
+        config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
+        if config is not None:
+            notice(shown(f"running {config} of this folder"))
+    return config, overrides
 
 
 def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:

@@ -34,7 +34,7 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
-from deployer.plan.options import DEFAULT_FILES, Options, read_config
+from deployer.plan.options import Options, read_config
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -90,13 +90,7 @@ def run(
 def _choose(
     config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
 ) -> Options:
-    """What is launched: a config, a task file, or a program. Where nothing is named, torchferry.yaml of this folder."""
-    if config is not None and "=" in config and not Path(config).exists():
-        overrides, config = (config, *overrides), None
-    if config is None and not program:
-        config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
-        if config is not None:
-            terminal.notice(shown(f"running {config} of this folder"))
+    """What is launched: a config, a task file, or a program."""
     if config is None:
         if overrides:
             what = f"{overrides[0]!r} is an override; the config file comes first"

@@ -13,7 +13,7 @@ import click
 from deployer.commands.key_options import KeyOption
 from deployer.errors import UsageError
 from deployer.plan.launch_plan import in_shell
-from deployer.plan.options import DEFAULT_FILES, Options, run_name
+from deployer.plan.options import Options, run_name
 from trainer.config.keys import Places, get_key
 from trainer.config.kinds.recognise import CONFIG, TASK, expect, read_kind
 from trainer.config.kinds.task import TaskFile, read_task
@@ -110,7 +110,7 @@ class _Launch:
 
     def _stem(self) -> str:
         path = Path(self._path)
-        return path.resolve().parent.name if path.name in DEFAULT_FILES else path.name.partition(".")[0]
+        return path.resolve().parent.name if path.stem == "torchferry" else path.name.partition(".")[0]
 
     def _check(self, keys: Mapping[str, Any], own: Mapping[str, Any], *, torchrun: bool) -> None:
         """ConfigError for what breaks a rule, with its line, in the task's own words."""
