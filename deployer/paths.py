@@ -49,6 +49,19 @@ def state_dir() -> Path:
     return path
 
 
+def config_dir() -> Path:
+    """The folder of this user's own settings, which may be missing; TORCHFERRY_CONFIG_DIR overrides it."""
+    chosen = os.environ.get("TORCHFERRY_CONFIG_DIR")
+    if chosen:
+        return Path(chosen)
+    from platformdirs import user_config_path
+
+    try:
+        return user_config_path("torchferry", appauthor=False)
+    except RuntimeError:  # an account without a home has no settings
+        return Path("/nonexistent")
+
+
 def expanded(path: str) -> Path:
     """With `~` and `~user` as their folders, where those are known."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises RuntimeError

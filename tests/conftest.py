@@ -47,6 +47,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 @pytest.fixture(autouse=True)
 def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFERRY_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TORCHFERRY_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("TORCHFERRY_LEASE_DIR", str(tmp_path / "leases"))
 
 

@@ -207,7 +207,20 @@ GIVE_UP = click.option(
 
 
 def host_of(ssh: str | None, root: str | None, **access: Any) -> Host:
-    """The host of this name, entered as the options of ACCESS say."""
+    """The host of this name, entered as the options of ACCESS say, and the defaults for this host."""
+    root, access = _with_defaults(ssh, root, access)
+    return _host(ssh, root, **access)
+
+
+def _with_defaults(ssh: str | None, root: str | None, access: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    from deployer.commands.defaults import read_defaults
+
+    given = {name: taken.value for name, taken in read_defaults(Path()).of(ssh).items()}
+    own = {name: access[name] or given.get(name) for name in ("ssh_key", "transport")}
+    return root or given.get("remote_root"), {**access, **own}
+
+
+def _host(ssh: str | None, root: str | None, **access: Any) -> Host:
     from deployer.connection.host import Host
 
     return Host(ssh, root or DEFAULT_ROOT, **{**access, "transport": access["transport"] or "auto"})
@@ -220,6 +233,7 @@ def entrance(ssh: str | None, **access: Any) -> Callable[[str | None, str], Host
         return partial(host_of, **access)
     from deployer.connection.host import load_link, make_transport
 
+    _, access = _with_defaults(ssh, None, access)
     how = {name: value for name, value in access.items() if name != "transport"}
     begun = make_transport(ssh, way=access["transport"] or "auto", **how)
     load_link(begun)
@@ -239,8 +253,8 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
         records = [*noted_places(), *records]  # which host a damaged one named, nobody else knows
     places = {(r.ssh, r.root): r for r in records}
     here = {**access, "ssh_key": None}
-    hosts = [host_of(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
-    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, host_of(None, DEFAULT_ROOT, **here)]
+    hosts = [_host(*place, **_access(r, **(access if r.ssh else here))) for place, r in places.items()]
+    return hosts if (None, DEFAULT_ROOT) in places else [*hosts, _host(None, DEFAULT_ROOT, **here)]
 
 
 def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
@@ -250,7 +264,7 @@ def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: A
     if job_id is None or ssh is not None or root is not None:
         return host_of(ssh, root, **access), None
     record = find_record(job_id)
-    return host_of(record.ssh, record.root, **_access(record, **access)), record
+    return _host(record.ssh, record.root, **_access(record, **access)), record
 
 
 def _access(record: JobRecord, **access: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ else:
 
 _NOT_OF_A_BUILD = frozenset(
     ("ruff", "black", "isort", "mypy", "pyright", "ty", "pylint", "flake8", "codespell", "pytest", "coverage", "tox")
-)
+) | {"torchferry"}
 """Tables of `tool` that change nothing of an environment: one is not built again for them."""
 
 

@@ -40,6 +40,8 @@ class JobRecord(NamedTuple):
     transport: Way = "auto"
     secrets: tuple[str, ...] = ()
     """Names of the secrets that this client has given the job: a host is given no others."""
+    env_file: str = ""
+    """The absolute path of the file that gave the job variables; empty without one, and for a pipe."""
 
 
 def write_record(record: JobRecord) -> None:

@@ -16,7 +16,20 @@ from typing import Any
 
 from deployer.agent.host.layout import ATTEMPT_ENV, CACHE_ENV, JOB_ID_ENV, RUN_DIR_ENV
 from deployer.agent.host.typed import load_json
-from deployer.agent.job.plan import PROGRAM, TRAINER, Devices, Group, Include, Plan, Policy, Request, Role, Slot, Text
+from deployer.agent.job.plan import (
+    PROGRAM,
+    TRAINER,
+    Devices,
+    Group,
+    Include,
+    Plan,
+    Policy,
+    Request,
+    Role,
+    Setup,
+    Slot,
+    Text,
+)
 from deployer.agent.python.spec import PythonSpec
 from deployer.errors import UsageError
 from trainer.schema import Config, TargetConfig, gpu_count
@@ -90,6 +103,7 @@ def build_plan(
     allow_busy: bool = False,
     restrict_gpus: bool = True,
     text: ConfigText | None = None,
+    setup: Setup | None = None,
 ) -> Plan:
     """The plan of a config's job, or of `command` when one is given; `text`: what the trainer gets of the config.
 
@@ -130,6 +144,7 @@ def build_plan(
         env_names=tuple(sorted(target.env)),
         secret_names=tuple(sorted(target.secrets)),
         config_yaml=text.yaml if text else None,
+        setup=setup,
     )
 
 
@@ -139,8 +154,8 @@ def _devices(target: TargetConfig, *, restrict_gpus: bool) -> Devices:
     return Devices("cuda", tuple(str(gpu) for gpu in target.gpu_ranks)) if restrict_gpus else Devices("any")
 
 
-NOT_REQUESTED = ("target.ssh", "target.root", "target.env")
-"""Keys that a job's request does not hold: which host it is, and values that may be secret."""
+NOT_REQUESTED = ("target.ssh", "target.root", "target.env", "target.env_file")
+"""Keys that a job's request does not hold: which host it is, and values that may be secret, or where they are here."""
 
 
 def build_request(
@@ -148,7 +163,7 @@ def build_request(
 ) -> Request:
     """What the next attempt's plan is made from, besides a trainer's config.yaml."""
     if command is None:
-        apart = [key for key in supervised_keys() if text is not None and key not in text.keys]
+        apart = [key for key in supervised_keys() if text is not None and key not in (*text.keys, *NOT_REQUESTED)]
         given_alone = text is not None and text.given_alone
         return Request(overrides=_settings(config, apart), own_trainer=own_trainer, given_alone=given_alone)
     left_out = (*NOT_REQUESTED, *(() if restrict_gpus else ("target.gpu_ranks",)))

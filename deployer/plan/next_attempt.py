@@ -11,6 +11,7 @@ from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
 from deployer.agent.job.views import PlanView
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
+from deployer.plan.env_file import EnvFile
 from deployer.plan.kept_config import read_kept
 from deployer.plan.launch_plan import NOT_REQUESTED, Command, ConfigText, build_plan, read_settings, supervised_keys
 from deployer.plan.options import Options, without_effect
@@ -43,19 +44,29 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
 
 
 def plan_next(
-    job: Resumable, options: Options, *, known: Collection[str], tell: Callable[[str], None] = lambda note: None
+    job: Resumable,
+    options: Options,
+    *,
+    known: Collection[str],
+    env_file: EnvFile | None = None,
+    tell: Callable[[str], None] = lambda note: None,
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of the job's next attempt, and the values that travel beside it. UsageError for a mistake, and for a
     secret that the host asks for though it is not among `known`: those that this client has given the job before.
-    `tell` hears what the config has without effect."""
+    `env_file`: as this client knows it; what the host says of one counts nothing. `tell` hears what the config has
+    without effect."""
     try:
-        return _plan_next(job, options, known, tell)
+        return _plan_next(job, options, known, env_file, tell)
     except ConfigError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from None
 
 
 def _plan_next(
-    job: Resumable, options: Options, known: Collection[str], tell: Callable[[str], None]
+    job: Resumable,
+    options: Options,
+    known: Collection[str],
+    env_file: EnvFile | None,
+    tell: Callable[[str], None],
 ) -> tuple[Plan, dict[str, Any]]:
     old, job_id, request = job.plan, job.job_id, job.plan.request
     had_its_own = any(group.devices.kind != "any" for group in groups_of(old))
@@ -65,6 +76,11 @@ def _plan_next(
         config, text = _config_of_program(old, options, tell=tell), None
     if "target.secrets" not in map(key_of, options.overrides):
         _check_secrets(job_id, config.target.secrets, known={*known, *options.keys.get("target.secrets", ())})
+    if env_file is not None:  # the host has the values of --env, which win
+        env_file = env_file.without(old.env_names)
+    payload = payload_of(config, env_file)
+    if env_file is None and "target.secrets" not in map(key_of, options.overrides):
+        _check_from_file(old, config)
     plan = build_plan(
         config,
         job_id=job_id,
@@ -77,9 +93,11 @@ def _plan_next(
         allow_busy=old.allow_busy or options.allow_busy,
         restrict_gpus=had_its_own or "target.gpu_ranks" in options.keys,
         text=text,
+        setup=old.setup._replace(timeout_s=config.target.setup_timeout_s) if old.setup else None,
     )
     names = {*old.env_names, *plan.env_names}
-    return plan._replace(env_names=tuple(sorted(names))), payload_of(config)
+    secrets = tuple(sorted(payload.get("secrets", ())))
+    return plan._replace(env_names=tuple(sorted(names)), secret_names=secrets), payload
 
 
 def beginning(job: Resumable, plan: Plan) -> str:
@@ -112,6 +130,17 @@ def _check_secrets(job_id: str, names: Sequence[str], *, known: Collection[str])
         )
 
 
+def _check_from_file(old: Plan, config: Config) -> None:
+    """UsageError for what only an env file can have given the job, when there is none now."""
+    lost = [name for name in old.secret_names if name not in (*config.target.secrets, *config.target.env)]
+    if lost:
+        raise UsageError(
+            f"{old.job_id} had {', '.join(lost[:3])}{' and others' if lost[3:] else ''} from an env file, and this "
+            "client knows none of it",
+            hint="--env-file FILE names it; its values are kept nowhere",
+        )
+
+
 # --- what it was asked for, and what is asked now ---------------------------------------------------------------------
 
 
@@ -135,6 +164,10 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
         raise UsageError(
             f"{stays} says where a job lies, and {job.job_id} stays where it is",
             hint="--ssh and --remote-root name the place at which to find it",
+        )
+    if "target.setup" in asked:
+        raise UsageError(
+            f"target.setup is what {job.job_id} was launched with, and stays", hint="launch a new job with another one"
         )
     changed = kept.changed(overrides, changes=options.keys, tell=tell)
     _check_data(job, kept.config, changed.config)

@@ -65,6 +65,19 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
     return Asked(config, command, given)
 
 
+def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set[str]]:
+    """What a config asks for with these values of keys that it does not give, and which those are. UsageError where
+    the two do not go together."""
+    own = {*asked.given, *(f"target.env.{name}" for name in asked.config.target.env)}
+    used = {key: value for key, value in defaults.items() if key not in own}
+    if not used:
+        return asked, set()
+    config = with_changes(asked.config, used)
+    _check(config)
+    given = asked.given | {".".join(key.split(".")[:2]) for key in used}
+    return asked._replace(config=config, given=given), set(used)
+
+
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:
     """What of the command line changes nothing for a program of one's own, in words."""
     if target.device == "cpu" and not command.torchrun and "target.gpu_ranks" in given:

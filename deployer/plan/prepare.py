@@ -17,6 +17,7 @@ from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, expanded, state_dir
+from deployer.plan.env_file import EnvFile, env_file_of
 from deployer.plan.first_word import check_first_word
 from deployer.plan.launch_plan import (
     NOT_REQUESTED,
@@ -30,6 +31,7 @@ from deployer.plan.launch_plan import (
     torchrun_hint,
 )
 from deployer.plan.options import Asked, Options
+from deployer.plan.setup import make_setup
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
 from trainer.schema import Config, as_sources
@@ -47,6 +49,7 @@ class Prepared:
     code: Scan
     payload: dict[str, Any]
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
+    env_file: EnvFile | None = None
 
 
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
@@ -54,7 +57,9 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     config, command = asked.config, asked.command
     paths = _include_paths((*config.files, *options.include))
     # an included folder comes whole, and an included link as its target: neither is also part of the code
-    code = manifest.scan(project, hash_cache=_hash_cache(), included=paths)
+    env_file = env_file_of(config.target.env_file)
+    hidden = _paths_of(env_file, project, paths)
+    code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
     includes = {path: _scan_include(project, path) for path in paths}
     entries = list(code.entries)
@@ -82,7 +87,8 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     for scan in (*includes.values(), *([wheels] if wheels else [])):
         trees[root_hash(scan.entries)] = scan.entries
         sources |= scan.sources
-    payload = payload_of(config)
+    payload = payload_of(config, env_file)
+    setup, timeout_s = config.target.setup, config.target.setup_timeout_s
     plan = build_plan(
         config,
         job_id=new_job_id(config.run.name),
@@ -97,8 +103,19 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         allow_busy=options.allow_busy,
         restrict_gpus=command is None or "target.gpu_ranks" in options.keys or options.config is not None,
         text=None if command else _text_of(asked, to_another=own_trainer and project.resolve() != CLIENT_ROOT),
+        setup=make_setup(setup, timeout_s, files) if setup else None,
     )
-    return Prepared(plan, Shipment(trees, sources), code, payload)
+    plan = plan._replace(secret_names=tuple(sorted(payload.get("secrets", ()))))
+    return Prepared(plan, Shipment(trees, sources), code, payload, env_file)
+
+
+def _paths_of(env_file: EnvFile | None, project: Path, includes: Sequence[str]) -> list[str]:
+    """The env file's own paths in the project. UsageError where it would travel with an included folder."""
+    paths = env_file.paths_below(project) if env_file is not None else []
+    for path in paths:
+        if include := next((one for one in includes if _is_below(path, [one])), None):
+            raise UsageError(f"--include {include} would send the env file {path}", hint="keep it outside that folder")
+    return paths
 
 
 DECIDED = ("target.gpu_ranks", "target.train_backend", "target.device")
@@ -114,7 +131,7 @@ def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
     if to_another:
         keys = frozenset((*DECIDED, *asked.given)) - {*supervised_keys(), *NOT_REQUESTED}
     # values of --env stay out of it: the plan names them, the job's environment holds them
-    config = replace(asked.config, target=replace(asked.config.target, env={}, ssh=None))
+    config = replace(asked.config, target=replace(asked.config.target, env={}, env_file=None, ssh=None))
     return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 
@@ -183,8 +200,9 @@ def _of_trainer(config: Config) -> tuple[str, ...]:
     return (*TRAINER_REQUIRES, *(name for name, needed in extra.items() if needed))
 
 
-def payload_of(config: Config) -> dict[str, Any]:
-    """Values of the job's environment and secrets. UsageError with every secret that this shell has not."""
+def payload_of(config: Config, env_file: EnvFile | None = None) -> dict[str, Any]:
+    """Values of the job's environment and secrets, those of an env file unless one is given beside it. UsageError with
+    every secret that this shell has not."""
     missing = [name for name in config.target.secrets if name not in os.environ]
     if missing:
         what = f"the secret {missing[0]} is" if len(missing) == 1 else f"the secrets {', '.join(missing)} are"
@@ -193,6 +211,8 @@ def payload_of(config: Config) -> dict[str, Any]:
             f"{what} not set in this shell", hint=f"export {missing[0]}=… first; {values} to the job's environment only"
         )
     secrets = {name: os.environ[name] for name in config.target.secrets}
+    if env_file is not None:
+        secrets = {**env_file.without(config.target.env).variables, **secrets}
     return {"env": dict(config.target.env), "secrets": secrets} if config.target.env or secrets else {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,12 +100,12 @@ def _global_excludes(config: dict[bytes, bytes]) -> bytes:
     return os.fsencode(os.path.join(home, "git", "ignore"))
 
 
-def git_state(project: Path) -> dict[str, object] | None:
+def git_state(project: Path, *, apart: Sequence[str] = ()) -> dict[str, object] | None:
     """{commit, branch, dirty, patch} of the project's repository; None without one, or without git.
 
     commit: 40 or 64 hex digits, "" before the first commit. branch: "" when detached. dirty: tracked changes, or
     untracked files that no rule ignores. patch: `git diff HEAD` of the project's folder without ignored files and
-    `.env*`, at most MAX_PATCH bytes and then a last line that says it was cut.
+    `.env*` and the paths `apart`, at most MAX_PATCH bytes and then a last line that says it was cut.
     """
     if find_top(project) is None:
         return None
@@ -114,7 +115,7 @@ def git_state(project: Path) -> dict[str, object] | None:
     except FileNotFoundError:
         return None
     report = status.communicate()[0].decode("utf-8", "surrogateescape")
-    hidden = [os.fsdecode(p) for p in ignored.communicate()[0].split(b"\0") if p]
+    hidden = [os.fsdecode(p) for p in ignored.communicate()[0].split(b"\0") if p] + list(apart)
     if status.returncode != 0:
         return None
     lines = report.splitlines()

@@ -9,3 +9,11 @@ class AgentError(Exception):
         self.kind = kind
         self.message = message
         self.hint = hint
+
+
+class SetupFailed(AgentError):
+    """A job's setup command has ended with `code`; 0 where no code of its own tells."""
+
+    def __init__(self, code: int, message: str, hint: str = "") -> None:
+        AgentError.__init__(self, "host", message, hint)
+        self.code = code

@@ -15,6 +15,7 @@ CHECKPOINT_MARKER = "COMPLETE"  # as in trainer/schema: written last into a chec
 JOB_ID_ENV = "TORCHFERRY_JOB_ID"  # marks every process of a job
 RUN_DIR_ENV = "TORCHFERRY_RUN_DIR"  # the job folder
 ATTEMPT_ENV = "TORCHFERRY_ATTEMPT"  # "1", "2", ...: the log folder's number
+SETUP_ENV = "TORCHFERRY_SETUP_DIR"  # what a job's setup keeps for all jobs that share it
 GROUP_ENV = "TORCHFERRY_GROUP"  # the folder of its group of processes; unset where the job has one alone
 CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema: Root.cache
 STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema: when the attempt began, by the boot clock

@@ -73,6 +73,16 @@ class Policy(NamedTuple):
     """Paths of the project that the job writes; a client that pulls its results brings them too."""
 
 
+class Setup(NamedTuple):
+    """What runs on the host before the job, once for its key and the interpreter that the job gets."""
+
+    command: str
+    """For a shell, as the user wrote it."""
+    key: str
+    """A hash of the command and of all in the trees that it names."""
+    timeout_s: float = 3600.0
+
+
 class Request(NamedTuple):
     """What the user asked for; the next attempt's plan is made from it, and a trainer's from its config.yaml."""
 
@@ -105,6 +115,7 @@ class Plan(NamedTuple):
     env_names: Tuple[str, ...] = ()
     secret_names: Tuple[str, ...] = ()
     config_yaml: Optional[str] = None
+    setup: Optional[Setup] = None
     version: int = PLAN_VERSION
 
 

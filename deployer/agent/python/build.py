@@ -52,7 +52,7 @@ class Building:
         self.code_dir = code_dir
         self.env = {name: value for name, value in env.items() if name not in _UNWANTED}
         self.env.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_NO_INPUT="1")
-        self._hidden = [value for name in spec.variables for value in _forms(env.get(name, ""))]
+        self._hidden = [value for name in spec.variables for value in forms_of(env.get(name, ""))]
 
     def environment(self, found: Sequence[Interpreter]) -> str:
         """The interpreter of the environment. `found`: the host's interpreters, at least one. AgentError when it cannot
@@ -215,7 +215,7 @@ def note(log: BinaryIO, line: str) -> None:
     log.flush()
 
 
-def _forms(value: str) -> List[bytes]:
+def forms_of(value: str) -> List[bytes]:
     """How a variable's value may stand in an installer's output; what is too short to be secret stays readable."""
     from urllib.parse import quote
 

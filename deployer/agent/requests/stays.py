@@ -13,6 +13,8 @@ from ..host.files import blake2b
 from ..host.layout import Job, Root
 from ..job.plan import Plan
 from ..job.record import known_record
+from ..job.status import LOST, Status, read_word, slot_of
+from ..python.made import MADE
 from ..store.content import Store
 from ..store.tree import Entry, folders_of
 from .view import Stays
@@ -45,6 +47,10 @@ def what_stays(root: Root, job: Job, plan: Optional[Plan], asked: Sequence[str])
         _names(list(dict.fromkeys(name for _, _, name in found))),
         looks.left <= 0,
     )
+
+
+def _has_setup(plan: Optional[Plan]) -> bool:
+    return plan is not None and plan.setup is not None
 
 
 def _names(names: List[str]) -> Tuple[str, ...]:
@@ -88,6 +94,8 @@ class _Shipped:
         self._entries: Optional[Dict[str, Entry]] = None
         self._folders: Set[str] = set()
         record = known_record(job)
+        # where its setup's files are kept: those are no work of the job
+        self._made = os.path.join(slot_of(read_word(job)[0] or Status(LOST), "setup"), MADE) if _has_setup(plan) else ""
         self._since_ns = (record.created_at or 0.0) * 1e9 if record is not None else 0.0
         try:
             entries = Store(root).load_tree(plan.tree) if plan is not None else None
@@ -99,6 +107,8 @@ class _Shipped:
 
     def lacks(self, path: str, info: os.stat_result) -> bool:
         """Whether the job has made this file, or changed it."""
+        if self._made and self._is_of_setup(path, info):
+            return False
         is_later = info.st_ctime_ns > self._since_ns
         if self._entries is None:
             return is_later
@@ -106,6 +116,13 @@ class _Shipped:
         if entry is None or info.st_size != entry.size:
             return True
         return is_later and (info.st_size > MOST_HASHED_BYTES or self._hash(path) != entry.hash)
+
+    def _is_of_setup(self, path: str, info: os.stat_result) -> bool:
+        try:
+            kept = os.lstat(os.path.join(self._made, path[len("code/") :]))
+        except OSError:
+            return False
+        return (kept.st_size, kept.st_mtime_ns) == (info.st_size, info.st_mtime_ns)
 
     def name_of(self, path: str) -> str:
         """The topmost folder that was not sent, or the file itself."""

@@ -8,7 +8,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Dict, Optional
 
-from ..host.errors import AgentError
+from ..host.errors import AgentError, SetupFailed
 from ..host.layout import ALONE, GroupName, Root
 from ..job import progress
 from ..job.ending import Ending, Evidence, decide_ending, read_outcome
@@ -63,6 +63,8 @@ class Attempt:
             stop = self._turn.asked.read()
             reason = (stop.reason if stop else "") or "stopped on request"
             return Ending(STOPPED, None, reason + ", before it had started")
+        except SetupFailed as e:
+            return Ending(FAILED, e.code or TOOL_FAILED, e.message, hint=e.hint)
         except AgentError as e:
             return Ending(FAILED, TOOL_FAILED, e.message + ("; " + e.hint if e.hint else ""))
         except OSError as e:

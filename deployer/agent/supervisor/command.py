@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import time
-from typing import Dict, List, Mapping, NamedTuple, NoReturn, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
-from ..host.errors import AgentError
+from ..host.errors import AgentError, SetupFailed
 from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
 from ..host.processes import start_copy
 from ..host.typed import parse, to_json
 from ..job import plan
-from ..job.plan import TRAINER, Role, Text
+from ..job.plan import TRAINER, Role, Setup, Text
 from ..python.spec import PythonSpec
 from .start import LaunchInput
 
@@ -67,6 +67,10 @@ def job_env(
         env[STARTED_ENV] = "%.2f" % time.clock_gettime(time.CLOCK_BOOTTIME)
     if folder:
         env[GROUP_ENV] = folder
+    if "setup" in slots:
+        from ..python.setup import environment_of  # a job without starts sooner
+
+        env = environment_of(env, slots["python"], slots["setup"])
     return {**env, **marks(job, attempt)}
 
 
@@ -91,12 +95,33 @@ class _Answer(NamedTuple):
 
     python: str = ""
     error: Tuple[str, ...] = ()
+    setup: Dict[str, str] = {}
+    """Slots that the job's setup fills: its folder, and the interpreter below the job's."""
+    code: Optional[int] = None
+    """Of a setup that has failed."""
+
+
+class SetupInput(NamedTuple):
+    """What a job's setup is run with."""
+
+    plan: Setup
+    env: Dict[str, str]
+    hidden: Sequence[str]
+    """Values that must not show in a log."""
 
 
 class Resolving:
     """Resolves the job's interpreter in a child process, so that a stop can end it whatever it is installing."""
 
-    def __init__(self, spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str) -> None:
+    def __init__(
+        self,
+        spec: PythonSpec,
+        job: Job,
+        root: Root,
+        env: Dict[str, str],
+        log: str,
+        setup: "Optional[SetupInput]" = None,
+    ) -> None:
         """`log` gets all output of the preparation. The child leads a process group of its own."""
         self._log = log
         self._answer, writing = os.pipe()
@@ -105,21 +130,24 @@ class Resolving:
             os.setpgid(0, 0)
             # it holds the supervisor's lock, and its answer would reach nobody: it ends with it
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            _resolve(spec, job, root, env, log, writing)
+            _resolve(spec, job, root, env, log, writing, setup)
 
         self.pid = start_copy(resolve)
         os.close(writing)
 
-    def result(self) -> str:
-        """The interpreter, once the child has ended. AgentError with the reason when there is none."""
+    def result(self) -> Dict[str, str]:
+        """The slots that it fills, `python` and those of a setup, once the child has ended. AgentError with the reason
+        when there is no interpreter."""
         with open(self._answer, "rb") as f:
             data = f.read()
         if not data:
             raise AgentError("host", "the preparation of the Python environment was killed", _see(self._log))
         answer = parse(data, _Answer)
+        if answer.code is not None:
+            raise SetupFailed(answer.code, *answer.error[1:])
         if answer.error:
             raise AgentError(*answer.error)
-        return answer.python
+        return {"python": answer.python, **answer.setup}
 
 
 def _see(log: str) -> str:
@@ -130,7 +158,15 @@ def _see(log: str) -> str:
         return ""
 
 
-def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: str, answer: int) -> NoReturn:
+def _resolve(
+    spec: PythonSpec,
+    job: Job,
+    root: Root,
+    env: Dict[str, str],
+    log: str,
+    answer: int,
+    setup: "Optional[SetupInput]",
+) -> NoReturn:
     code = 1
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -141,6 +177,14 @@ def _resolve(spec: PythonSpec, job: Job, root: Root, env: Dict[str, str], log: s
 
         with open(output, "ab", buffering=0) as f:
             found = _Answer(resolve_python(spec, job.code, root, env, f))
+            if setup is not None:
+                from ..python.setup import Asked, set_up
+
+                asked = Asked(*setup.plan, setup.env, setup.hidden, explicit=bool(spec.explicit))
+                python, folder = set_up(asked, found.python, job.code, root, f)
+                found = _Answer(python, setup={"setup": folder, "below": found.python})
+    except SetupFailed as e:
+        found = _Answer(error=(e.kind, e.message[:4000], e.hint[:500]), code=e.code)
     except AgentError as e:
         found = _Answer(error=(e.kind, e.message[:4000], e.hint[:500]))  # a pipe holds it until somebody reads
     except BaseException as e:

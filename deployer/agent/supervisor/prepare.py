@@ -5,7 +5,7 @@ Stdlib only, Python 3.8, Linux.
 """
 
 import os
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from ..guard import secure_root
 from ..host.errors import AgentError
@@ -13,9 +13,12 @@ from ..host.files import remove
 from ..host.layout import AGENT_DIR, Job, Root
 from ..job.plan import Group, groups_of, visible_to
 from ..job.status import slot_of
-from .command import Command, Resolving, fill, job_command, job_env, marks
+from .command import Command, Resolving, SetupInput, fill, job_command, job_env, marks
 from .start import LaunchInput
 from .turn import Turn
+
+OF_SETUP = ("setup", "below")
+"""Slots that a setup fills. The status names them, so that `gc` keeps what the job's environment lies over."""
 
 
 class Prepared(NamedTuple):
@@ -40,8 +43,9 @@ def prepare(turn: Turn, given: LaunchInput, number: int, *, restarted: bool, vis
         os.makedirs(job.logs(number, group.folder), mode=0o700, exist_ok=True)
         os.makedirs(job.ranks(number, group.folder), mode=0o700, exist_ok=True)
     remove(job.outcome)  # of an earlier attempt
-    python = _resolve_python(turn, given, number, Root(root), restarted=restarted)
-    slots = {"python": python, "root": root, "job": job.path, "agent": AGENT_DIR}
+    base = {"root": root, "job": job.path, "agent": AGENT_DIR}
+    setup = _setup_input(job, given, number, groups[0], base, visible) if given.plan.setup is not None else None
+    slots = {**_resolve_python(turn, given, number, Root(root), setup, restarted=restarted), **base}
     return [_prepare_group(job, given, number, group, slots, restarted=restarted, visible=visible) for group in groups]
 
 
@@ -56,15 +60,30 @@ def _prepare_group(
     return Prepared(group.folder, job_command(role, argv, env, slots), argv, slots)
 
 
-def _resolve_python(turn: Turn, given: LaunchInput, number: int, root: Root, *, restarted: bool) -> str:
+def _setup_input(
+    job: Job, given: LaunchInput, number: int, group: Group, slots: Dict[str, str], visible: str
+) -> SetupInput:
+    """Its environment is that of the job's main role."""
+    share = visible_to(given.plan, group, visible)
+    slots = {**slots, "gpus": share} if share else slots
+    assert given.plan.setup is not None
+    env = job_env(job, group.role, given, slots, attempt=number, restarted=False)
+    return SetupInput(given.plan.setup, env, list(given.secrets.values()))
+
+
+def _resolve_python(
+    turn: Turn, given: LaunchInput, number: int, root: Root, setup: Optional[SetupInput], *, restarted: bool
+) -> Dict[str, str]:
+    """The slots of the interpreter and of a setup."""
     turn.check()
     known = slot_of(turn.status.now, "python")
     if restarted and os.path.exists(known):
-        return known  # the one that the former attempt ran with
+        # what the former attempt ran with
+        return {"python": known, **{name: slot_of(turn.status.now, name) for name in (OF_SETUP if setup else ())}}
     env = {**given.base_env, **given.env, **given.secrets, **marks(turn.job, number)}
     log = os.path.join(turn.job.logs(number), "prepare.log")
     spec = given.plan.python._replace(wheels=given.wheels)
-    resolving = Resolving(spec, turn.job, root, env, log)
+    resolving = Resolving(spec, turn.job, root, env, log, setup)
     turn.children.expect(resolving.pid)
     while turn.children.code(resolving.pid) is None:
         turn.check()  # the sweep ends the child and what it started

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from deployer.commands.defaults import read_defaults
 from deployer.commands.key_options import JOB, SSH, take_changes, with_keys
 from deployer.commands.options import (
     ACCESS,
@@ -72,11 +73,19 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     keys = take_changes(options)
-    early = keys.get("target.ssh") if options["dry_run"] is None else None
+    defaults = read_defaults(Path.cwd())
+    if keys.get("target.ssh") == "":
+        keys["target.ssh"] = None  # this machine, whatever the defaults say
+    asked = keys.get("target.ssh", defaults.host if config is None else None)
+    early = asked if options["dry_run"] is None else None
     enter = entrance(early, **access)  # connects while the rest is imported, and the config and the tree are read
     from deployer.commands.launch import run as command
 
-    sys.exit(command.run(config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, **options))
+    sys.exit(
+        command.run(
+            config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, defaults=defaults, **options
+        )
+    )
 
 
 def _file_of(

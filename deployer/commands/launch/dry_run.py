@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from deployer import terminal
@@ -24,8 +25,11 @@ from deployer.printable import shown
 from trainer.schema import gpu_count
 
 
-def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: bool, as_json: bool) -> None:
-    """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows."""
+def show_plan(
+    prepared: Prepared, host: Host, *, config: str | None, remote: bool, as_json: bool, defaults: Mapping[str, str]
+) -> None:
+    """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows.
+    `defaults`: those that files gave, each with its place."""
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
     plan = prepared.plan
@@ -41,18 +45,25 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         slots = {**shell_slots(group, job_id=plan.job_id, root=host.root, agent=agent_hash()), **asked}
         ways.append(_Way(slots, render_command(plan, group.role, slots), render_cwd(group.role, slots)))
     if as_json:
-        terminal.say_json(_as_json(prepared, host, ways))
+        terminal.say_json({**_as_json(prepared, host, ways), **({"defaults": defaults} if defaults else {})})
         return
     terminal.say(shown(f"# job      {plan.job_id} on {host.name}, {_devices(plan)}"))
     terminal.say(shown(f"# files    {files_line(prepared)}"))
     if config is not None and config.endswith(".py"):
         terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
+    for where in dict.fromkeys(defaults.values()):
+        names = ", ".join(name for name, place in defaults.items() if place == where)
+        terminal.say(shown(f"# defaults {names} from {where}"))
     for include in plan.includes:
         terminal.say(shown(f"# include  {include.path}"))
     if plan.policy.outputs:
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
+    if prepared.env_file is not None:
+        terminal.say(shown(f"# env file {prepared.env_file.named}: it does not travel, its values are secrets"))
     if plan.secret_names:
         terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
+    if plan.setup is not None:
+        terminal.say(shown(f"# setup    {plan.setup.command}: before the job, once for what it names"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
     wanted = wanted_gpus(plan)

@@ -7,13 +7,15 @@ from typing import Any
 
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import Status
-from deployer.commands.launch.run import follow_through, tell_note
+from deployer.commands.launch.run import follow_through, tell_note, with_secrets
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
+from deployer.plan.env_file import env_file_of
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
 from deployer.plan.options import Options
+from trainer.config.load import key_of
 
 
 def resume(
@@ -33,8 +35,10 @@ def resume(
         raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
     record = _record(job, host)
-    plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
-    record = record._replace(secrets=plan.secret_names)
+    options = Options(overrides=overrides, **changes)
+    env_file = env_file_of(_named_env_file(options) or record.env_file or None)
+    plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell_note)
+    record = with_secrets(record, plan, env_file)
     attempt = job.attempt + 1
 
     def start(screen: Any, view: Any) -> Status | None:
@@ -44,6 +48,12 @@ def resume(
         )
 
     return follow_through(start, host, record, bare=is_alone(plan), **ways)
+
+
+def _named_env_file(options: Options) -> str:
+    """The one that the command line names; empty where it names none."""
+    given = [text.partition("=")[2] for text in options.overrides if key_of(text) == "target.env_file"]
+    return str(options.keys.get("target.env_file") or (given[-1] if given else ""))
 
 
 def _record(job: Resumable, host: Host) -> JobRecord:

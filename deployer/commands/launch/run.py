@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import click
 
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
-from deployer.agent.job.plan import is_alone
+from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
+from deployer.commands.defaults import Defaults, Taken, key_named, keys_of
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
 from deployer.commands.screen import (
@@ -34,7 +36,8 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
-from deployer.plan.options import Options, read_config
+from deployer.plan.env_file import EnvFile
+from deployer.plan.options import Asked, Options, read_config, with_defaults
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -52,6 +55,7 @@ def run(
     as_json: bool,
     give_up_s: float,
     enter: Callable[[str | None, str], Host],
+    defaults: Defaults,
     kind: str | None = None,
     **options: Any,
 ) -> int:
@@ -60,7 +64,7 @@ def run(
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = _choose(config, overrides, program, kind, options)
-    asked = read_config(chosen, tell=tell_note)
+    asked, chosen, taken = _ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
         _check_platform(host)
@@ -70,7 +74,14 @@ def run(
     prepared = prepare(asked, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
-        show_plan(prepared, host, config=chosen.config, remote=dry_run == "remote", as_json=as_json)
+        show_plan(
+            prepared,
+            host,
+            config=chosen.config,
+            remote=dry_run == "remote",
+            as_json=as_json,
+            defaults=_places(taken, host),
+        )
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
@@ -104,6 +115,34 @@ def _choose(
 
     params = click.get_current_context().command.params
     return options_of(config, overrides, program, kind=kind, params=params, options=options)
+
+
+def _ask_for(given: Options, defaults: Defaults) -> tuple[Asked, Options, dict[str, Taken]]:
+    """What the launch is asked for, its options, and which defaults went into them, by name."""
+    if given.config is None:
+        found = defaults.of(given.keys.get("target.ssh", defaults.host))
+        keys = keys_of(found)
+        asked = read_config(replace(given, keys={**keys, **given.keys}), tell=tell_note)
+        used = {key for key in keys if key not in given.keys}
+        given = replace(given, keys={**keys, **given.keys})
+    else:
+        asked = read_config(given, tell=tell_note)
+        ssh = asked.config.target.ssh if "target.ssh" in asked.given else defaults.host
+        found = defaults.of(ssh)
+        asked, used = with_defaults(asked, keys_of(found))
+    options = {name: found[name].value for name in ("wheels", "requirements") if name in found}
+    options = {name: value for name, value in options.items() if not getattr(given, name)}
+    taken = {name: one for name, one in found.items() if key_named(name) in used or name in (*options, *WAYS_IN)}
+    return asked, replace(given, **options), taken
+
+
+WAYS_IN = ("ssh_key", "transport")
+
+
+def _places(taken: dict[str, Taken], host: Host) -> dict[str, str]:
+    """Where each default stands that went into the launch; a way in only if the command line names no other."""
+    is_used = {name: name not in WAYS_IN or getattr(host, name) == one.value for name, one in taken.items()}
+    return {name: one.where for name, one in taken.items() if is_used[name]}
 
 
 def tell_note(note: str) -> None:
@@ -143,7 +182,15 @@ def _record(prepared: Prepared, host: Host) -> JobRecord:
     plan = prepared.plan
     results = Path.cwd() / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
-    return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport, plan.secret_names)
+    record = JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport)
+    return with_secrets(record, plan, prepared.env_file)
+
+
+def with_secrets(record: JobRecord, plan: Plan, env_file: EnvFile | None) -> JobRecord:
+    """With what of the job's secrets a resume may pass on again, and where it finds the others."""
+    of_file = env_file.variables if env_file is not None else {}
+    names = tuple(name for name in plan.secret_names if name not in of_file)
+    return record._replace(secrets=names, env_file=env_file.kept_path if env_file is not None else "")
 
 
 # --- the launch -------------------------------------------------------------------------------------------------------
@@ -169,7 +216,7 @@ def _launch(
             plan,
             shipment=prepared.shipment,
             payload=prepared.payload,
-            git=git_state(Path.cwd()),
+            git=git_state(Path.cwd(), apart=_hidden(prepared)),
             view=view,
             watcher=screen,
             last=LastTree.of(host.ssh, host.root, Path.cwd()),
@@ -180,6 +227,10 @@ def _launch(
     return follow_through(
         start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
     )
+
+
+def _hidden(prepared: Prepared) -> list[str]:
+    return prepared.env_file.paths_below(Path.cwd()) if prepared.env_file is not None else []
 
 
 def _keep_left_out(prepared: Prepared) -> None:

@@ -1,0 +1,282 @@
+"""Defaults that files give: `[tool.torchferry]` of the project's pyproject.toml and this user's `config.toml`.
+
+Each may have a table per host.
+
+A default stands below what the command line and a job's config say. click's default_map would stand above the config,
+and cannot know which host a config names, so the layers are put together here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deployer.commands.values import parse_duration, parse_gpus, parse_path, parse_size
+from deployer.errors import UsageError
+from deployer.paths import config_dir, expanded
+
+MAX_BYTES = 1 << 20
+PROJECT, USER = "pyproject.toml", "config.toml"
+HOSTS = "hosts"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Entry(NamedTuple):
+    """What may stand in a table. `key`: of the config; "" for an option that mirrors none."""
+
+    key: str
+    read: Callable[[Any], Any]
+    """ValueError, with what is expected, for another value."""
+    of_host: bool = True
+    """Also in a host's own table."""
+
+
+class Taken(NamedTuple):
+    """A default, and the table that gives it, in words."""
+
+    value: Any
+    where: str
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError("text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("a whole number, 0 or more")
+    return value
+
+
+def _path_list(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise ValueError('a list of paths, such as ["out"]')
+    return [parse_path(one) for one in value]
+
+
+def _gpus(value: Any) -> list[int | str]:
+    if isinstance(value, str) and value:
+        return parse_gpus(value)
+    if not isinstance(value, list) or not value or not all(isinstance(one, (int, str)) for one in value):
+        raise ValueError('GPUs as --gpus takes them, such as "0,1" or "auto:2"')
+    return [gpu for one in value for gpu in parse_gpus(str(one))]
+
+
+def _variables(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError("a table of variables")
+    for name, one in value.items():
+        if not _NAME.fullmatch(name) or isinstance(one, bool) or not isinstance(one, (str, int, float)):
+            raise ValueError(f"a table of variables with texts or numbers, unlike {name}")
+    return {name: str(one) for name, one in value.items()}
+
+
+def _by(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    return lambda value: parse(_text(value))
+
+
+def _one_of(*words: str) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value not in words:
+            raise ValueError(" or ".join(words))
+        return value
+
+    return read
+
+
+ENTRIES: Mapping[str, Entry] = {
+    "host": Entry("target.ssh", _text, of_host=False),
+    "remote_root": Entry("target.root", _text),
+    "python": Entry("target.python", _text),
+    "gpus": Entry("target.gpu_ranks", _gpus),
+    "device": Entry("target.device", _one_of("auto", "cuda", "cpu")),
+    "env": Entry("target.env", _variables),
+    "out": Entry("target.outputs", _path_list),
+    "queue": Entry("target.queue", _flag),
+    "max_restarts": Entry("target.max_restarts", _count),
+    "max_runtime": Entry("target.max_runtime_s", _by(parse_duration)),
+    "stall_timeout": Entry("target.stall_timeout_s", _by(parse_duration)),
+    "setup": Entry("target.setup", _text),
+    "setup_timeout": Entry("target.setup_timeout_s", _by(parse_duration)),
+    "log_max": Entry("target.log_max_gb", lambda value: parse_size(_text(value)) / 1e9),
+    "requirements": Entry("", _text),
+    "wheels": Entry("", _text),
+    "ssh_key": Entry("", _text),
+    "transport": Entry("", _one_of("auto", "fabric", "openssh")),
+}
+"""By the options' names. Not among them: what nobody should say for all jobs at once (secrets, an env file, a host key
+that is trusted unseen)."""
+
+
+class Table(NamedTuple):
+    """A file's tables, checked."""
+
+    file: str
+    place: str
+    """Of its top in the file; empty where all of the file is meant."""
+    general: Mapping[str, Any]
+    hosts: Mapping[str, Mapping[str, Any]]
+
+    def where(self, host: str = "") -> str:
+        """How the file's table, or its table of a host, is spoken of."""
+        place = ".".join(filter(None, (self.place, f"{HOSTS}.{host}" if host else "")))
+        return f"{self.file} [{place}]" if place else self.file
+
+
+class Defaults(NamedTuple):
+    """What the files say, the strongest first."""
+
+    tables: tuple[Table, ...] = ()
+
+    @property
+    def host(self) -> str | None:
+        """Where jobs run that say nothing of it; None: on this machine."""
+        return next((table.general["host"] for table in self.tables if "host" in table.general), None)
+
+    def of(self, ssh: str | None) -> dict[str, Taken]:
+        """The defaults for a host as the user named it, by their names; a variable of `env` as env.NAME."""
+        names = _names_of(ssh) if ssh is not None and any(table.hosts for table in self.tables) else ()
+        layers = [(t.where(name), t.hosts[name]) for t in self.tables if (name := _first(names, t.hosts))]
+        layers += [(table.where(), table.general) for table in self.tables]
+        found: dict[str, Taken] = {}
+        for where, values in layers:
+            for name, value in values.items():
+                for own, one in _parts(name, value):
+                    found.setdefault(own, Taken(one, where))
+        if ssh is None:  # they say how to get into a host
+            found = {name: taken for name, taken in found.items() if name not in ("ssh_key", "transport")}
+        return found
+
+
+def keys_of(defaults: Mapping[str, Taken]) -> dict[str, Any]:
+    """Those that are keys of the config, by dotted key."""
+    return {key: taken.value for name, taken in defaults.items() if (key := key_named(name))}
+
+
+def key_named(name: str) -> str:
+    """The key that a default gives; empty for one that mirrors none."""
+    top, _, rest = name.partition(".")
+    key = ENTRIES[top].key
+    return f"{key}.{rest}" if rest else key
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if name != "env":
+        yield name, value
+    else:
+        yield from ((f"env.{variable}", one) for variable, one in value.items())
+
+
+def _first(names: tuple[str, ...], hosts: Mapping[str, Any]) -> str:
+    return next((name for name in names if name in hosts), "")
+
+
+def _names_of(ssh: str) -> tuple[str, ...]:
+    """What a host's table may be called: as it was typed, else with less and less of the address."""
+    from deployer.transport.ssh.target import parse_target
+
+    target = parse_target(ssh)
+    user, port = target.user, target.port
+    less = [f"{user}@{target.host}"] * bool(user) + [f"{target.host}:{port}"] * bool(port) + [target.host]
+    return tuple(dict.fromkeys((ssh, target.address, *less)))
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def read_defaults(project: Path) -> Defaults:
+    """UsageError, with file and key, for what is no default."""
+    tables = []
+    text = _read(project / PROJECT)
+    if b"torchferry" in text:  # most projects' files do not wait for the parser
+        tool = _parse(text, PROJECT).get("tool")
+        own = tool.get("torchferry") if isinstance(tool, dict) else None
+        if own is not None:
+            tables.append(_table(own, PROJECT, "tool.torchferry", folder=project))
+    path = config_dir() / USER
+    if text := _read(path):
+        tables.append(_table(_parse(text, str(path)), str(path), "", folder=path.parent))
+    return Defaults(tuple(tables))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return b""
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > MAX_BYTES:
+        raise UsageError(f"{path} is larger than 1 MB: that is no file of settings")
+    return text
+
+
+def _parse(text: bytes, file: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        data: dict[str, Any] = tomllib.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # of TOML and of UTF-8
+        raise UsageError(f"{file} is no TOML: {str(error)[:200] or 'too deep'}") from None
+    return data
+
+
+def _table(data: Any, file: str, place: str, *, folder: Path) -> Table:
+    if not isinstance(data, dict):
+        raise UsageError(f"{place} is no table", where=file)
+    hosts = data.get(HOSTS, {})
+    dotted = f"{place}." if place else ""
+    if not isinstance(hosts, dict):
+        raise UsageError(f"{dotted}{HOSTS} is no table", where=file, hint=f"[{dotted}{HOSTS}.NAME] is a host's own")
+    general = {name: value for name, value in data.items() if name != HOSTS}
+    own = {
+        name: _values(values, f"{dotted}{HOSTS}.{name}", file, folder=folder, of_host=True)
+        for name, values in hosts.items()
+    }
+    return Table(file, place, _values(general, place, file, folder=folder, of_host=False), own)
+
+
+def _values(data: Any, place: str, file: str, *, folder: Path, of_host: bool) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise UsageError(f"{place} is no table", where=file)
+    known = [name for name, entry in ENTRIES.items() if entry.of_host or not of_host]
+    found = {}
+    for name, value in data.items():
+        key = f"{place}.{name}" if place else name
+        if name not in known:
+            raise UsageError(
+                f"{key} is no default that can be given", where=file, hint=_near(name, known, of_host=of_host)
+            )
+        try:
+            found[name] = ENTRIES[name].read(value)
+        except ValueError as error:
+            raise UsageError(f"{key} is {str(value)[:60]!r}, expected {error}", where=file) from None
+        except UsageError as error:
+            raise UsageError(f"{key}: {error.message}", where=file, hint=error.hint) from None
+        if name in ("wheels", "ssh_key"):  # files of this machine: relative ones lie beside the file that names them
+            found[name] = str(folder / expanded(value))
+    return found
+
+
+def _near(name: str, known: list[str], *, of_host: bool) -> str:
+    if name in ("ssh", "host"):
+        return f"the table's name is the host, [{HOSTS}.NAME]" if of_host else "did you mean host?"
+    if name in ("secrets", "secret", "env_file", "accept_new_host_key"):
+        return f"--{name.replace('_', '-').removesuffix('s')} says it for each job"
+    near = difflib.get_close_matches(name.replace("-", "_"), [*known, *([] if of_host else [HOSTS])], n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
