@@ -69,6 +69,24 @@ class ConfigText:
     """Others than those have the defaults of the trainer that reads it; otherwise it knows no others."""
 
 
+IN_SHELL = """\
+d=${1%/*} shell=$2 text=$3; shift 3
+[ "$(command -v python3)" = "$d/python3" ] || export PATH="$d:$PATH"
+exec 9<&0
+"$shell" -c "trap 'exit 143' TERM; $text" "$shell" "$@" <&9 9<&- &
+trap 'trap "" TERM; kill -TERM 0' TERM
+while wait $!; code=$?; kill -0 $! 2>/dev/null; do :; done
+exit $code"""
+"""Runs a text of the user's in a shell for which `python` is the job's own. The text is an argument, so it is read as
+it was written, and its code is the program's. A shell that is told to stop would end and leave its program behind:
+here all hear of it, and the shells wait until the program has saved."""
+
+
+def in_shell(text: str, shell: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
+    """The words that run a shell's command."""
+    return ("sh", "-c", IN_SHELL, "sh", "python", shell, text, *arguments)
+
+
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +238,8 @@ _PYTHON = re.compile(r"python(3(\.\d+)?)?\Z")
 def _with_python_slot(argv: tuple[str, ...]) -> tuple[Text, ...]:
     if _PYTHON.match(argv[0]):
         return ((Slot("python"),), *argv[1:])
+    if argv[:4] == in_shell("", "")[:4]:
+        return (*argv[:4], (Slot("python"),), *argv[5:])
     return argv
 
 

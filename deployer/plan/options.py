@@ -117,15 +117,20 @@ def _check(config: Config) -> None:
 
 def _config_of_command(options: Options) -> Config:
     if not options.command:
-        raise UsageError("nothing to run", hint="deploy.py CONFIG, or deploy.py run -- python my_train.py ARGS")
+        hint = "deploy.py CONFIG, deploy.py run -- python my_train.py ARGS, or a torchferry.yaml: deploy.py init task"
+        raise UsageError("nothing to run", hint=hint)
     if options.torchrun and "target.gpu_ranks" not in options.keys:
         raise UsageError("--torchrun needs --gpus: one process starts for each", hint="--gpus 0,1")
     words = itertools.pairwise(("", *options.command))
     found = ((before, word) for before, word in words if before == "-m" or word.endswith((".py", ".sh")))
     before, program = next(found, ("", options.command[0]))
     stem = program.rpartition(".")[2] if before == "-m" else Path(program).stem
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "job"
-    return Config(run=RunConfig(name=name), target=TargetConfig())
+    return Config(run=RunConfig(name=run_name(stem)), target=TargetConfig())
+
+
+def run_name(text: str) -> str:
+    """The text as the name of a run."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "job"
 
 
 # --- what is right at a glance ----------------------------------------------------------------------------------------

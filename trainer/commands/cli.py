@@ -16,6 +16,7 @@ import click
 
 import trainer
 from trainer.commands.interruptible import interruptible
+from trainer.config.kinds.recognise import CONFIG, expect, read_kind
 from trainer.config.load import ConfigError, load_config, num_processes
 from trainer.console import shown, tame_others, write_json, write_line
 from trainer.errors import UserError
@@ -26,13 +27,14 @@ from trainer.start import caches, launch
 from trainer.startup import Startup
 
 COMMANDS = {
-    "init": ("trainer.commands.init:init", "init KIND", "a short config to begin with: lora, sft, pretrain"),
+    "init": ("trainer.commands.init:init", "init KIND", "a short file to begin with: lora, sft, pretrain, task"),
+    "convert": ("trainer.commands.convert:convert", "convert FILE", "another tool's task as one of ours"),
     "keys": ("trainer.commands.keys:keys", "keys [WORD]...", "the keys of a config, and what they mean"),
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
     "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""
-WITHOUT_TORCH = ("init", "keys")
+WITHOUT_TORCH = ("init", "convert", "keys")
 PROGRAM_ENV = "TORCHFERRY_PROGRAM"
 """What this program is called where another one has become it: in its usage and its errors."""
 
@@ -120,6 +122,7 @@ def render_commands() -> str:
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
+@click.option("--as", "kind", metavar="KIND", help="What the file is, where its keys do not tell: config.")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="The run folder, new or to continue.")
 @click.option("--inspect", is_flag=True, help="Show what would be trained on and how, and stop: no GPU, no run folder.")
 @click.option("--samples", type=click.IntRange(min=0), metavar="N", help="Rows that --inspect shows [3].")
@@ -135,6 +138,7 @@ def train_command(
     config_path: str,
     overrides: tuple[str, ...],
     fsdp_config: str | None,
+    kind: str | None,
     run_dir: Path | None,
     inspect: bool,
     samples: int | None,
@@ -153,6 +157,9 @@ def train_command(
         raise click.UsageError("--json belongs to --inspect or --calibrate")
     if run_dir is not None and (inspect or calibrate):
         raise click.UsageError("--run-dir belongs to a run: --inspect and --calibrate have no run folder")
+    if not launch.is_under_torchrun(os.environ) and JOB_ID_ENV not in os.environ:  # whose config.yaml is one
+        program = click.get_current_context().command_path
+        expect(read_kind(config_path, named=kind), config_path, CONFIG, program=deployer_of(program))
     check_torch()
     config = load_config(config_path, overrides, fsdp_config=fsdp_config, tell=tell_note)
     if inspect:
@@ -164,6 +171,12 @@ def train_command(
         prepare_rank(config, run_dir)
         sys.exit(train(config, run_dir or _run_dir_of_env(), debug=debug))
     start(config, run_dir or _run_dir_of_env(), debug=debug)
+
+
+def deployer_of(program: str) -> str:
+    """What the deployer is called, where the trainer was called by this name: `torchferry train` is `torchferry`."""
+    first, _, command = program.rpartition(" ")
+    return first if command and first else "python deploy.py"
 
 
 def tell_note(note: str) -> None:

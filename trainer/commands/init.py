@@ -13,15 +13,18 @@ import click
 from trainer.console import write_line
 from trainer.errors import UserError
 
-HELP = """Write a short, explained YAML config to begin with.
+HELP = """Write a short, explained YAML file to begin with.
 
 KIND is `lora` (small adapters on a model that stays as it is), `sft` (the whole model learns) or `pretrain` (plain
-text). It is written to KIND.yaml, or to --out; `-` is the terminal. A file that is there is left alone.
+text): a config of the trainer, written to KIND.yaml. Or it is `task`: how a program of your own runs, written to
+torchferry.yaml, which `run` takes by itself. --out names another file; `-` is the terminal. A file that is there is
+left alone.
 
 \b
   python train.py init lora --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl
   python train.py lora.yaml --inspect              # what would be trained on and how
   python deploy.py lora.yaml --ssh HOST            # train there, and bring the adapter home
+  python train.py init task                        # then: python deploy.py run --ssh HOST
 
 Exit codes: 0 written, 2 the file is there already or cannot be written.
 """
@@ -84,7 +87,26 @@ SHAPE = """\
   num_layers: 4
   num_heads: 4
   num_kv_heads: 2"""
-KINDS = ("lora", "sft", "pretrain")
+TASK = """\
+# How a program of yours runs, on any machine that you can ssh to. Look at it first: {look}
+run: {run}  # with && or lines a shell's command; as a list, [python, a.py, --lr, 1e-4], words
+gpus: auto:1  # auto:4: the four freest; 0,1: these; on a machine without: device: cpu
+# torchrun: true  # one process for each of gpus
+# host: me@gpu-box  # or an alias of ~/.ssh/config; `--ssh` says it too, and without it this machine is the host
+# env: {{HF_HOME: /data/hf}}
+# secrets: [HF_TOKEN]  # taken from your shell at the launch, and kept nowhere
+# setup: pip install -r requirements.txt  # on the host, once for what it names
+# include: [data]  # what git ignores and the program needs
+# outputs: [out]  # comes home afterwards, beside what the program writes to $TORCHFERRY_RUN_DIR
+# max_restarts: 3  # after a failure, by the host itself
+# max_runtime: 12h  # then it is told to save and stop
+# queue: true  # wait for the GPUs
+"""
+TASK_FILE = "torchferry.yaml"
+PROGRAMS = ("train.py", "main.py")
+"""What is taken for the program of a folder, the first that is there."""
+CONFIGS = ("lora", "sft", "pretrain")
+KINDS = (*CONFIGS, "task")
 
 
 class InitError(UserError):
@@ -100,10 +122,19 @@ class InitError(UserError):
 @click.option("--out", "-o", metavar="FILE", help="Where to; - is the terminal [KIND.yaml].")
 @click.option("--debug", is_flag=True, help="Show stack traces.")
 def init(kind: str, model: str | None, data: str | None, out: str | None, debug: bool) -> None:
-    file = out or f"{kind}.yaml"
+    usual = TASK_FILE if kind == "task" else f"{kind}.yaml"
+    file = out or usual
     called = click.get_current_context().command_path.removesuffix(" init")
     program = TRAIN if called in ("init", "train.py") else called
-    text = render(kind, file if file != "-" else f"{kind}.yaml", model=model, data=data, program=program)
+    name = file if file != "-" else usual
+    if kind == "task":
+        if model or data:
+            raise click.UsageError("--model and --data are of a config: a task runs a program, which has its own")
+        look = _look_at_task(program, name)
+        text = TASK.format(look=look, run=f"python {_yaml(_program_here())}")
+    else:
+        look = _look(program, name)
+        text = render(kind, name, model=model, data=data, program=program)
     if file == "-":
         write_line(sys.stdout, text.rstrip("\n"))
         return
@@ -112,7 +143,17 @@ def init(kind: str, model: str | None, data: str | None, out: str | None, debug:
             written.write(text)
     except FileExistsError:
         raise InitError(f"{file} is there already", hint="name another one with --out") from None
-    write_line(sys.stdout, f"{file} is written. Next: {_look(program, file)}")
+    write_line(sys.stdout, f"{file} is written. Next: {look}")
+
+
+def _program_here() -> str:
+    return next((name for name in PROGRAMS if Path(name).is_file()), PROGRAMS[0])
+
+
+def _look_at_task(program: str, file: str) -> str:
+    runner = "python deploy.py" if program == TRAIN else program
+    named = "" if file == TASK_FILE else f" {shlex.quote(' '.join(file.splitlines()))}"
+    return f"{runner} run{named} --dry-run"
 
 
 def _look(program: str, file: str) -> str:

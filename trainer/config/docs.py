@@ -34,7 +34,7 @@ A config is a `.py` file that defines `config = Config(...)` with these classes,
 keys. Any key can be overridden on the command line by its dotted name: `train.steps=50`, `data.train=a.jsonl,b.jsonl`,
 `target.env.NAME=value`, `optim.decay_steps=null`. An unknown key is an error that names the nearest one; a key that can
 have no effect beside the others is either an error or one line before the run. `python train.py CONFIG --inspect` shows
-what a config comes to.
+what a config comes to. A file that says how a program of your own runs is a task file: [tasks.md](tasks.md).
 
 "Elsewhere" lists the names that the same thing has in transformers, TRL, accelerate, FSDP1 or torchrun.
 """

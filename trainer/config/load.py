@@ -49,6 +49,7 @@ __all__ = [
     "load_given",
     "local_data_paths",
     "num_processes",
+    "raise_all",
 ]
 
 LOCAL_STARTS = ("./", "../", "/", "~")

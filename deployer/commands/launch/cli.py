@@ -28,6 +28,11 @@ from deployer.commands.options import (
 )
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UsageError
+from deployer.printable import shown
+from deployer.terminal import notice
+
+DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
+"""What is run where the command line names nothing."""
 
 
 @click.command(cls=WithProgram, context_settings=CONTEXT)
@@ -36,6 +41,7 @@ from deployer.errors import UsageError
 @SSH.option()
 @with_access
 @click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
+@click.option("--as", "kind", metavar="KIND", help="What the file is, where its keys do not tell: config, task.")
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
 @with_keys(JOB)
 @click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
@@ -48,10 +54,11 @@ from deployer.errors import UsageError
 @click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
 @JSON
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
-    """Run a config, or any program after --.
+    """Run a config, a task file, or any program after --.
 
     \b
       deploy.py CONFIG [a.b=c …]              the trainer with this config
+      deploy.py run task.yaml                 a program, as a file says; without a name torchferry.yaml
       deploy.py run -- python my_train.py …   a program of your own
       deploy.py run --torchrun --gpus 0,1 -- my_train.py …
 
@@ -59,13 +66,8 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). With --out PATH what it writes to
     PATH in its copy comes home too, to results/ID/code/PATH; a line names what stays.
     """
-    if config is not None and "=" in config:
-        raise UsageError(f"{config!r} is an override; the config file comes first", hint="deploy.py CONFIG a.b=c …")
     program = click.get_current_context().meta["program"]
-    if program and config is not None:
-        raise UsageError("give a config or a program after --, not both")
-    if options["fsdp_config"] is not None and config is None:
-        raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
+    config, overrides = _file_of(config, overrides, program)
     if config is not None and not Path(config).exists():
         _check_no_program(config, overrides)
     pull_limit = parse_size(options.pop("pull_max")) or None
@@ -84,6 +86,19 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
             config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, defaults=defaults, **options
         )
     )
+
+
+def _file_of(
+    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
+    if config is not None and "=" in config and not Path(config).exists():
+        config, overrides = None, (config, *overrides)
+    if config is None and not program:
+        config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
+        if config is not None:
+            notice(shown(f"running {config} of this folder"))
+    return config, overrides
 
 
 def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:

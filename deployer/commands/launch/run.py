@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
 from deployer.agent.job.plan import Plan, is_alone
@@ -54,12 +56,14 @@ def run(
     give_up_s: float,
     enter: Callable[[str | None, str], Host],
     defaults: Defaults,
+    kind: str | None = None,
     **options: Any,
 ) -> int:
-    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`."""
+    """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
+    is, where the command line says so."""
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
-    chosen = Options(config=config, overrides=overrides, command=program, **options)
+    chosen = _choose(config, overrides, program, kind, options)
     asked, chosen, taken = _ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
@@ -71,7 +75,12 @@ def run(
     if dry_run is not None:
         _warn(prepared)
         show_plan(
-            prepared, host, config=config, remote=dry_run == "remote", as_json=as_json, defaults=_places(taken, host)
+            prepared,
+            host,
+            config=chosen.config,
+            remote=dry_run == "remote",
+            as_json=as_json,
+            defaults=_places(taken, host),
         )
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
@@ -87,6 +96,25 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
     )
+
+
+def _choose(
+    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
+) -> Options:
+    """What is launched: a config, a task file, or a program."""
+    if config is None:
+        if overrides:
+            what = f"{overrides[0]!r} is an override; the config file comes first"
+            raise UsageError(what, hint="deploy.py CONFIG a.b=c …")
+        if options["fsdp_config"] is not None:
+            raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
+        if kind is not None:
+            raise UsageError("--as says what a file is, and there is none")
+        return Options(command=program, **options)
+    from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
+
+    params = click.get_current_context().command.params
+    return options_of(config, overrides, program, kind=kind, params=params, options=options)
 
 
 def _ask_for(given: Options, defaults: Defaults) -> tuple[Asked, Options, dict[str, Taken]]:

@@ -1,4 +1,4 @@
-"""The trainer's commands under the deployer's name: train, inspect, calibrate, init, keys, export, tokenize."""
+"""The trainer's commands under the deployer's name: train, inspect, init, convert, keys and the others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,124 @@
+"""A task file's values, in the types of their keys; the program that its `run` is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from trainer.config.fields import Word, Wrong, fit
+from trainer.config.keys import Places
+from trainer.config.kinds.task_keys import BY_NAME, RUN, TaskKey, is_given, unknown_task_key
+from trainer.errors import ConfigError, raise_all
+
+_OF_A_SHELL = re.compile(r"[|&;<>()$`*?\[\]#~!{}\n]|\\\n")
+"""What a shell reads as more than words, and no quotes or backslashes."""
+_WORDS_OF_A_SHELL = frozenset(
+    (".", "alias", "cd", "eval", "exec", "export", "set", "source", "ulimit", "umask", "unset")
+)
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_SHEBANG = re.compile(r"#!\s*(?:\S*/)?(?:env\s+)?(\S+)[^\n]*(?:\n|\Z)")
+_SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
+_ITS_ARGUMENTS = re.compile(r"\$(?:[@*1-9]|\{[@*1-9])")
+
+
+class Program(NamedTuple):
+    """What a task runs: `words`, or where there are none a `text` for a shell."""
+
+    words: tuple[str, ...] = ()
+    text: str = ""
+    shell: str = "sh"
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether words that are given besides get anywhere."""
+        return bool(self.words) or _ITS_ARGUMENTS.search(self.text) is not None
+
+
+class TaskFile(NamedTuple):
+    """What a task file says."""
+
+    program: Program
+    words: Mapping[str, bool | list[str]]
+    """By key, what its option is given: a word, or one for each entry; a flag's value."""
+    places: Places
+
+
+def read_task(tree: Mapping[str, object], places: Places) -> TaskFile:
+    """The values of a task file. ConfigError with all that is wrong."""
+    wrong, found = Wrong(), {}
+    program = Program()
+    for name, value in tree.items():
+        try:
+            if name not in BY_NAME:
+                raise unknown_task_key(name, places)
+            if name == RUN:
+                program = read_program(value, places)
+            elif is_given(value):
+                found[name] = _words_of(BY_NAME[name], value, places)
+        except ConfigError as error:
+            wrong[name] = error
+    if RUN not in tree:
+        wrong[RUN] = ConfigError("run is missing: the program that the task runs", where=places.source)
+    raise_all(wrong.values())
+    return TaskFile(program, found, places)
+
+
+def _words_of(row: TaskKey, value: object, places: Places) -> bool | list[str]:
+    if row.kind is bool:
+        return bool(fit(value, bool, row.name, places=places))
+    if row.joined and isinstance(value, Word | str):
+        return [str(fit(value, str, row.name, places=places))]
+    fitted = fit(value, row.kind, row.name, places=places)
+    if isinstance(fitted, dict):
+        return [f"{_variable(row, name, places)}={text}" for name, text in fitted.items()]
+    words = [str(word) for word in fitted] if isinstance(fitted, list) else [str(fitted)]
+    return [",".join(words)] if row.joined else words
+
+
+def _variable(row: TaskKey, name: str, places: Places) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        key = f"{row.name}.{name}"
+        raise ConfigError(f"{row.name} holds {name!r}, not a name of an environment variable", where=places.of(key))
+    return name
+
+
+def read_program(value: object, places: Places) -> Program:
+    """What `run` says: a list is words; a text is a shell's command, or words where it has no syntax of a shell."""
+    place = places.of(RUN)
+    if isinstance(value, list):
+        words = tuple(fit(value, list[str], RUN, places=places))
+        if not words or not words[0].strip():
+            raise ConfigError(
+                "run names no program: its first word is empty", where=place, hint="run: [python, train.py]"
+            )
+        return Program(words)
+    if not isinstance(value, Word | str) or not is_given(value):
+        raise ConfigError("run is empty, expected a command", where=place, hint="run: python train.py")
+    text = str(fit(value, str, RUN, places=places)).strip()
+    if not text:
+        raise ConfigError("run is empty, expected a command", where=place, hint="run: python train.py")
+    if shebang := _SHEBANG.match(text):
+        return _of_shell(text[shebang.end() :], shebang[1], place)
+    if is_shell(text):
+        return Program(text=text)
+    try:
+        return Program(tuple(shlex.split(text)))
+    except ValueError:
+        raise ConfigError("run has a quote that does not end", where=place) from None
+
+
+def is_shell(text: str) -> bool:
+    """Whether a command line is more than words, such as `a && b`."""
+    first = text.split(None, 1)[0]
+    return bool(_OF_A_SHELL.search(text) or first in _WORDS_OF_A_SHELL or _ASSIGNMENT.match(first))
+
+
+def _of_shell(text: str, shell: str, place: str) -> Program:
+    if shell not in _SHELLS:
+        hint = f"run: [{shell}, FILE] runs a file of the folder"
+        raise ConfigError(f"run begins with #! and {shell}, which is no shell", where=place, hint=hint)
+    if not text.strip():
+        raise ConfigError("run has nothing after its first line", where=place)
+    return Program(text=text, shell=shell)

@@ -1,0 +1,103 @@
+"""The keys of a task file, which runs any program: one row each. A new one is a row here, and an option of `run`.
+
+What a key's value means is what its option means: the deployer reads it with that option's own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from trainer.config.fields import NULL_WORDS, Word
+from trainer.config.keys import Places, known_keys
+from trainer.errors import ConfigError
+
+
+class TaskKey(NamedTuple):
+    """One key. `kind`: what its value is in the file; `option`: of `run`, in whose words it is read."""
+
+    name: str
+    kind: Any
+    option: str
+    about: str
+    aliases: tuple[str, ...] = ()
+    """What people write in its place who come from other tools; an error then names the key."""
+    joined: bool = False
+    """Its option takes a list in one word, with commas."""
+
+
+RUN = "run"
+TASK_KEYS = (
+    TaskKey(
+        RUN,
+        str,
+        "--",
+        "The program: a list is its words, a text is a shell's command.",
+        ("cmd", "command", "commands", "script", "entrypoint"),
+    ),
+    TaskKey("name", str, "--name", "Begins the id of the job.", ("job_name",)),
+    TaskKey("host", str, "--ssh", "Where it runs: an address, or an alias of ~/.ssh/config.", ("ssh", "cluster")),
+    TaskKey(
+        "gpus",
+        list[str],
+        "--gpus",
+        "`0,1` or `[0, 1]`: these, as nvidia-smi counts them; `auto:2`: the two freest.",
+        ("gpu", "accelerators", "num_gpus", "gpu_ids", "devices"),
+        joined=True,
+    ),
+    TaskKey("device", str, "--device", "`cpu`: no GPU is visible."),
+    TaskKey("torchrun", bool, "--torchrun", "Start it under torchrun, one process for each of `gpus`."),
+    TaskKey("env", dict[str, str], "--env", "Environment variables.", ("envs", "environment", "env_vars")),
+    TaskKey(
+        "secrets", list[str], "--secret", "Names of variables of your shell; values are kept nowhere.", ("secret",)
+    ),
+    TaskKey("env_file", str, "--env-file", "A file of NAME=VALUE lines on this machine, such as .env.", ("dotenv",)),
+    TaskKey("setup", str, "--setup", "A shell's command that runs on the host first, once for what it names."),
+    TaskKey("setup_timeout", str, "--setup-timeout", "End a setup that takes so long: `1h`."),
+    TaskKey("python", str, "--python", "The interpreter on the host; else one is found or built.", ("interpreter",)),
+    TaskKey("requirements", str, "--requirements", "A file that says what the job's Python must have; none: nothing."),
+    TaskKey("wheels", str, "--wheels", "A folder of wheels for a host without internet."),
+    TaskKey("include", list[str], "--include", "Ignored data sets or models to ship, once, by hash.", ("file_mounts",)),
+    TaskKey("outputs", list[str], "--out", "What else comes home, a path in the folder.", ("out", "artifacts")),
+    TaskKey("queue", bool, "--queue", "Wait for the GPUs, first in, first out."),
+    TaskKey("allow_busy", bool, "--allow-busy", "Use GPUs that other processes are using."),
+    TaskKey(
+        "max_restarts", int, "--max-restarts", "Start again after a failure, so often.", ("retries", "max_retries")
+    ),
+    TaskKey("max_runtime", str, "--max-runtime", "Then save and stop: `12h`.", ("timeout", "time", "max_duration")),
+    TaskKey("stall_timeout", str, "--stall-timeout", "Fail without output for so long: `10m`."),
+    TaskKey("log_max", str, "--log-max", "Keep this much of a log: `1GB`."),
+)
+BY_NAME = {row.name: row for row in TASK_KEYS}
+
+
+def render_table() -> list[str]:
+    """The rows of docs/tasks.md."""
+    words = {str: "text", int: "a whole number", bool: "true or false", list[str]: "a list"}
+    words[dict[str, str]] = "a mapping"
+    rows = [(row, "a list or text" if row.joined or row.name == RUN else words[row.kind]) for row in TASK_KEYS]
+    return [f"| `{row.name}` | {kind} | `{row.option}` | {row.about} |" for row, kind in rows]
+
+
+def is_given(value: object) -> bool:
+    """Whether a key says anything: not one whose value is commented out."""
+    return value is not None and not (isinstance(value, Word) and value.text in NULL_WORDS)
+
+
+def unknown_task_key(name: str, places: Places) -> ConfigError:
+    """The error for a key that a task has not, with the nearest name."""
+    where = places.of(name)
+    if named := next((row.name for row in TASK_KEYS if name in row.aliases), ""):
+        return ConfigError(f"{name} is not a key of a task", where=where, hint=f"did you mean {named}?")
+    if any(key.partition(".")[0] == name for key in known_keys()):
+        message = f"{name} is for the trainer's config, and run makes this a task, which runs a program"
+        return ConfigError(message, where=where, hint=f"drop {name}, or drop run to train")
+    near = get_close_matches(name, BY_NAME, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"keys of a task: {', '.join(BY_NAME)}"
+    return ConfigError(f"{name} is not a key of a task", where=where, hint=hint)
+
+
+def is_program(tree: Mapping[str, object]) -> bool:
+    """Whether `run` is a task's, and not the section of a config."""
+    return RUN in tree and not isinstance(tree[RUN], Mapping) and is_given(tree[RUN])
