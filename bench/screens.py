@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,11 @@ SCREENS = REPO / "docs" / "screens"
 CONFIG = "01_debug_sft.py"
 RUNS = {"lr-2e-3": "2e-3", "lr-2e-4": "2e-4"}
 """Names of runs, and their learning rates."""
-SETTINGS = ("target.device=cpu", "train.steps=60", "train.log_every=1", "train.eval_every=10", "train.save_every=60")
-SETTINGS += ("data.seq_len=128", "train.profile_steps=[30]")
+SETTINGS = [
+    *("target.device=cpu", "train.steps=60", "train.log_every=1", "train.eval_every=10", "train.save_every=60"),
+    *("data.seq_len=128", "data.max_train_rows=600", "data.max_eval_rows=8", "train.profile_steps=[30]"),
+    *("model.hidden_size=64", "model.intermediate_size=192", "model.num_layers=2"),
+]
 MOST_BYTES = 150_000
 CLIENT = "import sys; sys.argv[0] = 'torchferry'; from deployer.cli import main; sys.exit(main())"
 
@@ -54,8 +56,8 @@ def main() -> None:
         user = User(Path(folder))
         user.project.mkdir()
         shutil.copy(REPO / "configs" / CONFIG, user.project)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda name: train(user, name), RUNS))
+        for name in RUNS:
+            train(user, name)
         show(user)
     for file in sorted(SCREENS.iterdir()):
         size = file.stat().st_size
@@ -66,7 +68,9 @@ def main() -> None:
 
 def train(user: User, name: str) -> None:
     rate = f"optim.learning_rate={RUNS[name]}"
-    user.run(CONFIG, "--python", sys.executable, "--name", name, "--no-pull", *SETTINGS, rate)
+    user.run(
+        CONFIG, "--python", sys.executable, "--name", name, "--no-pull", "--env", "OMP_NUM_THREADS=1", *SETTINGS, rate
+    )
 
 
 def show(user: User) -> None:
@@ -89,8 +93,10 @@ def picture(page: Path, file: Path, scheme: str) -> None:
     if browser is None:
         print(f"no chromium: {file.name} stays as it is")
         return
-    quiet = ("disable-gpu", "disable-quic", "disable-background-networking", "disable-component-update", "no-sandbox")
-    quiet += ("disable-sync", "no-first-run", "hide-scrollbars", f"blink-settings=preferredColorScheme={scheme}")
+    quiet = [
+        *("disable-gpu", "disable-quic", "disable-background-networking", "disable-component-update", "no-sandbox"),
+        *("disable-sync", "no-first-run", "hide-scrollbars", f"blink-settings=preferredColorScheme={scheme}"),
+    ]
     with tempfile.TemporaryDirectory() as profile:
         options = [f"--{option}" for option in (*quiet, f"user-data-dir={profile}", f"screenshot={file}")]
         command = [browser, "--headless", *options, "--window-size=1080,1210", page.as_uri()]
