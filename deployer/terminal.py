@@ -292,6 +292,39 @@ def checks(items: Sequence[Check]) -> None:
             say(shown(f"    → {item.hint}"))
 
 
+# --- drawings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What stdout takes of a drawing."""
+
+    width: int
+    height: int
+    colour: bool
+    plain: bool
+    """ASCII alone."""
+
+
+def canvas() -> Canvas:
+    """A terminal's size, or that of COLUMNS and LINES; 100 by 30 where nobody says."""
+    size = shutil.get_terminal_size((100, 30))
+    try:
+        "⣿┤━•".encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        plain = True
+    else:
+        plain = False
+    return Canvas(size.columns, size.lines, colour=escapes() and sys.stdout.isatty(), plain=plain)
+
+
+def drawing(lines: Sequence[str]) -> None:
+    """Lines on stdout with their colours, and no other escape."""
+    for line in lines:
+        text = LogText(colours=escapes()).feed(line.encode("utf-8", "backslashreplace"), final=True)
+        _write(Shown(text.decode("utf-8")), err=False)
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 

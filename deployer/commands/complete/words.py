@@ -41,6 +41,11 @@ def jobs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     ]
 
 
+def runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
+    """Jobs that were launched from here, else files."""
+    return jobs(ctx, param, incomplete) or [FILE]
+
+
 def hosts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
     """Hosts of ssh_config, and those that jobs were sent to; of `user@h` the ones that begin with `h`."""
     from deployer.transport.ssh.config_file import host_aliases

@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull, push, forget."""
+"""The commands that look at jobs and bring their files home."""
 
 from __future__ import annotations
 
@@ -86,6 +86,44 @@ def logs(job_id: str, give_up_s: float, **options: Any) -> None:
     host, record = find_host(job_id, **place)
     wanted = command.Wanted(**options)
     sys.exit(command.logs(host, record.job_id if record else job_id, wanted, give_up_s=give_up_s))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("runs", metavar="ID|PATH...", nargs=-1, required=True)
+@at_a_place
+@click.option("--key", "keys", multiple=True, metavar="NAME", help="What to draw; several in turn [loss, eval_loss].")
+@click.option("--x", "along", type=click.Choice(("step", "time", "tokens")), default="step", help="Along what [step].")
+@click.option("--smooth", type=click.IntRange(min=1), default=1, metavar="N", help="Draw the mean of N values [1].")
+@click.option("--png", metavar="FILE", help="Write a picture instead; needs matplotlib (torchferry[plot]).")
+@click.option("--html", metavar="FILE", help="Write one HTML file instead, which needs nothing else.")
+@JSON
+def plot(runs: tuple[str, ...], **options: Any) -> None:
+    """Draw the metrics of runs: jobs of any hosts, and folders here.
+
+    A job that has ended and is home is read there, else its host is asked, and where that cannot be asked what is home
+    is drawn. PATH is the folder of a run, as train.py makes it, or a metrics.jsonl.
+    """
+    from deployer.commands.look import plot as command
+
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    sys.exit(command.plot(runs, lambda job_id: find_host(job_id, **place), command.Wanted(**options)))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("run", metavar="ID|PATH")
+@at_a_place
+@click.option("-o", "--output", metavar="FILE", help="Where to write it [report-ID.html].")
+@JSON
+def report(run: str, output: str | None, as_json: bool, **place: Any) -> None:
+    """Write all that is known of a run into one HTML file.
+
+    Its verdict and causes, curves, samples, config, attempts, environment, where a step goes, and how to do it again.
+    The file loads nothing from elsewhere. A job that runs is told as it is now; of one whose host cannot be asked
+    what is home. PATH is the folder of a run, as train.py makes it.
+    """
+    from deployer.commands.look import report as command
+
+    command.report(run, lambda job_id: find_host(job_id, **place), output=output, as_json=as_json)
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -212,4 +250,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, pull, push, forget)
+COMMANDS = (ps, status, logs, plot, report, pull, push, forget)

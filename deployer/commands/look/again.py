@@ -1,0 +1,81 @@
+"""The commands that start a run's like once more, to be typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from deployer import terminal
+from deployer.agent.host.typed import Damage, load_json
+from deployer.agent.job.plan import Plan, is_trainer
+from deployer.commands.key_options import DEFAULT_ROOT, JOB, LIMITS
+from deployer.commands.look.run_files import Run
+from deployer.connection.host import Host
+from deployer.report.facts import Facts
+
+TOLD_APART = ("target.env", "target.secrets", "target.ssh", "target.root")
+"""Keys that are no settings of a program's: their values are of the place, or are not told."""
+
+
+def lines_again(facts: Facts, run: Run) -> str:
+    """Empty where nothing tells what was run."""
+    if facts.plan is not None:
+        home = run.record.results if run.record is not None else f"results/{run.name}"
+        words = _words(facts.plan, Path(home), run.host)
+        return "\n".join([*_checkout(facts, Path(home)), f"{terminal.invoked_as()} {shlex.join(words)}"])
+    if facts.config is None:
+        return ""
+    me = terminal.invoked_as()
+    train = "python train.py" if "deploy.py" in me else f"{me} train"
+    return f"{train} {shlex.quote(str(run.folder / 'config.yaml'))} --run-dir NEW_FOLDER"
+
+
+def _checkout(facts: Facts, home: Path) -> list[str]:
+    """The project as it was."""
+    if facts.git is None or not facts.git.commit:
+        return []
+    changes = [shlex.join(["git", "apply", str(home / "git.patch")])] if facts.git.dirty else []
+    return [shlex.join(["git", "checkout", facts.git.commit]), *changes]
+
+
+def _words(plan: Plan, home: Path, host: Host | None) -> list[str]:
+    where = ["--ssh", host.ssh] if host is not None and host.ssh else []
+    where += ["--remote-root", host.root] if host is not None and host.root != DEFAULT_ROOT else []
+    if is_trainer(plan):
+        return [str(home / "config.yaml"), *where]
+    environment = [word for name in plan.env_names for word in ("--env", f"{name}=VALUE")]
+    environment += [word for name in plan.secret_names for word in ("--secret", name)]
+    torchrun = ["--torchrun"] if plan.request.torchrun else []
+    settings = _options(plan.request.overrides)
+    return ["run", *where, *torchrun, *settings, *environment, "--", *plan.request.command]
+
+
+def _options(overrides: Sequence[str]) -> list[str]:
+    """The options that say what the settings of a plan say, `KEY=JSON`; what no option says is left out."""
+    rows = {row.key: row for row in (*JOB, *LIMITS)}
+    words: list[str] = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        value: object = None
+        with suppress(Damage):
+            value = load_json(text.encode("utf-8", "replace"))
+        if key not in rows or key in TOLD_APART or value is None or value is False:
+            continue
+        row = rows[key]
+        if value is True:
+            words.append(row.flag)
+        elif isinstance(value, list) and row.how.get("multiple"):
+            words += [word for one in value for word in (row.flag, str(one))]
+        else:
+            words += [row.flag, _word(key, value)]
+    return words
+
+
+def _word(key: str, value: object) -> str:
+    """A value as its option takes it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    unit = "s" if key.endswith("_s") else "GB" if key.endswith("_gb") else ""
+    return f"{value:g}{unit}" if isinstance(value, float) else f"{value}{unit}"

@@ -1,0 +1,20 @@
+"""A few files of a job, by name, to be read here and kept nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deployer.connection.host import Host
+from deployer.printable import Shown
+from deployer.pull.choice import ABSENT, Wish
+from deployer.pull.rounds import pull
+
+
+def bring_some(
+    host: Host, job_id: str, paths: Sequence[str], folder: Path, *, most: int, tell: Callable[[Shown], None]
+) -> dict[str, str]:
+    """Brings the files of these paths, or below them, as far as they are there and within `most` bytes together; each
+    lands in `folder` as `pull` would have it. Why each other one is not here."""
+    pulled = pull(host, job_id, target=folder, wish=Wish(paths=tuple(paths), max_bytes=most, streams=1), tell=tell)
+    return {left.name: left.reason for left in pulled.left_out if left.reason != ABSENT}
