@@ -33,6 +33,7 @@ HANDLERS = {
     "fetch": "requests.fetch:fetch",
     "last_lines": "requests.follow:last_lines",
     "exec": "requests.execute:execute",
+    "enter": "requests.beside:enter",
     "doctor": "doctor.run:doctor",
     "gc": "gc.collect:gc",
     "gpus": "gpus.claim:report",

@@ -12,6 +12,8 @@ from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithP
 from deployer.commands.values import parse_duration, parse_size
 from deployer.errors import UsageError
 
+BARE = click.option("--bare", is_flag=True, help="Without the job's environment.")
+
 
 @click.command(
     "exec",
@@ -22,8 +24,13 @@ from deployer.errors import UsageError
 @click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
-def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
+@BARE
+def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
+
+    It has the job's environment: its interpreter as `python`, its GPUs, its --env values, and the job's folder in
+    $TORCHFERRY_RUN_DIR. Secrets of the job come from this shell, as far as they are set here: they are kept nowhere.
+    The command is no part of the job: a stop leaves it alone.
 
     Without an ID and a host it runs on this machine, in the home folder.
     """
@@ -35,18 +42,24 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, record = find_host(job_id, **place)
-    sys.exit(command.execute(host, record.job_id if record else job_id, program))
+    secrets = record.secrets if record else ()
+    sys.exit(command.execute(host, record.job_id if record else job_id, program, bare=bare, secrets=secrets))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
-def shell(job_id: str | None, **place: Any) -> None:
-    """Open a shell on a job's host, in the job's code folder."""
+@BARE
+def shell(job_id: str | None, bare: bool, **place: Any) -> None:
+    """Open a shell on a job's host, in the job's code folder.
+
+    It has the job's environment, as a command of exec has.
+    """
     from deployer.commands.host import exec as command
 
     host, record = find_host(job_id, **place)
-    sys.exit(command.shell(host, record.job_id if record else job_id))
+    secrets = record.secrets if record else ()
+    sys.exit(command.shell(host, record.job_id if record else job_id, bare=bare, secrets=secrets))
 
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
