@@ -77,7 +77,7 @@ def as_invoked(text: str) -> str:
 # not a file of that name which somebody ships
 _OWN_NAME = re.compile(
     r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|resume|ps|status|logs|stop|pull|forget|exec|shell|doctor|gc|gpus"
-    r"|completion)\b)"
+    r"|completion|tunnel|tensorboard|history|repeat)\b)"
 )
 
 

@@ -34,6 +34,7 @@ HANDLERS = {
     "last_lines": "requests.follow:last_lines",
     "exec": "requests.execute:execute",
     "enter": "requests.beside:enter",
+    "relay": "requests.relay:relay",
     "doctor": "doctor.run:doctor",
     "gc": "gc.collect:gc",
     "gpus": "gpus.claim:report",

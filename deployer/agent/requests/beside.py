@@ -15,7 +15,7 @@ from ..host import environment
 from ..host.errors import AgentError
 from ..host.layout import AGENT_DIR, BESIDE_ENV, STARTED_ENV, Job, Root
 from ..host.typed import Damage
-from ..job.plan import Plan, groups_of, main_role
+from ..job.plan import Plan, Text, groups_of, main_role
 from ..job.record import Record, plan_of, read_record
 from ..job.status import read_status
 from ..supervisor.command import fill, job_env, marks
@@ -69,7 +69,8 @@ def _env(
     base: Dict[str, str],
     attempt: int,
 ) -> Dict[str, str]:
-    role, known = main_role(plan), {}
+    role = main_role(plan)
+    known: Dict[str, Text] = {}
     for name, text in role.env.items():
         try:
             known[name] = fill(text, slots)

@@ -1,4 +1,4 @@
-"""The commands that are about a host: exec, shell, doctor, gpus, gc."""
+"""The commands that are about a host: exec, shell, tunnel, doctor, gpus, gc."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from typing import Any
 
 import click
 
-from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithProgram, at_a_place, find_host, host_of
-from deployer.commands.values import parse_duration, parse_size
+from deployer.commands.options import (
+    CONTEXT,
+    GIVE_UP,
+    JSON,
+    Command,
+    HostCommand,
+    WithProgram,
+    at_a_place,
+    find_host,
+    host_of,
+)
+from deployer.commands.values import parse_duration, parse_ports, parse_size
 from deployer.errors import UsageError
 
 BARE = click.option("--bare", is_flag=True, help="Without the job's environment.")
@@ -60,6 +70,35 @@ def shell(job_id: str | None, bare: bool, **place: Any) -> None:
     host, record = find_host(job_id, **place)
     secrets = record.secrets if record else ()
     sys.exit(command.shell(host, record.job_id if record else job_id, bare=bare, secrets=secrets))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]")
+@click.argument("ports", metavar="PORT[:PORT]", required=False)
+@at_a_place
+@GIVE_UP
+@JSON
+def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **place: Any) -> None:
+    """Reach a port of a job's host from here, until Ctrl-C.
+
+    \b
+      deploy.py tunnel ID 8888          127.0.0.1:8888 here is 127.0.0.1:8888 on the job's host
+      deploy.py tunnel ID 9000:8888     9000 here, 8888 there
+      deploy.py tunnel ID 0:8888        any free port here
+      deploy.py tunnel --ssh HOST 8888  without a job
+
+    It listens on the loopback interface alone, takes many connections at once, and connects again when the network
+    breaks. The SSH server need not allow port forwarding. --json prints one line with the ports once it is up.
+    """
+    from deployer.commands.host import tunnel as command
+
+    of_host = ports is None and (place["ssh"] is not None or place["root"] is not None)
+    if ports is None and not of_host:
+        raise UsageError("which port?", hint=f"deploy.py tunnel {job_id} 8888")
+    wanted = parse_ports(job_id if ports is None else ports)
+    host, record = find_host(None if of_host else job_id, **place)
+    found = None if of_host else record.job_id if record else job_id
+    sys.exit(command.tunnel(host, found, wanted, give_up_s=give_up_s, as_json=as_json))
 
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
@@ -118,4 +157,4 @@ def gc(
     command.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-COMMANDS = (execute, shell, doctor, gpus, gc)
+COMMANDS = (execute, shell, tunnel, doctor, gpus, gc)

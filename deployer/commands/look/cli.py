@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull, forget."""
+"""The commands that look at jobs and bring their files home: ps, status, logs, pull, tensorboard, forget."""
 
 from __future__ import annotations
 
@@ -165,6 +165,31 @@ def _path_of_job(text: str) -> str:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@at_a_place
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port here [6006, else any free one].")
+@click.option(
+    "--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often what is new comes."
+)
+@click.option("--on-host", is_flag=True, help="Run it on the host, with the job's Python [where this one lacks it].")
+@click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
+@JSON
+def tensorboard(job_id: str, target: str | None, **options: Any) -> None:
+    """Show a job's curves live in TensorBoard, until Ctrl-C.
+
+    The event files that a job writes with run.trackers=[tensorboard], or a program of your own to
+    $TORCHFERRY_RUN_DIR/tensorboard, come home again and again while it runs, and TensorBoard of this Python reads them.
+    Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there.
+    """
+    from deployer.commands.look import tensorboard as command
+
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    host, record = find_host(job_id, **place)
+    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
+    sys.exit(command.tensorboard(host, job_id, target=Path(folder) if folder else None, **options))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @SSH.option()
 @ROOT.option("root")
@@ -186,4 +211,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, pull, forget)
+COMMANDS = (ps, status, logs, pull, tensorboard, forget)
