@@ -24,6 +24,7 @@ HANDLERS = {
     "launch": "requests.launch:launch",
     "slots": "requests.launch:slots",
     "plan": "requests.resume:show_plan",
+    "original": "requests.repeat:original",
     "resume": "requests.resume:resume",
     "follow": "requests.follow:follow",
     "ps": "requests.jobs:ps",

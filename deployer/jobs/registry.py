@@ -40,6 +40,10 @@ class JobRecord(NamedTuple):
     transport: Way = "auto"
     secrets: tuple[str, ...] = ()
     """Names of the secrets that this client has given the job: a host is given no others."""
+    words: tuple[str, ...] = ()
+    """Of the launch as they were typed after `run`, by jobs/words.py; none in the records of earlier versions."""
+    folder: str = ""
+    """The project's, on this machine."""
 
 
 def write_record(record: JobRecord) -> None:

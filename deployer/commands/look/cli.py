@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull, tensorboard, forget."""
+"""The commands that look at jobs and bring their files home: ps, history, status, logs, pull, tensorboard, forget."""
 
 from __future__ import annotations
 
@@ -190,6 +190,20 @@ def tensorboard(job_id: str, target: str | None, **options: Any) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
+@click.option("--last", type=click.IntRange(min=0), default=20, metavar="N", help="The last N; 0: all [20].")
+@JSON
+def history(last: int, as_json: bool) -> None:
+    """List what was launched from here, with the words, newest first.
+
+    When, on which host, by which words, and the state that the host told last; no host is asked. Values of --env are
+    not kept, their names are. `repeat ID` launches one of them again, `forget ID` drops it.
+    """
+    from deployer.commands.look import history as command
+
+    command.history(last=last, as_json=as_json)
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @SSH.option()
 @ROOT.option("root")
@@ -211,4 +225,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, pull, tensorboard, forget)
+COMMANDS = (ps, history, status, logs, pull, tensorboard, forget)
