@@ -121,6 +121,7 @@ class WithProgram(Command):
     """A command whose words after `--` are a program of the user's, kept apart and untouched."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = tuple(args)
         program: tuple[str, ...] = ()
         if "--" in args:
             cut = args.index("--")
@@ -129,7 +130,9 @@ class WithProgram(Command):
         # an option with an optional value would take the next word for it
         args = ["--dry-run=local" if a == "--dry-run" else a for a in args]
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, args)
+            ctx.meta["words"] = words
+            return left
         except click.NoSuchOption as error:
             if program or error.possibilities:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from datetime import datetime, time, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -36,6 +36,27 @@ def parse_duration(text: str) -> float:
     if seconds > 36500 * 86400:
         raise UsageError(f"{text!r} is longer than a hundred years")
     return seconds
+
+
+class Ports(NamedTuple):
+    """Two ends of a tunnel."""
+
+    local: int
+    remote: int
+
+
+def parse_ports(text: str) -> Ports:
+    """`8888`, the same here and there; `9000:8888`, 9000 here and 8888 there; `0:8888`, any free one here."""
+    match = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text.strip())
+    hint = "for example 8888, or 9000:8888, which is 9000 here and 8888 there"
+    if match is None:
+        raise UsageError(f"{text!r} is no port", hint=hint)
+    ports = Ports(int(match[1] or match[2]), int(match[2]))
+    if max(ports) > 65535 or not ports.remote:
+        raise UsageError(
+            f"{text!r} is no port: they go from 1 to 65535, and 0 before a colon is any free one", hint=hint
+        )
+    return ports
 
 
 def parse_since(text: str, *, now: datetime | None = None) -> dict[str, float]:

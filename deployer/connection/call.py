@@ -125,18 +125,23 @@ class Call:
         except Damage as damage:
             raise self.link.not_understood(damage.within(what)) from None
 
-    def send_data(self, data: bytes, **head: Any) -> None:
-        """Sends bytes up this call's stream, as fast as the host takes them."""
+    def send_data(self, data: bytes, *, hurried: bool = True, **head: Any) -> None:
+        """Sends bytes up this call's stream, as fast as the host takes them. `hurried`: a host that takes none for some
+        time is gone; otherwise it may."""
         for start in range(0, len(data), frames.MAX_BODY) or (0,):
             part = data[start : start + frames.MAX_BODY]
             try:
-                self._window.take(len(part), timeout_s=self.link.limits.dead_after_s)
+                self._window.take(len(part), timeout_s=self.link.limits.dead_after_s if hurried else None)
             except ProtocolError as error:
                 raise self._refusal or LostConnection(f"{self.link.host}: {error}") from None
             self.link.send({**head, "id": self.id}, part)
 
     def end_data(self) -> None:
         self.link.send({"id": self.id, "end": True})
+
+    def let_wait(self, most: int) -> None:
+        """So many frames may wait here before they keep the link's other calls waiting."""
+        self._inbox.most = most
 
     def pending(self) -> bool:
         """Whether a frame has come that `events` has not given out yet."""
@@ -157,11 +162,12 @@ class _Inbox:
         self._frames: deque[Frame] = deque()
         self._error: FerryError | None = None
         self._changed = threading.Condition()
+        self.most = MAX_WAITING
 
     def put(self, frame: Frame) -> None:
         """Waits for room. What comes after the end is dropped."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._frames) < MAX_WAITING or self._error is not None)
+            self._changed.wait_for(lambda: len(self._frames) < self.most or self._error is not None)
             if self._error is None:
                 self._frames.append(frame)
             self._changed.notify_all()

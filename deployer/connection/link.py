@@ -154,6 +154,11 @@ class Link:
         """Whether the connection broke before `close`."""
         return self._lost is not None and not self._closed
 
+    @property
+    def loss(self) -> FerryError | None:
+        """Why nothing can be asked any more, by `close` or without it; None while it can."""
+        return self._lost
+
     def close(self) -> None:
         """Ends the conversation; the agent goes, the jobs stay."""
         self._closed = self._closed or self._lost is None

@@ -42,6 +42,10 @@ class JobRecord(NamedTuple):
     """Names of the secrets that this client has given the job: a host is given no others."""
     env_file: str = ""
     """The absolute path of the file that gave the job variables; empty without one, and for a pipe."""
+    words: tuple[str, ...] = ()
+    """Of the launch as they were typed after `run`, by jobs/words.py; none in the records of earlier versions."""
+    folder: str = ""
+    """The project's, on this machine."""
 
 
 def write_record(record: JobRecord) -> None:

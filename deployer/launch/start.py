@@ -38,19 +38,23 @@ def launch_and_follow(
     watcher: Watcher,
     give_up_s: float = GIVE_UP_AFTER_S,
     last: LastTree | None = None,
+    like: str = "",
 ) -> Status | None:
     """Starts the job and returns its final status; without a `view`, returns None once it is acknowledged.
 
     A connection that breaks before the acknowledgement is made again with the same plan (the host starts it once);
     afterwards the log goes on at the byte where it stopped. KeyboardInterrupt before the acknowledgement cancels.
     `last`: what the host had of this project, so that the difference can be sent unasked.
+    `like`: the job on that host whose --env values this one gets too.
     The uncommitted patch in `git` is sent last: it would show in the exec's argument, and no job waits for it.
     """
     git = dict(git or {})
     patch = str(git.pop("patch", ""))
     request: dict[str, Any] = {"op": "launch", "plan": to_json(plan), "follow": view is not None}
-    news = news_for(last, plan.tree, shipment.trees[plan.tree])
+    news = news_for(last, plan.tree, shipment.trees.get(plan.tree, ()))
     request.update(git=git, patch=bool(patch), ahead=news is not None)
+    if like:
+        request["like"] = like
     small = news is not None and news.is_small
 
     def attempt() -> Link:

@@ -21,6 +21,7 @@ CACHE_ENV = "TORCHFERRY_CACHE"  # as in trainer/schema: Root.cache
 STARTED_ENV = "TORCHFERRY_STARTED_S"  # as in trainer/schema: when the attempt began, by the boot clock
 RESTARTED_ENV = "TORCHFERRY_RESTARTED"  # "1" in an attempt that the supervisor began by itself after a failure
 
+BESIDE_ENV = "TORCHFERRY_BESIDE"  # of a command beside a job, the job's folder: it is no process of that job
 SUPERVISOR_ENV = "TORCHFERRY_SUPERVISES"  # marks a job's supervisor with the job folder
 
 AGENT_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -12,7 +12,7 @@ import os
 import re
 from typing import Dict, Iterable, List, NamedTuple, Optional, Pattern, Set
 
-from .layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
+from .layout import ATTEMPT_ENV, BESIDE_ENV, GROUP_ENV, JOB_ID, LEASE_NAME, RUN_DIR_ENV, SUPERVISOR_ENV, Job, Root
 from .processes import Process, Stat, read_stat
 
 _LOGS = re.compile(r"(/.+/jobs/[^/]+)/logs/attempt_\d+/(?:[^/]+/){0,2}[^/]+\Z")
@@ -166,6 +166,8 @@ def read_mark(pid: int) -> Optional[Mark]:
     """None for a process without marks, and for one that is gone or not ours to read."""
     env = {name: value for name, _, value in (e.partition(b"=") for e in _read("environ", pid).split(b"\0"))}
     folder, supervised = env.get(os.fsencode(RUN_DIR_ENV)), env.get(os.fsencode(SUPERVISOR_ENV))
+    if folder is not None and folder == env.get(os.fsencode(BESIDE_ENV)):  # `exec`, or a shell: the user's own
+        folder = None
     if not env.keys() - {b""}:  # a kernel that shows no environment: the command line says it too
         words = _read("cmdline", pid).split(b"\0")[:-1]
         supervised = words[-1] if len(words) > 2 and words[-2].endswith(_SUPERVISOR_MODULE) else None

@@ -47,6 +47,15 @@ class PlanView(NamedTuple):
     """The newest complete checkpoint; None without one."""
 
 
+class OriginalView(NamedTuple):
+    """What a client needs to launch a job again."""
+
+    job_id: str
+    plan: Dict[str, Any]
+    whole: bool = False
+    """All its files are there to begin from."""
+
+
 class Processes(NamedTuple):
     """A role's processes on one node."""
 

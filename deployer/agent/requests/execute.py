@@ -20,15 +20,28 @@ from .jobs import find_folder
 class _Command(NamedTuple):
     argv: List[str]
     job: Optional[str] = None
+    bare: bool = False
+    """Without the job's environment."""
+    secrets: Dict[str, str] = {}
+    """Of the job, as far as the client has them."""
 
 
 def execute(root: Root, call: Call) -> Dict[str, int]:
-    """Runs `argv`, in a job's code folder when `job` is given; data frames name their stream; `exit` has the code."""
-    argv, job = call.read(_Command)
+    """Runs `argv`; when `job` is given in its code folder, with its environment. Data frames name their stream; `exit`
+    has the code."""
+    asked = call.read(_Command)
+    argv, cwd = asked.argv, os.path.expanduser("~")
     if not argv:
         raise AgentError("usage", "no command is given")
     env = environment.job_environment(dict(os.environ), environment.container_env())
-    cwd = find_folder(root, job).code if job else os.path.expanduser("~")
+    if asked.job:
+        job = find_folder(root, asked.job)
+        cwd = job.code
+        if not asked.bare:
+            from .beside import beside  # only a job has it
+
+            found = beside(root, job, asked.secrets)
+            argv, env = found.argv(argv), found.env
     try:
         process = subprocess.Popen(
             argv,

@@ -41,6 +41,10 @@ def launch(root: Root, call: Call) -> None:
     plan = plan_in(request.plan)
     job = _job(root, plan.job_id)
     check_root(root)
+    if request.like:
+        from . import repeat  # hardly ever needed
+
+        request = repeat.with_values_of(root, request)
     already = _existing(job, request.plan)
     if not already:
         already = not _start_once(root, job, plan, request, call)
@@ -59,6 +63,8 @@ def launch(root: Root, call: Call) -> None:
         spare.make_later(root, plan.tree)
     if request.patch:
         _keep_patch(job, call)
+    elif request.like and not already:
+        repeat.copy_patch(root, request.like, job.path)
     if request.follow:
         from ..logs import read  # what is needed from now on is loaded while the job starts
         from .follow import follow_job
@@ -124,6 +130,8 @@ class LaunchRequest(NamedTuple):
     git: Optional[Dict[str, Any]] = None
     env: Dict[str, str] = {}
     secrets: Dict[str, str] = {}
+    like: str = ""
+    """The id of the job that this one repeats: it gets its --env values too."""
     job: str = ""
     """Of a resume: the id, and the number of the attempt."""
     attempt: int = 1

@@ -12,7 +12,17 @@ import time
 from typing import Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 from ..host.errors import AgentError, SetupFailed
-from ..host.layout import ATTEMPT_ENV, GROUP_ENV, JOB_ID_ENV, RESTARTED_ENV, RUN_DIR_ENV, STARTED_ENV, Job, Root
+from ..host.layout import (
+    ATTEMPT_ENV,
+    BESIDE_ENV,
+    GROUP_ENV,
+    JOB_ID_ENV,
+    RESTARTED_ENV,
+    RUN_DIR_ENV,
+    STARTED_ENV,
+    Job,
+    Root,
+)
 from ..host.processes import start_copy
 from ..host.typed import parse, to_json
 from ..job import plan
@@ -22,7 +32,7 @@ from .start import LaunchInput
 
 _PR_SET_PDEATHSIG = 1
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OF_A_JOB = (RESTARTED_ENV, GROUP_ENV)
+_OF_A_JOB = (RESTARTED_ENV, GROUP_ENV, BESIDE_ENV)
 
 
 class Command(NamedTuple):

@@ -120,12 +120,13 @@ class Call:
 
     # --- to the client -------------------------------------------------------------------------------------------
 
-    def send_data(self, data: bytes, **head: Any) -> None:
-        """Sends bytes of any number, in frames that the window allows."""
+    def send_data(self, data: bytes, *, within_s: Optional[float] = SEND_TIMEOUT_S, **head: Any) -> None:
+        """Sends bytes of any number, in frames that the window allows. `within_s`: a client that takes nothing for so
+        long is gone; None: as long as it is connected it may."""
         for start in range(0, len(data), frames.MAX_BODY):
             part = data[start : start + frames.MAX_BODY]
             at = {"offset": head["offset"] + start} if "offset" in head else {}
-            self._window.take(len(part), timeout_s=SEND_TIMEOUT_S)
+            self._window.take(len(part), timeout_s=within_s)
             self._sender.send({**head, **at, "id": self.id, "data": True}, part)
 
     def send_event(self, name: str, payload: Any = None) -> None:

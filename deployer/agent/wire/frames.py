@@ -111,11 +111,12 @@ class Window:
         self._closed = False
         self._changed = threading.Condition()
 
-    def take(self, size: int, *, timeout_s: float) -> None:
-        """Waits until `size` bytes may be sent. ProtocolError when no grant comes in time or the stream was closed."""
+    def take(self, size: int, *, timeout_s: Optional[float]) -> None:
+        """Waits until `size` bytes may be sent. ProtocolError when no grant comes in time (None: there is no hurry) or
+        the stream was closed."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._free >= size or self._closed, timeout_s):
-                raise ProtocolError("the other side took no data for %g s" % timeout_s)
+                raise ProtocolError("the other side took no data for %g s" % (timeout_s or 0))
             if self._closed:
                 raise ProtocolError("the stream was closed")
             self._free -= size

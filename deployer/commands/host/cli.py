@@ -1,4 +1,4 @@
-"""The commands that are about a host: exec, shell, doctor, gpus, gc."""
+"""The commands that are about a host: exec, shell, tunnel, doctor, gpus, gc."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Any
 
 import click
 
-from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithProgram, at_a_place, find_host, host_of
-from deployer.commands.values import parse_duration, parse_size
+from deployer.commands.options import (
+    CONTEXT,
+    GIVE_UP,
+    JSON,
+    Command,
+    HostCommand,
+    WithProgram,
+    at_a_place,
+    find_host,
+    host_of,
+)
+from deployer.commands.values import parse_duration, parse_ports, parse_size
 from deployer.errors import UsageError
+
+BARE = click.option("--bare", is_flag=True, help="Without the job's environment.")
 
 
 @click.command(
@@ -22,8 +34,13 @@ from deployer.errors import UsageError
 @click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
-def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
+@BARE
+def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
+
+    It has the job's environment: its interpreter as `python`, its GPUs, its --env values, and the job's folder in
+    $TORCHFERRY_RUN_DIR. Secrets of the job come from this shell, as far as they are set here: they are kept nowhere.
+    The command is no part of the job: a stop leaves it alone.
 
     Without an ID and a host it runs on this machine, in the home folder.
     """
@@ -35,18 +52,53 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, record = find_host(job_id, **place)
-    sys.exit(command.execute(host, record.job_id if record else job_id, program))
+    secrets = record.secrets if record else ()
+    sys.exit(command.execute(host, record.job_id if record else job_id, program, bare=bare, secrets=secrets))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
-def shell(job_id: str | None, **place: Any) -> None:
-    """Open a shell on a job's host, in the job's code folder."""
+@BARE
+def shell(job_id: str | None, bare: bool, **place: Any) -> None:
+    """Open a shell on a job's host, in the job's code folder.
+
+    It has the job's environment, as a command of exec has.
+    """
     from deployer.commands.host import exec as command
 
     host, record = find_host(job_id, **place)
-    sys.exit(command.shell(host, record.job_id if record else job_id))
+    secrets = record.secrets if record else ()
+    sys.exit(command.shell(host, record.job_id if record else job_id, bare=bare, secrets=secrets))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]")
+@click.argument("ports", metavar="PORT[:PORT]", required=False)
+@at_a_place
+@GIVE_UP
+@JSON
+def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **place: Any) -> None:
+    """Reach a port of a job's host from here, until Ctrl-C.
+
+    \b
+      deploy.py tunnel ID 8888          127.0.0.1:8888 here is 127.0.0.1:8888 on the job's host
+      deploy.py tunnel ID 9000:8888     9000 here, 8888 there
+      deploy.py tunnel ID 0:8888        any free port here
+      deploy.py tunnel --ssh HOST 8888  without a job
+
+    It listens on the loopback interface alone, takes many connections at once, and connects again when the network
+    breaks. The SSH server need not allow port forwarding. --json prints one line with the ports once it is up.
+    """
+    from deployer.commands.host import tunnel as command
+
+    of_host = ports is None and (place["ssh"] is not None or place["root"] is not None)
+    if ports is None and not of_host:
+        raise UsageError("which port?", hint=f"deploy.py tunnel {job_id} 8888")
+    wanted = parse_ports(job_id if ports is None else ports)
+    host, record = find_host(None if of_host else job_id, **place)
+    found = None if of_host else record.job_id if record else job_id
+    sys.exit(command.tunnel(host, found, wanted, give_up_s=give_up_s, as_json=as_json))
 
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
@@ -105,4 +157,4 @@ def gc(
     command.gc(host_of(**place), limits=limits, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-COMMANDS = (execute, shell, doctor, gpus, gc)
+COMMANDS = (execute, shell, tunnel, doctor, gpus, gc)

@@ -1,7 +1,8 @@
-"""`exec` and `shell`: commands beside a job."""
+"""`exec` and `shell`: commands beside a job, with its environment."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -24,11 +25,13 @@ class _Exit(NamedTuple):
     exit: int
 
 
-def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:
-    """Runs a command on the host, in a job's code folder when one is given, with this process's own input and output;
-    its exit code is ours."""
+def execute(host: Host, job_id: str | None, argv: Sequence[str], *, bare: bool, secrets: Sequence[str]) -> int:
+    """Runs a command on the host, with this process's own input and output; its exit code is ours. When a job is given
+    it runs in its code folder and, unless `bare`, with its environment. `secrets`: names of those that this client has
+    given the job."""
     with host.connect() as link:
-        call = link.call("exec", argv=list(argv), job=job_id)
+        call = link.call("exec", argv=list(argv), job=job_id, bare=bare, payload=True)
+        _send_secrets(call, () if bare else secrets)
         if sys.stdin is None or sys.stdin.isatty():
             call.end_data()
         else:
@@ -44,6 +47,13 @@ def execute(host: Host, job_id: str | None, argv: Sequence[str]) -> int:
     raise HostError("the command ended without an exit code")
 
 
+def _send_secrets(call: Call, names: Sequence[str]) -> None:
+    """Those that are set here; they follow the request, for the command line of a process is seen by everybody."""
+    values = {name: os.environ[name] for name in names if name in os.environ}
+    call.send_data(json.dumps({"secrets": values}).encode("ascii"))
+    call.end_data()
+
+
 def _feed(call: Call, stdin: BinaryIO) -> None:
     try:
         while data := os.read(stdin.fileno(), 32768):
@@ -53,14 +63,37 @@ def _feed(call: Call, stdin: BinaryIO) -> None:
         pass  # the command or the connection has ended: its reader tells
 
 
-def shell(host: Host, job_id: str | None) -> int:
-    """A login shell on the host, in the job's code folder when one is given."""
+def shell(host: Host, job_id: str | None, *, bare: bool, secrets: Sequence[str]) -> int:
+    """A shell on the host. With a job it stands in its code folder and, unless `bare`, has the job's environment."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("a shell needs a terminal", hint="deploy.py exec ID -- cmd… runs one command without one")
-    folder = read_status(host, job_id).path + "/code" if job_id else None
+    if job_id is None:
+        return _login_shell(host, None)
+    if bare:
+        return _login_shell(host, read_status(host, job_id).path + "/code")
+    with host.connect() as link:
+        call = link.call("enter", job=job_id, payload=True)
+        _send_secrets(call, secrets)
+        events = call.events()
+        pipe = next((call.read(value, str, name) for name, value, _ in events if name == "enter"), None)
+        if pipe is None:
+            raise HostError(f"{host.name} has not said where the job's environment is")
+        return _start_shell(host, _ENTER, pipe)
+
+
+# the login shell may be fish or tcsh: it only hands on one constant text and one quoted word. The job's shell is no
+# login shell: the start-up files of one set PATH anew
+_ENTER = '. "$0" && exec "${SHELL:-/bin/sh}"'
+_GO_THERE = 'cd "$0" && exec "${SHELL:-/bin/sh}" -l'
+
+
+def _start_shell(host: Host, text: str, word: str) -> int:
     if host.ssh is None:
-        return subprocess.call([os.environ.get("SHELL", "/bin/sh")], cwd=folder)
-    # the login shell may be fish or tcsh: it only hands on one constant text and one quoted word
-    enter = 'exec /bin/sh -c \'cd "$0" && exec "${SHELL:-/bin/sh}" -l\''
-    command = f"{enter} {shlex.quote(folder)}" if folder else None
-    return host.run_shell(command)
+        return subprocess.call(["/bin/sh", "-c", text, word])
+    return host.run_shell(f"exec /bin/sh -c '{text}' {shlex.quote(word)}")
+
+
+def _login_shell(host: Host, folder: str | None) -> int:
+    if folder is not None:
+        return _start_shell(host, _GO_THERE, folder)
+    return subprocess.call([os.environ.get("SHELL", "/bin/sh")]) if host.ssh is None else host.run_shell(None)

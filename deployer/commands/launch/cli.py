@@ -1,16 +1,16 @@
-"""The commands that start a job and end it: run, resume, stop."""
+"""The commands that start a job and end it: run, resume, repeat, stop."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deployer.commands.defaults import read_defaults
-from deployer.commands.key_options import JOB, SSH, take_changes, with_keys
+from deployer.commands.key_options import JOB, ROOT, SSH, take_changes, with_keys
 from deployer.commands.options import (
     ACCESS,
     CONTEXT,
@@ -27,9 +27,12 @@ from deployer.commands.options import (
     with_results,
 )
 from deployer.commands.values import Seconds, parse_size
-from deployer.errors import UsageError
+from deployer.errors import UnknownJob, UsageError
 from deployer.printable import shown
 from deployer.terminal import notice
+
+if TYPE_CHECKING:
+    from deployer.jobs.registry import JobRecord
 
 DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
 """What is run where the command line names nothing."""
@@ -81,11 +84,9 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     enter = entrance(early, **access)  # connects while the rest is imported, and the config and the tree are read
     from deployer.commands.launch import run as command
 
-    sys.exit(
-        command.run(
-            config, overrides, program, enter=enter, pull_limit=pull_limit, keys=keys, defaults=defaults, **options
-        )
-    )
+    meta = click.get_current_context().meta
+    how = {"enter": enter, "words": meta["words"], "like": meta.get(ANEW), "pull_limit": pull_limit}
+    sys.exit(command.run(config, overrides, program, keys=keys, defaults=defaults, **how, **options))
 
 
 def _file_of(
@@ -93,7 +94,8 @@ def _file_of(
 ) -> tuple[str | None, tuple[str, ...]]:
     """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
     if config is not None and "=" in config and not Path(config).exists():
-        config, overrides = None, (config, *overrides)
+        overrides = (config, *overrides)
+        config = None
     if config is None and not program:
         config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
         if config is not None:
@@ -147,6 +149,92 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     )
 
 
+@click.command(cls=WithProgram, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@at_a_place
+@click.option("--with-changes", is_flag=True, help="From this folder as it is now, not from the files it had.")
+@with_keys([row for row in JOB if row is not ROOT])
+@click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
+@with_results
+@with_limits()
+@GIVE_UP
+@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree without asking, with --with-changes.")
+@JSON
+def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_s: float, **options: Any) -> None:
+    """Launch a job again as a new one, in whatever state it is.
+
+    \b
+      deploy.py repeat ID                          the same files, words and options, on the same host
+      deploy.py repeat ID train.steps=200 --gpus 2  with other settings
+      deploy.py repeat ID --with-changes           this folder as it is now, by the same words
+
+    Without --with-changes nothing is sent: its host has the files. What a resume changed later is not repeated. Secrets
+    are taken from this shell again, --env values from the host. Another host, by --ssh, needs --with-changes.
+    """
+    context = click.get_current_context()
+    if context.meta["program"]:
+        raise UsageError("repeat takes no program", hint="a new one is launched by: deploy.py run -- PROGRAM …")
+    words = _words_beside(context, job_id)
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    record = _record_of(job_id, **place)
+    if with_changes:
+        _run_anew(record, words, place)
+        return
+    is_there = record is None or place["ssh"] in (None, record.ssh)
+    if record is not None and not is_there:
+        where = record.ssh or "this machine"
+        raise UsageError(f"the files of {record.job_id} are on {where} alone", hint="--with-changes sends this folder")
+    ways = {name: options.pop(name) for name in ("detach", "as_json")}
+    dry_run = options.pop("dry_run")
+    if ways["as_json"] and dry_run is None and not ways["detach"]:
+        raise UsageError("--json goes with --dry-run or --detach")
+    ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
+    changes = {"keys": take_changes(options), **options}
+    host, _ = find_host(record.job_id if record else job_id, **place)
+    from deployer.commands.launch import repeat as command
+
+    how = {"overrides": overrides, "changes": changes, "words": words, "dry_run": dry_run, "give_up_s": give_up_s}
+    sys.exit(command.repeat(host, record.job_id if record else job_id, record, **how, **ways))
+
+
+ANEW = "anew"
+"""Where a launch by another one's words finds it."""
+
+
+def _record_of(job_id: str, ssh: str | None, root: str | None, **access: Any) -> JobRecord | None:
+    """This client's; None of a job that somebody else launched on a host that is named."""
+    from deployer.jobs.registry import find_record
+
+    try:
+        return find_record(job_id)
+    except UnknownJob:
+        if ssh is None and root is None:
+            raise
+        return None
+
+
+def _words_beside(context: click.Context, job_id: str) -> list[str]:
+    """What was typed beside the id, as `run` takes it."""
+    words = [word for word in context.meta["words"] if word != "--with-changes"]
+    takes = {name for p in context.command.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+    takes -= {"--dry-run"}
+    place = next(n for n, word in enumerate(words) if word == job_id and not (n and words[n - 1] in takes))
+    return [*words[:place], *words[place + 1 :]]
+
+
+def _run_anew(record: JobRecord | None, words: list[str], place: dict[str, Any]) -> None:
+    if record is None:
+        raise UsageError("--with-changes needs the words of the launch, and it was launched from elsewhere")
+    from deployer.commands.launch.repeat import words_anew
+
+    elsewhere = place["ssh"] not in (None, record.ssh) or place["root"] not in (None, record.root)
+    anew = words_anew(record, words, elsewhere=elsewhere)
+    with run.make_context("run", list(anew.words)) as context:
+        context.meta[ANEW] = anew
+        run.invoke(context)
+
+
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @at_a_place
@@ -171,4 +259,4 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
     sys.exit(command.stop([(host, record.job_id if record else job_id) for job_id, host, record in found], **how))
 
 
-COMMANDS = (run, resume, stop)
+COMMANDS = (run, resume, repeat, stop)

@@ -26,10 +26,17 @@ from trainer.schema import gpu_count
 
 
 def show_plan(
-    prepared: Prepared, host: Host, *, config: str | None, remote: bool, as_json: bool, defaults: Mapping[str, str]
+    prepared: Prepared,
+    host: Host,
+    *,
+    config: str | None,
+    remote: bool,
+    as_json: bool,
+    defaults: Mapping[str, str],
+    files: str = "",
 ) -> None:
     """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows.
-    `defaults`: those that files gave, each with its place."""
+    `defaults`: those that files gave, each with its place. `files`: words for those that travel, where none do."""
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
     plan = prepared.plan
@@ -48,7 +55,7 @@ def show_plan(
         terminal.say_json({**_as_json(prepared, host, ways), **({"defaults": defaults} if defaults else {})})
         return
     terminal.say(shown(f"# job      {plan.job_id} on {host.name}, {_devices(plan)}"))
-    terminal.say(shown(f"# files    {files_line(prepared)}"))
+    terminal.say(shown(f"# files    {files or files_line(prepared)}"))
     if config is not None and config.endswith(".py"):
         terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
     for where in dict.fromkeys(defaults.values()):

@@ -36,7 +36,7 @@ def resume(
     job = read_resumable(host, job_id)
     record = _record(job, host)
     options = Options(overrides=overrides, **changes)
-    env_file = env_file_of(_named_env_file(options) or record.env_file or None)
+    env_file = env_file_of(named_env_file(options) or record.env_file or None)
     plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell_note)
     record = with_secrets(record, plan, env_file)
     attempt = job.attempt + 1
@@ -50,7 +50,7 @@ def resume(
     return follow_through(start, host, record, bare=is_alone(plan), **ways)
 
 
-def _named_env_file(options: Options) -> str:
+def named_env_file(options: Options) -> str:
     """The one that the command line names; empty where it names none."""
     given = [text.partition("=")[2] for text in options.overrides if key_of(text) == "target.env_file"]
     return str(options.keys.get("target.env_file") or (given[-1] if given else ""))

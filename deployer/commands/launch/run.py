@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from deployer.errors import FerryError, LostConnection, UsageError
 from deployer.exit_codes import NOT_HOME, RUNS_ON
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
+from deployer.jobs.words import Anew, kept_words
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
@@ -57,10 +58,12 @@ def run(
     enter: Callable[[str | None, str], Host],
     defaults: Defaults,
     kind: str | None = None,
+    words: Sequence[str] = (),
+    like: Anew | None = None,
     **options: Any,
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
-    is, where the command line says so."""
+    is, where the command line says so; `words`: as they were typed; `like`: the launch that it repeats."""
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
     chosen = _choose(config, overrides, program, kind, options)
@@ -72,6 +75,9 @@ def run(
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
         host.load()
     prepared = prepare(asked, options=chosen, project=Path.cwd())
+    if like is not None:
+        names = {*prepared.plan.env_names, *filter(None, like.names)}
+        prepared = replace(prepared, plan=prepared.plan._replace(env_names=tuple(sorted(names))))
     if dry_run is not None:
         _warn(prepared)
         show_plan(
@@ -85,7 +91,9 @@ def run(
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
-    record = _record(prepared, host)
+    record = _record(prepared, host)._replace(
+        words=like.kept if like is not None else kept_words(words), folder=str(Path.cwd())
+    )
     return _launch(
         prepared,
         host,
@@ -95,6 +103,7 @@ def run(
         give_up_s=give_up_s,
         pull_limit=pull_limit,
         pulls=not no_pull,
+        like=like.values_of if like is not None else "",
     )
 
 
@@ -206,6 +215,7 @@ def _launch(
     give_up_s: float,
     pull_limit: int | None,
     pulls: bool,
+    like: str,
 ) -> int:
     plan = prepared.plan
 
@@ -221,6 +231,7 @@ def _launch(
             watcher=screen,
             last=LastTree.of(host.ssh, host.root, Path.cwd()),
             give_up_s=give_up_s,
+            like=like,
         )
 
     bare = is_alone(plan)

@@ -229,6 +229,45 @@ def push(
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="ID")
+@at_a_place
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port here [6006, else any free one].")
+@click.option(
+    "--every", "every_s", type=parse_duration, default="10s", metavar="10s", help="How often what is new comes."
+)
+@click.option("--on-host", is_flag=True, help="Run it on the host, with the job's Python [where this one lacks it].")
+@click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
+@JSON
+def tensorboard(job_id: str, target: str | None, **options: Any) -> None:
+    """Show a job's curves live in TensorBoard, until Ctrl-C.
+
+    The event files that a job writes with run.trackers=[tensorboard], or a program of your own to
+    $TORCHFERRY_RUN_DIR/tensorboard, come home again and again while it runs, and TensorBoard of this Python reads them.
+    Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there.
+    """
+    from deployer.commands.look import tensorboard as command
+
+    place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
+    host, record = find_host(job_id, **place)
+    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
+    sys.exit(command.tensorboard(host, job_id, target=Path(folder) if folder else None, **options))
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.option("--last", type=click.IntRange(min=0), default=20, metavar="N", help="The last N; 0: all [20].")
+@JSON
+def history(last: int, as_json: bool) -> None:
+    """List what was launched from here, with the words, newest first.
+
+    When, on which host, by which words, and the state that the host told last; no host is asked. Values of --env are
+    not kept, their names are. `repeat ID` launches one of them again, `forget ID` drops it.
+    """
+    from deployer.commands.look import history as command
+
+    command.history(last=last, as_json=as_json)
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_ids", metavar="ID...", nargs=-1)
 @SSH.option()
 @ROOT.option("root")
@@ -250,4 +289,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, plot, report, pull, push, forget)
+COMMANDS = (ps, history, status, logs, plot, report, tensorboard, pull, push, forget)

@@ -1,0 +1,59 @@
+"""The same job again, as a new one: what a client needs for its plan, and what only this host knows of the first.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import shutil
+from typing import Dict
+
+from ..host.errors import AgentError
+from ..host.layout import Root
+from ..host.typed import Damage, to_json
+from ..job.plan import trees_of
+from ..job.record import Record, plan_of, read_record
+from ..job.views import OfJob, OriginalView
+from ..store.content import Store
+from ..wire.conversation import Call
+from .jobs import find_folder
+from .launch import LaunchRequest
+
+
+def original(root: Root, call: Call) -> None:
+    """The plan that a job was launched with, in whatever state it is: what a resume changed later is no part of it."""
+    job = find_folder(root, call.read(OfJob).job)
+    try:
+        record = _at_launch(read_record(job))
+        plan = plan_of(job, record)
+    except Damage as damage:
+        raise AgentError("usage", "the plan of %s cannot be used: %s" % (job.id, damage), "launch it anew") from None
+    store = Store(root)
+    found = OriginalView(job.id, record.plan, all(map(store.has_tree, trees_of(plan))))
+    call.send_event("original", to_json(found))
+
+
+def _at_launch(record: Record) -> Record:
+    first = min(record.resumed, key=lambda one: one.attempt, default=None)
+    return record if first is None or first.plan_before is None else record._replace(plan=first.plan_before)
+
+
+def with_values_of(root: Root, request: LaunchRequest) -> LaunchRequest:
+    """A launch with the --env values of the job that it repeats, under those that it has itself: they never left."""
+    record = _record(root, request.like)
+    env: Dict[str, str] = {**record.env, **request.env}
+    return request._replace(env=env, git=request.git or record.git)
+
+
+def _record(root: Root, job_id: str) -> Record:
+    try:
+        return read_record(find_folder(root, job_id))
+    except (AgentError, Damage):
+        message = "the --env values of %s are not there any more" % job_id
+        raise AgentError("usage", message, "give them again: --env NAME=VALUE") from None
+
+
+def copy_patch(root: Root, job_id: str, folder: str) -> None:
+    """What the project had beyond its commit is the same."""
+    patch = os.path.join(root.jobs, job_id, "git.patch")
+    if os.path.isfile(patch):
+        shutil.copyfile(patch, os.path.join(folder, "git.patch"))

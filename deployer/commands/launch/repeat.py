@@ -1,0 +1,134 @@
+"""`repeat`: the same launch again, as a new job: from the files that its host has, or from this folder as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deployer import terminal
+from deployer.agent.job.plan import Plan, is_alone
+from deployer.agent.job.status import Status
+from deployer.commands.launch.resume import named_env_file
+from deployer.commands.launch.run import follow_through, tell_note, with_secrets
+from deployer.connection.host import HERE, Host
+from deployer.errors import UnknownJob, UsageError
+from deployer.jobs.registry import JobRecord
+from deployer.jobs.words import Anew, hidden_names, kept_words, split_program, without_env
+from deployer.launch.start import launch_and_follow
+from deployer.plan.env_file import env_file_of
+from deployer.plan.options import Options
+from deployer.plan.prepare import Prepared
+from deployer.plan.repeat import Original, plan_again, read_original
+from deployer.printable import shown
+from deployer.project.manifest import Scan, Shipment
+from deployer.project.walk import Ignored
+
+NOTHING = Scan((), {}, 0, Ignored(0, 0, False, (), {}), (), ())
+
+
+def repeat(
+    host: Host,
+    job_id: str,
+    record: JobRecord | None,
+    *,
+    overrides: tuple[str, ...],
+    changes: dict[str, Any],
+    words: Sequence[str],
+    dry_run: str | None,
+    give_up_s: float,
+    **ways: Any,
+) -> int:
+    """Launches a job again from the files that it had. `record`: this client's, if it has one; `words`: what the
+    command line says beside the id; `ways`: how the new one is followed, for `follow_through`."""
+    original = _original(host, job_id)
+    known = record.secrets if record else ()
+    options = Options(overrides=overrides, **changes)
+    env_file = env_file_of(named_env_file(options) or (record.env_file if record else None) or None)
+    plan, payload = plan_again(original.job, options, known=known, env_file=env_file, tell=tell_note)
+    files = f"those of {original.job.job_id}, which are there"
+    if dry_run is not None:
+        from deployer.commands.launch.dry_run import show_plan
+
+        prepared = Prepared(plan, Shipment({}, {}), NOTHING, payload, env_file)
+        ways_shown = {"remote": dry_run == "remote", "as_json": ways["as_json"], "files": files, "defaults": {}}
+        show_plan(prepared, host, config=None, **ways_shown)
+        return 0
+    terminal.notice(shown(f"{plan.job_id} → {host.name}: {files}"))
+
+    def start(screen: Any, view: Any) -> Status | None:
+        return launch_and_follow(
+            host.connect,
+            plan,
+            shipment=Shipment({}, {}),
+            payload=payload,
+            git=None,
+            view=view,
+            watcher=screen,
+            give_up_s=give_up_s,
+            like=original.job.job_id,
+        )
+
+    own = with_secrets(_record(plan, host, record, words), plan, env_file)
+    return follow_through(start, host, own, bare=is_alone(plan), **ways)
+
+
+def _original(host: Host, job_id: str) -> Original:
+    hint = "--with-changes launches it from this folder as it is now"
+    try:
+        original = read_original(host, job_id)
+    except UnknownJob as error:
+        raise UnknownJob(error.message, where=error.where, hint=f"{error.hint}; {hint}") from None
+    if not original.whole:
+        raise UsageError(f"the files of {original.job.job_id} are not on {host.name} any more", hint=hint)
+    return original
+
+
+def _record(plan: Plan, host: Host, former: JobRecord | None, words: Sequence[str]) -> JobRecord:
+    folder = former.folder if former else ""
+    results = Path(former.results).parent if former and former.results else Path.cwd() / "results"
+    return JobRecord(
+        plan.job_id,
+        plan.name,
+        host.ssh,
+        host.root,
+        str(results / plan.job_id),
+        plan.created,
+        host.ssh_key,
+        host.transport,
+        words=kept_words(joined(former.words, words)) if former and former.words else (),
+        folder=folder,
+    )
+
+
+def joined(former: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
+    """The words of a launch with more behind them: of an option that counts once the last one counts."""
+    own, program = split_program(former)
+    return (*own, *words, *program)
+
+
+# --- from the folder as it is now -------------------------------------------------------------------------------------
+
+
+def words_anew(record: JobRecord, words: Sequence[str], *, elsewhere: bool) -> Anew:
+    """What `run` is given to launch it again from the current folder. UsageError where that cannot be right."""
+    if not record.words:
+        raise UsageError(
+            f"the words by which {record.job_id} was launched are not known here",
+            hint="launch it anew: deploy.py run …; without --with-changes repeat needs none",
+        )
+    if record.folder and Path(record.folder).is_dir() and not Path(record.folder).samefile(Path.cwd()):
+        raise UsageError(
+            f"{record.job_id} was launched from {record.folder}, and this is another folder",
+            hint=f"cd {terminal.typed(record.folder)}",
+        )
+    given = set(hidden_names(words))
+    names = tuple(name for name in dict.fromkeys(hidden_names(record.words)) if name not in given)
+    if names and elsewhere:
+        where = record.ssh or HERE
+        raise UsageError(
+            f"the value of {names[0] or 'target.env'} is not kept here, and only {where} has it",
+            hint=" ".join(f"--env {name or 'NAME'}=…" for name in names) + " gives it again",
+        )
+    kept = joined(record.words, kept_words(words))
+    return Anew(joined(without_env(record.words), words), record.job_id if names else "", names, kept)

@@ -1,0 +1,73 @@
+"""The words of a launch as this client keeps them: without values that may be secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+MOST_BYTES = 64 << 10
+"""Longer command lines are not kept."""
+HIDDEN = "…"
+"""In place of a value."""
+
+
+class Anew(NamedTuple):
+    """A launch by the former one's words."""
+
+    words: tuple[str, ...]
+    values_of: str
+    """The job that has the values which are not in them, on its host; empty where none is missing."""
+    names: tuple[str, ...]
+    """Of these values."""
+    kept: tuple[str, ...]
+    """The words as its own record has them."""
+
+
+def kept_words(words: Sequence[str]) -> tuple[str, ...]:
+    """The words with the names alone of what --env and target.env give. A program's own words stay as they are: its
+    plan on the host has them too."""
+    if sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words) > MOST_BYTES:
+        return ()
+    own, program = split_program(words)
+    return (*_without_values(own), *program)
+
+
+def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and `--` with those of a program."""
+    cut = list(words).index("--") if "--" in words else len(words)
+    return list(words[:cut]), list(words[cut:])
+
+
+def hidden_names(words: Sequence[str]) -> list[str]:
+    """Names of the variables whose values were left out."""
+    own, _ = split_program(words)
+    return [name for _, _, name in _env_words(own)]
+
+
+def without_env(words: Sequence[str]) -> list[str]:
+    """Without what gives variables."""
+    own, program = split_program(words)
+    given = {place for start, end, _ in _env_words(own) for place in range(start, end)}
+    return [*(word for place, word in enumerate(own) if place not in given), *program]
+
+
+def _without_values(own: Sequence[str]) -> list[str]:
+    words = list(own)
+    for _, end, _ in _env_words(own):
+        word = words[end - 1]
+        option = "--env=" if word.startswith("--env=") else ""
+        name, equals, _ = word.removeprefix(option).partition("=")
+        words[end - 1] = f"{option}{name}{equals}{HIDDEN if equals else ''}"
+    return words
+
+
+def _env_words(own: Sequence[str]) -> Iterator[tuple[int, int, str]]:
+    """Where each of the words that give variables stands, from and to, and the variable's name; the name is empty of
+    one that gives several."""
+    for place, word in enumerate(own):
+        if place and own[place - 1] == "--env":
+            yield place - 1, place + 1, word.partition("=")[0]
+        elif word.startswith("--env="):
+            yield place, place + 1, word.removeprefix("--env=").partition("=")[0]
+        elif word.startswith("target.env") and "=" in word:
+            yield place, place + 1, word.partition("=")[0].removeprefix("target.env").removeprefix(".")

@@ -1,0 +1,52 @@
+"""The plan of a job that is another one again: its own, with what the command line changes, under a new id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from deployer.agent.host.layout import JOB_ID_ENV
+from deployer.agent.host.typed import Damage
+from deployer.agent.job.plan import Plan, parse_plan
+from deployer.agent.job.views import OriginalView
+from deployer.connection.host import Host
+from deployer.errors import HostError
+from deployer.plan.env_file import EnvFile
+from deployer.plan.launch_plan import new_job_id
+from deployer.plan.next_attempt import Resumable, plan_next
+from deployer.plan.options import Options
+
+
+class Original(NamedTuple):
+    """A job as it was launched."""
+
+    job: Resumable
+    whole: bool
+    """Its files are on the host, to begin from."""
+
+
+def read_original(host: Host, job_id: str) -> Original:
+    with host.connect(request={"op": "original", "job": job_id}) as link:
+        found = link.first.result("original", OriginalView)
+    try:
+        plan = parse_plan(found.plan)
+    except Damage as damage:
+        raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
+    return Original(Resumable(found.job_id, plan, attempt=0, from_step=None), found.whole)
+
+
+def plan_again(
+    job: Resumable,
+    options: Options,
+    *,
+    known: Collection[str],
+    env_file: EnvFile | None = None,
+    tell: Callable[[str], None] = lambda note: None,
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a new job that is this one again, and the values that travel beside it; see `plan_next`."""
+    plan, payload = plan_next(job, options, known=known, env_file=env_file, tell=tell)
+    job_id = new_job_id(plan.name)
+    created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    roles = tuple(role._replace(env={**role.env, JOB_ID_ENV: job_id}) for role in plan.roles)
+    return plan._replace(job_id=job_id, created=created, roles=roles), payload
