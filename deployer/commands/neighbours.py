@@ -25,6 +25,7 @@ COMMANDS = {
     "status": "describe show info",
     "logs": "log output",
     "logs --follow": "attach tail",
+    "plot": "graph chart curves",
     "stop": "cancel kill down scancel qdel terminate abort delete",
     "resume": "restart retry requeue rerun relaunch",
     "run": "launch submit apply sbatch srun qsub start",

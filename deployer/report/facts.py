@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import yaml
+
 from deployer.agent.host.typed import Damage, from_json, load_json, parse
 from deployer.agent.job.plan import Plan, parse_plan
 from deployer.agent.job.record import Record
@@ -133,7 +135,7 @@ def take_profiles(facts: Facts, read: Read) -> None:
 def _guarded(facts: Facts, file: str, take: Callable[[], None]) -> None:
     try:
         take()
-    except (Damage, ConfigError, ValueError) as error:
+    except (Damage, ConfigError, yaml.YAMLError) as error:
         facts.damages.append(f"{file} is not understood: {error}")
 
 
@@ -159,8 +161,6 @@ def _take_config(facts: Facts, read: Read) -> None:
     if data is None:
         return
     parse_yaml(data, "config.yaml")  # refuses what would become too large
-    import yaml
-
     values: dict[str, object] = {}
     _flatten(yaml.safe_load(data), "", values)
     defaults: dict[str, object] = {}

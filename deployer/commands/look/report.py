@@ -179,11 +179,13 @@ def _versions(job: Job) -> tuple[tuple[str, str], ...]:
         return tuple(rows)
     data = b""
     with suppress(FerryError), run.host.connect() as link:
-        call = link.call("exec", argv=[python, "-c", ASK_VERSIONS], job=run.name)
+        call = link.call("exec", argv=[python, "-I", "-c", ASK_VERSIONS])  # no module of the project counts
         call.end_data()
         for name, value, part in call.events():
-            if name == "data" and value.get("stream") == "stdout" and len(data) < LOG_BYTES:
+            if name == "data" and value.get("stream") == "stdout":
                 data += part
+            if len(data) > LOG_BYTES:
+                break
     with suppress(Damage):
         rows += list(parse(data, dict[str, str], most=LOG_BYTES).items())[:30]
     return tuple(rows)

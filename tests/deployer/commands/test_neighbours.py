@@ -29,6 +29,7 @@ LINES = [  # what is typed, and what is to be typed here
     ("cancel --all", "stop --all"),
     ("terminate", "stop ID"),
     ("describe job-1", "status job-1"),
+    ("graph job-1 job-2", "plot job-1 job-2"),
     ("attach job-1", "logs --follow job-1"),
     ("tail -f -n 5 job-1", "logs --follow --tail 5 job-1"),
     ("restart job-1", "resume job-1"),
