@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deployer.commands.options import CONTEXT, JSON, Command, HostCommand, WithProgram, at_a_place, find_host, host_of
+from deployer.commands.options import (
+    CONTEXT,
+    JSON,
+    Command,
+    HostCommand,
+    WithProgram,
+    at_a_place,
+    find_host,
+    host_of,
+    id_of,
+)
 from deployer.commands.values import parse_duration, parse_size
 from deployer.errors import UsageError
+
+if TYPE_CHECKING:
+    from deployer.connection.host import Host
 
 
 @click.command(
@@ -25,7 +38,8 @@ from deployer.errors import UsageError
 def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
 
-    Without an ID and a host it runs on this machine, in the home folder.
+    With a host and no ID it runs in the home folder there; without both beside the job that was launched last from
+    here.
     """
     from deployer.commands.host import exec as command
 
@@ -34,19 +48,30 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
         raise UsageError("the command comes after --", hint=f"deploy.py exec {job_id} -- {shlex.join(words)}")
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
-    host, record = find_host(job_id, **place)
-    sys.exit(command.execute(host, record.job_id if record else job_id, program))
+    host, found = _find_place(job_id, **place)
+    sys.exit(command.execute(host, found, program))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
 @click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
 def shell(job_id: str | None, **place: Any) -> None:
-    """Open a shell on a job's host, in the job's code folder."""
+    """Open a shell on a job's host, in the job's code folder.
+
+    With a host and no ID in the home folder there; without both beside the job that was launched last from here.
+    """
     from deployer.commands.host import exec as command
 
+    host, found = _find_place(job_id, **place)
+    sys.exit(command.shell(host, found))
+
+
+def _find_place(job_id: str | None, **place: Any) -> tuple[Host, str | None]:
+    """A host and the job beside which something runs there; none where a host alone is named."""
+    if job_id is None and (place["ssh"] is not None or place["root"] is not None):
+        return host_of(**place), None
     host, record = find_host(job_id, **place)
-    sys.exit(command.shell(host, record.job_id if record else job_id))
+    return host, id_of(job_id, record)
 
 
 @click.command(cls=HostCommand, context_settings=CONTEXT)
