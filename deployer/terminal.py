@@ -1,8 +1,8 @@
 """What people see: notices, questions and errors on stderr; tables, facts and answers on stdout. Decides nothing.
 
-The one door to the terminal: no other module of the client writes there, but for `launch.logview` (a log, made fit by
-LogText) and the byte streams of `exec` and `shell`, which are the host's own, as with ssh. It takes text that is
-`Shown`, and no raw one. The only user of rich.
+The one door to the terminal: no other module of the client writes there, but for `fullscreen` beside it,
+`launch.logview` (a log, made fit by LogText) and the byte streams of `exec` and `shell`, which are the host's own, as
+with ssh. It takes text that is `Shown`, and no raw one. These two are the only users of rich.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 def escapes() -> bool:
     """Whether a terminal may be given control sequences at all."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def is_unicode() -> bool:
+    """Whether stdout may be given more than its own letters, such as lines and bars."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def _style(text: Shown, **style: Any) -> Shown:
@@ -76,8 +81,8 @@ def as_invoked(text: str) -> str:
 
 # not a file of that name which somebody ships
 _OWN_NAME = re.compile(
-    r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|resume|ps|status|logs|stop|pull|forget|exec|shell|doctor|gc|gpus"
-    r"|completion)\b)"
+    r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|resume|ps|status|top|logs|stop|pull|forget|exec|shell|doctor|gc"
+    r"|gpus|completion)\b)"
 )
 
 

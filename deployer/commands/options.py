@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
+MOST_JOBS = 30
+"""That one can go through."""
 WAYS = ("auto", "fabric", "openssh")
 """As a record of a job has them."""
 
@@ -282,6 +284,17 @@ def newest_job(ssh: str | None = None, root: str | None = None) -> JobRecord:
         raise UnknownJob(f"no job was launched from here{where}", hint=f"give the id of one; {asked} lists the jobs")
     latest = [record for record in meant if record.created == meant[-1].created]  # told to the second
     return max(latest, key=written_at)
+
+
+def known_jobs(ssh: str | None, root: str | None, **access: Any) -> list[tuple[Host, JobRecord]]:
+    """The jobs that this client launched, on the host or in the folder that is named, the newest first."""
+    from deployer.jobs.registry import newest_records
+
+    records = newest_records("", MOST_JOBS)
+    meant = [r for r in records if ssh in (None, r.ssh) and root in (None, r.root)]
+    newest = sorted(meant, key=lambda record: record.created, reverse=True)
+    here = {**access, "ssh_key": None}
+    return [(host_of(r.ssh, r.root, **_access(r, **(access if r.ssh else here))), r) for r in newest]
 
 
 def name_one(what: str, command: str) -> UsageError:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from deployer import terminal
 from deployer.agent.host.typed import to_json
-from deployer.agent.job.status import FAILED, FINAL, LOST, PREPARING, QUEUED, RUNNING, STOPPED, SUCCEEDED
+from deployer.agent.job.status import FAILED, FINAL, LOST, PREPARING, QUEUED, RUNNING, STOPPED, SUCCEEDED, State
 from deployer.agent.job.views import Row
 from deployer.commands.in_words import UNREACHABLE, age_of, since, state_of
 from deployer.jobs.registry import SeenJob
@@ -79,7 +79,11 @@ _STYLES = {
 
 def style_of(row: SeenJob) -> str:
     """How its state is drawn."""
-    return "magenta" if row.trouble else _STYLES[row.job.state]
+    return "magenta" if row.trouble else style_of_state(row.job.state)
+
+
+def style_of_state(state: State) -> str:
+    return _STYLES[state]
 
 
 def seconds_left(job: Row) -> float | None:

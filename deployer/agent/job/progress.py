@@ -14,6 +14,8 @@ from ..host.typed import Damage, from_json, load_json, parse
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
+RECENT = 16
+"""Lines of the metrics that a step's time is of."""
 MOST = 1e15
 """Beyond it a number of the metrics is none."""
 MAX_LINE = 300
@@ -84,7 +86,7 @@ def last_metrics(job: Job) -> Optional[str]:
 def recent(job: Job) -> Recent:
     """A value that is none of its type is as if it were not there: a program may write its own metrics."""
     lines = _last_lines(job)
-    records = list(filter(None, map(_record_of, lines)))
+    records = list(filter(None, map(_record_of, lines[-RECENT:])))
     steps = [record for record in records if "loss" in record]
     last = steps[-1] if steps else {}
     # a first step holds compilation and warm-up

@@ -1,4 +1,4 @@
-"""The commands that look at jobs and bring their files home: ps, status, logs, pull, forget."""
+"""The commands that look at jobs and bring their files home: ps, status, top, logs, pull, forget."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from deployer.commands.options import (
     find_host,
     hosts_of,
     id_of,
+    known_jobs,
     name_one,
 )
 from deployer.commands.values import Seconds, parse_duration, parse_path, parse_since, parse_size
@@ -67,6 +68,27 @@ def status(job_id: str | None, as_json: bool, **place: Any) -> None:
 
     host, record = find_host(job_id, **place)
     command.status(host, id_of(job_id, record), as_json=as_json)
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]", required=False)
+@at_a_place
+@JSON
+def top(job_id: str | None, as_json: bool, **place: Any) -> None:
+    """Watch a job live: GPUs, loss and speed, the end of its log.
+
+    Without ID the job that was launched last from here. The arrow keys, or j and k, go to the other jobs, s stops a
+    job, f fetches its results as pull does, q leaves. With --json one look, for a script.
+    """
+    host, record = find_host(job_id, **place)
+    from deployer.commands.top import show as command
+
+    first = command.Entry(host, id_of(job_id, record), record.results if record else None)
+    if as_json:
+        command.snapshot(first)
+        return
+    others = [command.Entry(at, r.job_id, r.results) for at, r in known_jobs(**place) if r.job_id != first.job_id]
+    command.top([first, *others])
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -195,4 +217,4 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, status, logs, pull, forget)
+COMMANDS = (ps, status, top, logs, pull, forget)
