@@ -81,7 +81,8 @@ def full_screen() -> Iterator[FullScreen]:
     before = termios.tcgetattr(sys.stdin)
 
     def draw(lines: Sequence[Line]) -> None:
-        fit = [[(_sendable(text), style) for text, style in line] for line in lines[: console.height]]
+        width, height = console.size
+        fit = [[(_sendable(text)[:width], style) for text, style in line] for line in lines[:height]]
         drawn = [Text.assemble(*line, no_wrap=True, overflow="crop") for line in fit]
         live.update(Group(*drawn), refresh=True)
 

@@ -19,6 +19,8 @@ GAP = 2
 """Between two columns."""
 WIDE_COMMAND, NARROW_COMMAND = 40, 12
 COMMAND = "COMMAND"
+MOST_LEFT_S = 1e9
+"""Who says more knows nothing."""
 
 
 class _Column(NamedTuple):
@@ -90,7 +92,8 @@ def seconds_left(job: Row) -> float | None:
     """Until its last step, as fast as it went lately; None where it does not run, or nobody knows."""
     if job.state != RUNNING or job.step is None or job.steps is None or job.step_s is None or job.step > job.steps:
         return None
-    return (job.steps - job.step) * job.step_s
+    left_s = (job.steps - job.step) * job.step_s
+    return left_s if left_s < MOST_LEFT_S else None
 
 
 NULL_AT_FIRST = "reason", "on_host", "attempt", "max_attempts", "damaged", "command"

@@ -19,6 +19,8 @@ from deployer.errors import FerryError
 EVERY_S, EVERY_ENDED_S = 2.0, 10.0
 KEPT_RECORDS = 4000
 """Of one that is shown for days the metrics are asked for anew, thinned, when there are more."""
+MOST_LOG = 20_000
+"""Characters, whatever a host sends."""
 
 
 class Glancer:
@@ -93,16 +95,17 @@ class Glancer:
         self.job_id, self.row = found.row.id, found.row
         self.gpus, self.no_gpus, self.latest = found.gpus, found.no_gpus, found.latest
         if found.log is not None:
-            self.log = found.log
+            self.log = found.log[-MOST_LOG:]
         self._add(found.metrics)
         file, to = (found.metrics.file, found.metrics.to) if self.metrics.records < KEPT_RECORDS else ("", 0)
         self._known = GlanceRequest(self.job_id, file, to, found.log_mark)
         self.heard_at = time.monotonic()
 
     def _add(self, new: NewMetrics) -> None:
-        """The screen reads the metrics while this thread makes the next ones."""
+        """The screen reads the metrics while this thread makes the next ones. Where there are too many, the host was
+        asked for others, whatever it says."""
         metrics = Metrics()
-        if not new.anew:
+        if not new.anew and self.metrics.records < KEPT_RECORDS:
             metrics.records = self.metrics.records
             metrics.series = deepcopy(self.metrics.series)
         for record in new.records:

@@ -17,7 +17,7 @@ from deployer.commands.options import PULL_MAX
 from deployer.commands.rows import row_as_json
 from deployer.commands.screen import ending_in_order
 from deployer.commands.top.glancing import Glancer
-from deployer.commands.top.layout import View, lines_of
+from deployer.commands.top.layout import STALE_S, View, lines_of
 from deployer.commands.values import parse_size
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
@@ -109,9 +109,10 @@ class _Top:
 
     @property
     def state(self) -> object:
-        """Changes when something else is to be drawn: once a second where the age of what is shown is."""
+        """Changes when something else is to be drawn: each second, too, while the age of what is shown is told."""
         glancer = self.glancer
-        return self._chosen, glancer.news, self._asks, self._word, int(glancer.silent_s)
+        age_s = int(glancer.silent_s) if glancer.trouble or glancer.silent_s > STALE_S else 0
+        return self._chosen, glancer.news, self._asks, self._word, age_s
 
     @property
     def view(self) -> View:
