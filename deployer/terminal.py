@@ -1,8 +1,8 @@
 """What people see: notices, questions and errors on stderr; tables, facts and answers on stdout. Decides nothing.
 
-The one door to the terminal: no other module of the client writes there, but for `launch.logview` (a log, made fit by
-LogText) and the byte streams of `exec` and `shell`, which are the host's own, as with ssh. It takes text that is
-`Shown`, and no raw one. The only user of rich.
+The one door to the terminal: no other module of the client writes there, but for `fullscreen` beside it,
+`launch.logview` (a log, made fit by LogText) and the byte streams of `exec` and `shell`, which are the host's own, as
+with ssh. It takes text that is `Shown`, and no raw one. These two are the only users of rich.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 def escapes() -> bool:
     """Whether a terminal may be given control sequences at all."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def is_unicode() -> bool:
+    """Whether stdout may be given more than its own letters, such as lines and bars."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def _style(text: Shown, **style: Any) -> Shown:
@@ -219,14 +224,19 @@ def age(seconds: float) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]]) -> None:
-    """A table on stdout; wide enough for whole ids when stdout is no terminal."""
+def width() -> int | None:
+    """Of stdout's terminal, in columns; None where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]], styles: Sequence[str] = ()) -> None:
+    """A table on stdout; as wide as it needs when stdout is no terminal. `styles`: of each row's second cell."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else 200
-    console = Console(width=width, color_system="auto" if escapes() else None)
+    grid = _grid(columns, rows, styles)
+    console = Console(width=width() or 10_000, color_system="auto" if escapes() else None)
     with console.capture() as drawn:
-        console.print(_grid(columns, rows))
+        console.print(grid)
     for line in drawn.get().splitlines():
         _write(Shown(line.rstrip()), err=False)  # rich has added its own colours
 
@@ -239,32 +249,37 @@ def facts(title: Shown, rows: Sequence[Sequence[Shown]]) -> None:
         say(shown(f"{name:<{width}}  {value}".rstrip()))
 
 
-def _grid(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]]) -> Table:
+def _grid(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]], styles: Sequence[str] = ()) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         grid.add_column(Text(column), no_wrap=number < 2, overflow="fold")
-    for row in rows:
-        grid.add_row(*map(Text, row))
+    for number, row in enumerate(rows):
+        style = styles[number] if number < len(styles) else ""
+        grid.add_row(*(Text(cell, style=style if place == 1 else "") for place, cell in enumerate(row)))
     return grid
 
 
+Draw = Callable[[Sequence[Shown], Sequence[Sequence[Shown]], Sequence[str]], None]
+
+
 @contextmanager
-def live_table(columns: Sequence[Shown]) -> Iterator[Callable[[Sequence[Sequence[Shown]]], None]]:
-    """A table on stdout's terminal that each call draws anew in its place; of too many rows the last ones."""
+def live_table() -> Iterator[Draw]:
+    """A table on stdout's terminal that each call draws anew in its place, as `table` does; of too many rows the first
+    ones."""
     from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    console = Console(color_system="auto" if escapes() else None)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
 
-        def draw(rows: Sequence[Sequence[Shown]]) -> None:
+        def draw(columns: Sequence[Shown], rows: Sequence[Sequence[Shown]], styles: Sequence[str]) -> None:
             room = max(1, console.height - 2)
-            live.update(_grid(columns, rows[-room:]), refresh=True)
+            live.update(_grid(columns, rows[:room], styles), refresh=True)
 
-        draw([])
+        draw([], [], [])
         yield draw
 
 

@@ -6,8 +6,10 @@ All times are seconds since the machine started, so that those of a launcher's p
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +34,8 @@ WORDS: dict[Phase, str] = {
 }
 UNTOLD_S = 0.05
 """What took less is not worth a word."""
+LONG_S = 5.0
+"""A phase that lasts so long is told while it lasts, and again each time after three times as long."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Startup:
         self._clock = clock or now_s
         self._marks: list[tuple[Phase, float]] = []
         self._running = began_s is not None
+        self._ended = threading.Event()
         self.report: StartReport | None = None
         if began_s is not None:
             self._marks = [] if launched_s is None or launched_s > began_s else [("launcher", launched_s)]
@@ -81,11 +86,33 @@ class Startup:
         if self._running:
             self._marks.append((phase, self._clock()))
 
+    def watch(self, tell: Callable[[str], None], *, every_s: float = 0.5) -> None:
+        """Has each phase that lasts told from now on, in the background: who follows the run sees what it waits for."""
+        if self._running:
+            threading.Thread(target=self._watch, args=(tell, every_s), name="startup", daemon=True).start()
+
+    def _watch(self, tell: Callable[[str], None], every_s: float) -> None:
+        seen, due_s = 0, LONG_S
+        while not self._ended.wait(every_s):
+            if len(self._marks) != seen:
+                seen, due_s = len(self._marks), LONG_S
+            phase, began_s = self._marks[seen - 1]
+            spent_s = self._clock() - began_s
+            if spent_s >= due_s:
+                with suppress(OSError, ValueError):  # nobody reads it any more
+                    tell(f"starting, {spent_s:.0f} s: {WORDS[phase]}")
+                due_s = 3 * max(due_s, spent_s)
+
+    def end_watch(self) -> None:
+        """Nothing more is told while it lasts: the first step has come, or none will."""
+        self._ended.set()
+
     def finish(self) -> StartReport | None:
         """The report at the end of the first step; None for later ones, and where nothing was noted."""
         if not self._running:
             return None
         self._running = False
+        self.end_watch()
         self.report = summarize(self._marks, ended_s=self._clock())
         return self.report
 

@@ -29,6 +29,7 @@ HANDLERS = {
     "follow": "requests.follow:follow",
     "ps": "requests.jobs:ps",
     "status": "requests.jobs:status",
+    "glance": "requests.glance:glance",
     "stop": "requests.stop:stop",
     "files": "requests.fetch:files",
     "fetch": "requests.fetch:fetch",

@@ -47,7 +47,7 @@ def state_of(row: SeenJob) -> str:
         return live_state(row.job)
     if row.seen_at is None:
         return f"{UNREACHABLE} (never seen)"
-    return f"{UNREACHABLE} ({row.job.state} {terminal.age(_since(row.seen_at) or 0)} ago)"
+    return f"{UNREACHABLE} ({row.job.state} {terminal.age(since(row.seen_at) or 0)} ago)"
 
 
 def live_state(job: Row | Status) -> str:
@@ -70,12 +70,13 @@ def live_state(job: Row | Status) -> str:
 def age_of(row: SeenJob) -> str:
     """How old a job is, by the host's own clock where it tells; what went by since it was last seen is added."""
     if row.job.age_s is not None:
-        return terminal.age(row.job.age_s + (_since(row.seen_at) or 0))
-    since = _since(row.job.created)
-    return "?" if since is None else terminal.age(since)
+        return terminal.age(row.job.age_s + (since(row.seen_at) or 0))
+    age_s = since(row.job.created)
+    return "?" if age_s is None else terminal.age(age_s)
 
 
-def _since(then: str | None) -> float | None:
+def since(then: str | None) -> float | None:
+    """Seconds since a time as rows have it; None for none."""
     try:
         return (datetime.now(timezone.utc) - datetime.fromisoformat(str(then).replace("Z", "+00:00"))).total_seconds()
     except (ValueError, TypeError):

@@ -21,7 +21,7 @@ from deployer.agent.host.layout import JOB_ID
 COMMANDS = {
     "ps": "list ls queue squeue qstat jobs",
     "ps --all": "sacct",
-    "ps --watch": "top watch",
+    "ps --watch": "watch",
     "status": "describe show info",
     "logs": "log output",
     "logs --follow": "attach tail",

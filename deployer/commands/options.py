@@ -1,11 +1,13 @@
 """What commands share on the command line: how their words are told apart, the options that several have, and the host
-that these mean: the one that is named, or the one that a job was launched on.
+that these mean: the one that is named, or the one that a job was launched on. A command about one job means the newest
+where none is named.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,7 +18,7 @@ import click
 
 from deployer.commands.key_options import DEFAULT_ROOT, LIMITS, ROOT, SSH, Decorator, with_keys
 from deployer.commands.values import Seconds, parse_duration
-from deployer.errors import UsageError
+from deployer.errors import UnknownJob, UsageError
 from deployer.exit_codes import UNREAD
 from deployer.printable import shown
 from deployer.terminal import as_invoked, notice
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 PULL_MAX = "2GB"
+MOST_JOBS = 30
+"""That one can go through."""
 WAYS = ("auto", "fabric", "openssh")
 """As a record of a job has them."""
 
@@ -261,13 +265,63 @@ def hosts_of(ssh: str | None, root: str | None, **access: Any) -> list[Host]:
 
 
 def find_host(job_id: str | None, ssh: str | None, root: str | None, **access: Any) -> tuple[Host, JobRecord | None]:
-    """The host of a job by this client's records; with --ssh or --remote-root (or no id) the host that they name."""
+    """The host of a job by this client's records; with --ssh or --remote-root the host that they name, and no record.
+
+    Without an id the newest job's, of the host that is named or of all: it is told, and its record is there.
+    """
     from deployer.jobs.registry import find_record
 
-    if job_id is None or ssh is not None or root is not None:
+    if job_id is None:
+        record = newest_job(ssh, root)
+        notice(shown(f"the newest job: {record.job_id}"))
+    elif ssh is not None or root is not None:
         return host_of(ssh, root, **access), None
-    record = find_record(job_id)
+    else:
+        record = find_record(job_id)
     return _host(record.ssh, record.root, **_access(record, **access)), record
+
+
+def id_of(job_id: str | None, record: JobRecord | None) -> str:
+    """The id to ask a host for, after `find_host`: the record's whole one, else as it was typed."""
+    assert record is not None or job_id is not None  # without an id there is a record
+    return record.job_id if record is not None else str(job_id)
+
+
+def newest_job(ssh: str | None = None, root: str | None = None) -> JobRecord:
+    """The job that this client launched last, of the host or the folder that is named. UnknownJob without one."""
+    from deployer.jobs.registry import read_records, written_at
+
+    damages: list[str] = []
+    records = read_records(damages.append)
+    notice(*map(shown, damages))  # which may be the newest
+    meant = [r for r in records if ssh in (None, r.ssh) and root in (None, r.root)]
+    if not meant:
+        where = (f" on {ssh}" if ssh else "") + (f" in {root}" if root else "")
+        asked = f"deploy.py ps --ssh {shlex.quote(ssh)}" if ssh else "deploy.py ps"
+        raise UnknownJob(f"no job was launched from here{where}", hint=f"give the id of one; {asked} lists the jobs")
+    latest = [record for record in meant if record.created == meant[-1].created]  # told to the second
+    return max(latest, key=written_at)
+
+
+def known_jobs(ssh: str | None, root: str | None, **access: Any) -> list[tuple[Host, JobRecord]]:
+    """The jobs that this client launched, on the host or in the folder that is named, the newest first."""
+    from deployer.jobs.registry import newest_records
+
+    records = newest_records("", MOST_JOBS)
+    meant = [r for r in records if ssh in (None, r.ssh) and root in (None, r.root)]
+    newest = sorted(meant, key=lambda record: record.created, reverse=True)
+    here = {**access, "ssh_key": None}
+    return [(_host(r.ssh, r.root, **_access(r, **(access if r.ssh else here))), r) for r in newest]
+
+
+def name_one(what: str, command: str) -> UsageError:
+    """For a command that ends or drops something, and therefore takes no job that is not named: what is wrong, and the
+    line for the newest one."""
+    try:
+        newest = newest_job().job_id
+    except UnknownJob:
+        return UsageError(what, hint="deploy.py ps lists the jobs")
+    return UsageError(what, hint=f"for the newest job: deploy.py {command} {newest}; deploy.py ps lists the others")
 
 
 def _access(record: JobRecord, **access: Any) -> dict[str, Any]:

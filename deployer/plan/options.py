@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,9 @@ def read_config(options: Options, *, tell: Callable[[str], None] = lambda note: 
             _check(config)
     else:
         config, given = _read_file(options.config, options, tell=tell)
+        if "run.name" not in given:  # ids that all begin with `run` would tell nobody what runs
+            config = replace(config, run=replace(config.run, name=run_name(Path(options.config).stem, config.run.name)))
+            given |= {"run.name"}
     command = Command(options.command, options.torchrun) if options.command else None
     if command is None and config.script:
         command = Command(("python", config.script, *config.args), config.torchrun)
@@ -128,9 +131,9 @@ def _config_of_command(options: Options) -> Config:
     return Config(run=RunConfig(name=run_name(stem)), target=TargetConfig())
 
 
-def run_name(text: str) -> str:
-    """The text as the name of a run."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:100] or "job"
+def run_name(stem: str, other: str = "job") -> str:
+    """The name of a run after a file; `other` where the file's has no letter that a name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:100] or other
 
 
 # --- what is right at a glance ----------------------------------------------------------------------------------------

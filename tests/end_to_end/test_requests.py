@@ -78,7 +78,7 @@ def test_trainer_of_the_project_is_sent_what_was_given(ferry: Ferry) -> None:
     done = ferry.run("a.py", "run.export=false", *options)
     assert done.returncode == 3, done.stderr.decode()
     decided = {"gpu_ranks": [0], "train_backend": "auto", "device": "cpu"}
-    given = {"target": decided, "train": {"steps": 200, "seed": 5}, "run": {"export": False}}
+    given = {"target": decided, "train": {"steps": 200, "seed": 5}, "run": {"name": "a", "export": False}}
     assert yaml.safe_load(done.stdout) == given
     request = {"command": [], "torchrun": False, "own_trainer": True, "given_alone": True}
     assert plan_of(ferry)["request"] == {**request, "overrides": ["target.max_runtime_s=3600.0"]}

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -320,6 +321,8 @@ def train(config: Config, run_dir: Path | None, *, debug: bool) -> int:
         os.environ.setdefault(name, value)
     startup = Startup.of_process(os.environ)
     startup.enter("imports")
+    if os.environ.get("RANK", "0") == "0":
+        startup.watch(partial(write_line, sys.stdout))
     from trainer.start.rank import run_rank  # imports torch
 
     return run_rank(config, run_dir, debug=debug, startup=startup)

@@ -42,7 +42,7 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8")
 
     def train(self, record: Record) -> None:
-        """One training step: `step, loss, grad_norm, lr, tokens, …`."""
+        """One training step: `step, steps, loss, grad_norm, lr, tokens, …`."""
         if self._write(record) and self._screen:
             self._screen.line(render_train(record, self.total_steps, self._seconds_left(record["step"])))
             self._screen.bar(record["step"], self.total_steps)

@@ -58,7 +58,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         f"{group}/{key.removeprefix('eval_')}": value
         for key, value in record.items()
-        if key != "step" and isinstance(value, int | float)
+        if key not in ("step", "steps") and isinstance(value, int | float)
     }
 
 

@@ -70,6 +70,7 @@ def train(
                     steps.restart_clock()
                 stopping = border.cross(step)
             steps.drain(at_end=True)
+            run.dist.startup.end_watch()  # where no step was left to do
         except NonFiniteError:  # on every rank at the same step, so the save under way can be waited for
             saver.finish()
             raise

@@ -93,6 +93,7 @@ class Reader:
         mfu = None if run.peak_flops is None else run.flops.per_token(window.mean_length) * speed / run.peak_flops
         record: Record = {
             "step": late.step,
+            "steps": run.data.train.total_steps,
             "loss": window.loss,
             **window.mean_terms(),
             "grad_norm": norm,

@@ -58,6 +58,12 @@ def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]
     return _gpus_of(query, timeout_s) if query else []
 
 
+def ask(env: Dict[str, str], fields: str) -> Optional[str]:
+    """What nvidia-smi says of them, a GPU a line; None without nvidia-smi. AgentError when it fails or hangs."""
+    query = _start(env, fields, _CSV)
+    return _finish(query) if query else None
+
+
 def holders(env: Dict[str, str]) -> List[Holder]:
     """The processes that compute on the GPUs, as far as this session may see them."""
     query = _start(env, _APP_FIELDS, _CSV)

@@ -37,6 +37,19 @@ class Wanted(NamedTuple):
     """The option of the job that does without."""
 
 
+class GpuLoad(NamedTuple):
+    """What a GPU does now; None for what its driver does not tell."""
+
+    label: str
+    name: str = ""
+    use_percent: Optional[float] = None
+    memory_used_mib: Optional[float] = None
+    memory_total_mib: Optional[float] = None
+    power_w: Optional[float] = None
+    power_limit_w: Optional[float] = None
+    temperature_c: Optional[float] = None
+
+
 class Claim(NamedTuple):
     """What one job holds, or waits for."""
 

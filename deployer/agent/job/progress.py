@@ -6,14 +6,18 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 import re
 import time
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple, Type, TypeVar
 
 from ..host.files import open_regular
 from ..host.layout import ALONE, CHECKPOINT_MARKER, GroupName, Job
-from ..host.typed import Damage, parse
+from ..host.typed import Damage, from_json, load_json, parse
 from ..logs.read import Chosen, last_lines, log_names, log_path
 from .plan import Plan, is_trainer
 
+RECENT = 16
+"""Lines of the metrics that a step's time is of."""
+MOST = 1e15
+"""Beyond it a number of the metrics is none."""
 MAX_LINE = 300
 """Characters of a log line that are kept in a status."""
 _STEP = re.compile(r"step_(\d+)\Z")
@@ -24,6 +28,18 @@ class _Metrics(NamedTuple):
     """What is looked at of a line of metrics.jsonl."""
 
     step: Optional[int] = None
+
+
+class Recent(NamedTuple):
+    """What the last lines of metrics.jsonl say."""
+
+    step: Optional[int] = None
+    steps: Optional[int] = None
+    """How many there will be."""
+    loss: Optional[float] = None
+    """The last one of a training step."""
+    step_s: Optional[float] = None
+    """Seconds of a step, over the recent ones."""
 
 
 class Mark(NamedTuple):
@@ -63,14 +79,53 @@ def silent_s(job: Job, attempt: int) -> Optional[float]:
 
 def last_metrics(job: Job) -> Optional[str]:
     """The last whole line of metrics.jsonl."""
+    lines = _last_lines(job)
+    return lines[-1].decode("utf-8", "replace") if lines else None
+
+
+def recent(job: Job) -> Recent:
+    """A value that is none of its type is as if it were not there: a program may write its own metrics."""
+    lines = _last_lines(job)
+    records = list(filter(None, map(_record_of, lines[-RECENT:])))
+    steps = [record for record in records if "loss" in record]
+    last = steps[-1] if steps else {}
+    # a first step holds compilation and warm-up
+    usual = [record for record in steps if "start_s" not in record] or steps
+    times = [seconds for seconds in (value_of(record, "step_s", float) for record in usual) if seconds is not None]
+    step = value_of(_record_of(lines[-1]), "step", int) if lines else None
+    mean_s = sum(times) / len(times) if times else None
+    return Recent(step, value_of(last, "steps", int), value_of(last, "loss", float), mean_s)
+
+
+def _last_lines(job: Job) -> List[bytes]:
+    """The last whole lines of metrics.jsonl; the first of them may lack its beginning."""
     try:
         with open_regular(job.metrics) as f:
             f.seek(0, os.SEEK_END)
             f.seek(max(0, f.tell() - 8192))
-            lines = f.read().split(b"\n")[:-1]
+            return f.read().split(b"\n")[:-1]
     except OSError:
+        return []
+
+
+def _record_of(line: bytes) -> Dict[str, Any]:
+    """Empty for a line that is none."""
+    try:
+        return from_json(load_json(line), Dict[str, Any])
+    except Damage:
+        return {}
+
+
+N = TypeVar("N", int, float)
+
+
+def value_of(record: Dict[str, Any], name: str, kind: Type[N]) -> Optional[N]:
+    """None also for what is no number that one can reckon with."""
+    try:
+        value = from_json(record.get(name), kind)
+    except Damage:
         return None
-    return lines[-1].decode("utf-8", "replace") if lines else None
+    return value if abs(value) < MOST else None
 
 
 def last_step(job: Job) -> Optional[int]:

@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: both ends use it.
 
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
-from ..gpus.view import QueueView
+from ..gpus.view import GpuLoad, QueueView
 from .status import State, Status
 
 
@@ -115,3 +115,48 @@ class Row(NamedTuple):
     host: Optional[str] = None
     """Where its supervisor runs or ran."""
     step: Optional[int] = None
+    steps: Optional[int] = None
+    """How many there will be."""
+    loss: Optional[float] = None
+    step_s: Optional[float] = None
+    """Seconds of a recent step."""
+    command: str = ""
+    """The beginning of a program's words; empty for the trainer."""
+    ran_s: Optional[float] = None
+    """How long its last attempt has run, or ran, by the host's clock."""
+
+
+class GlanceRequest(NamedTuple):
+    """A look at one job, by one who knows what an earlier look has shown."""
+
+    job: str
+    metrics_file: str = ""
+    metrics_from: int = 0
+    log_mark: str = ""
+    whole: bool = False
+    """The last line of the metrics too, with all that stands in it."""
+
+
+class NewMetrics(NamedTuple):
+    """What has come to metrics.jsonl: some numbers of some of its lines."""
+
+    records: Tuple[Dict[str, float], ...] = ()
+    file: str = ""
+    to: int = 0
+    """Where the next look begins."""
+    anew: bool = False
+    """What was known before is of another file."""
+
+
+class Glance(NamedTuple):
+    """A job, its host's GPUs, and what is new."""
+
+    row: Row
+    gpus: Tuple[GpuLoad, ...] = ()
+    no_gpus: str = ""
+    """Why there are none."""
+    metrics: NewMetrics = NewMetrics()
+    log: Optional[str] = None
+    """Its last lines; None where they are as before."""
+    log_mark: str = ""
+    latest: Optional[str] = None

@@ -4,7 +4,9 @@ connects next, and what an ended one left over is ended.
 Stdlib only, Python 3.8: this package runs on the host.
 """
 
+import calendar
 import os
+import shlex
 import time
 from typing import List, Optional, Sequence, Tuple
 
@@ -26,6 +28,8 @@ from ..job.views import JobView, OfJob, Row
 from ..supervisor import start
 from ..wire.conversation import Call
 
+MAX_COMMAND = 200
+"""Characters of a program's words that a row has."""
 GONE_S = 10.0
 """A supervisor that has written its last word may take so long to be gone."""
 
@@ -94,15 +98,16 @@ def list_jobs(root: Root) -> List[Row]:
     has lost its folder is listed as long as it runs."""
     look = Look()
     jobs = {job.id: job for job in [*map(root.job, look.job_ids(root)), *root.all_jobs()]}
-    return sorted((_row(job, look) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
+    return sorted((row_of(job, look) for job in jobs.values()), key=lambda row: (row.created, row.id), reverse=True)
 
 
-def _row(job: Job, look: Look) -> Row:
+def row_of(job: Job, look: Look) -> Row:
     try:
         status = judge(job, look)
     except OSError as e:
         status = Status(LOST, code=TOOL_FAILED, reason="the job folder is broken: %s" % e)
-    plan, age_s, damage = _known(job)
+    plan, age_s, now_s, damage = _known(job)
+    recent = progress.recent(job)
     return Row(
         job.id,
         status.state,
@@ -123,22 +128,50 @@ def _row(job: Job, look: Look) -> Row:
         gpus=gpus_of(plan, status),
         nproc=process_count(plan) if plan else None,
         host=status.supervisor.hostname if status.supervisor is not None else None,
-        step=progress.last_step(job),
+        step=recent.step,
+        steps=recent.steps,
+        loss=recent.loss,
+        step_s=recent.step_s,
+        command=_command_of(plan),
+        ran_s=_ran_s(status, now_s),
     )
 
 
-def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], str]:
-    """(the plan, seconds since the job was made, why its job.json is not understood)."""
+def _known(job: Job) -> Tuple[Optional[Plan], Optional[float], Optional[float], str]:
+    """(the plan, seconds since the job was made, the Unix time now, why its job.json is not understood)."""
     if not os.path.lexists(job.record):
-        return None, None, ""  # of a launch that has only begun
-    age_s = None
+        return None, None, None, ""  # of a launch that has only begun
+    age_s = now_s = None
     try:
         record = read_record(job)
         if record.created_at is not None:
-            age_s = max(0.0, time.time() - record.created_at)
-        return plan_of(job, record), age_s, ""
+            now_s = time.time()
+            age_s = max(0.0, now_s - record.created_at)
+        return plan_of(job, record), age_s, now_s, ""
     except Damage as damage:
-        return None, age_s, str(damage)
+        return None, age_s, now_s, str(damage)
+
+
+def _command_of(plan: Optional[Plan]) -> str:
+    """The beginning of a program's words; a trainer has its name."""
+    return " ".join(map(shlex.quote, plan.request.command))[:MAX_COMMAND] if plan else ""
+
+
+def _ran_s(status: Status, now_s: Optional[float]) -> Optional[float]:
+    """How long its last attempt has run, or ran; when a lost one ended nobody knows."""
+    if status.state == LOST:
+        return None
+    began_s = _unix_s(status.started_at)
+    ended_s = _unix_s(status.ended_at) if status.state in FINAL else now_s
+    return max(0.0, ended_s - began_s) if began_s is not None and ended_s is not None else None
+
+
+def _unix_s(then: Optional[str]) -> Optional[float]:
+    """The time that stands in a record as `status.utc` writes it."""
+    try:
+        return calendar.timegm(time.strptime(then or "", "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return None
 
 
 # --- without a supervisor ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,9 +18,13 @@ from deployer.commands.options import (
     at_a_place,
     find_host,
     host_of,
+    id_of,
 )
 from deployer.commands.values import parse_duration, parse_ports, parse_size
 from deployer.errors import UsageError
+
+if TYPE_CHECKING:
+    from deployer.connection.host import Host
 
 BARE = click.option("--bare", is_flag=True, help="Without the job's environment.")
 
@@ -42,7 +46,8 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any
     $TORCHFERRY_RUN_DIR. Secrets of the job come from this shell, as far as they are set here: they are kept nowhere.
     The command is no part of the job: a stop leaves it alone.
 
-    Without an ID and a host it runs on this machine, in the home folder.
+    With a host and no ID it runs in the home folder there; without both beside the job that was launched last from
+    here.
     """
     from deployer.commands.host import exec as command
 
@@ -51,9 +56,8 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any
         raise UsageError("the command comes after --", hint=f"deploy.py exec {job_id} -- {shlex.join(words)}")
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
-    host, record = find_host(job_id, **place)
-    secrets = record.secrets if record else ()
-    sys.exit(command.execute(host, record.job_id if record else job_id, program, bare=bare, secrets=secrets))
+    host, found, secrets = _find_place(job_id, **place)
+    sys.exit(command.execute(host, found, program, bare=bare, secrets=secrets))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -63,13 +67,22 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any
 def shell(job_id: str | None, bare: bool, **place: Any) -> None:
     """Open a shell on a job's host, in the job's code folder.
 
-    It has the job's environment, as a command of exec has.
+    It has the job's environment, as a command of exec has. With a host and no ID it opens in the home folder there;
+    without both beside the job that was launched last from here.
     """
     from deployer.commands.host import exec as command
 
+    host, found, secrets = _find_place(job_id, **place)
+    sys.exit(command.shell(host, found, bare=bare, secrets=secrets))
+
+
+def _find_place(job_id: str | None, **place: Any) -> tuple[Host, str | None, tuple[str, ...]]:
+    """A host, the job beside which something runs there (none where a host alone is named), and the names of the
+    secrets that this client gave it."""
+    if job_id is None and (place["ssh"] is not None or place["root"] is not None):
+        return host_of(**place), None, ()
     host, record = find_host(job_id, **place)
-    secrets = record.secrets if record else ()
-    sys.exit(command.shell(host, record.job_id if record else job_id, bare=bare, secrets=secrets))
+    return host, id_of(job_id, record), record.secrets if record else ()
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -85,6 +98,7 @@ def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **pl
       deploy.py tunnel ID 8888          127.0.0.1:8888 here is 127.0.0.1:8888 on the job's host
       deploy.py tunnel ID 9000:8888     9000 here, 8888 there
       deploy.py tunnel ID 0:8888        any free port here
+      deploy.py tunnel 8888             of the job that was launched last from here
       deploy.py tunnel --ssh HOST 8888  without a job
 
     It listens on the loopback interface alone, takes many connections at once, and connects again when the network
@@ -92,12 +106,10 @@ def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **pl
     """
     from deployer.commands.host import tunnel as command
 
-    of_host = ports is None and (place["ssh"] is not None or place["root"] is not None)
-    if ports is None and not of_host:
+    if ports is None and not job_id.replace(":", "").isdigit():
         raise UsageError("which port?", hint=f"deploy.py tunnel {job_id} 8888")
     wanted = parse_ports(job_id if ports is None else ports)
-    host, record = find_host(None if of_host else job_id, **place)
-    found = None if of_host else record.job_id if record else job_id
+    host, found, _ = _find_place(None if ports is None else job_id, **place)
     sys.exit(command.tunnel(host, found, wanted, give_up_s=give_up_s, as_json=as_json))
 
 

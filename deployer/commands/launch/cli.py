@@ -22,6 +22,8 @@ from deployer.commands.options import (
     entrance,
     find_host,
     hosts_of,
+    id_of,
+    name_one,
     with_access,
     with_limits,
     with_results,
@@ -112,7 +114,7 @@ def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @at_a_place
 @with_keys(JOB, resume=True)
@@ -120,10 +122,11 @@ def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
 @with_limits(resume=True)
 @GIVE_UP
 @JSON
-def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
+def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
     """Start a job that has ended again, from its newest checkpoint.
 
-    Same id, same code, from its newest complete checkpoint; a program of your own as it is.
+    Same id, same code, from its newest complete checkpoint; a program of your own as it is. Without ID the job that was
+    launched last from here.
 
     \b
       deploy.py resume ID                     after a failure, a stop, a reboot
@@ -134,13 +137,15 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
     ways = {name: options.pop(name) for name in ("detach", "as_json")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}
+    if job_id is not None and "=" in job_id:  # which no id has
+        overrides, job_id = (job_id, *overrides), None
     host, record = find_host(job_id, **place)
     from deployer.commands.launch import resume as command
 
     sys.exit(
         command.resume(
             host,
-            record.job_id if record else job_id,
+            id_of(job_id, record),
             overrides=overrides,
             changes=changes,
             give_up_s=give_up_s,
@@ -252,11 +257,11 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
 
     how = {name: options.pop(name) for name in ("grace_s", "force", "as_json")}
     if every == bool(job_ids):
-        raise UsageError("name the jobs to stop, or give --all", hint="deploy.py ps lists them")
+        raise name_one("name the jobs to stop, or give --all", "stop")
     if every:
         sys.exit(command.stop_all(hosts_of(**options), yes=yes, **how))
     found = [(job_id, *find_host(job_id, **options)) for job_id in dict.fromkeys(job_ids)]
-    sys.exit(command.stop([(host, record.job_id if record else job_id) for job_id, host, record in found], **how))
+    sys.exit(command.stop([(host, id_of(job_id, record)) for job_id, host, record in found], **how))
 
 
 COMMANDS = (run, resume, repeat, stop)

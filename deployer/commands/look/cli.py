@@ -21,6 +21,9 @@ from deployer.commands.options import (
     at_a_place,
     find_host,
     hosts_of,
+    id_of,
+    known_jobs,
+    name_one,
 )
 from deployer.commands.values import Seconds, parse_duration, parse_path, parse_since, parse_size
 from deployer.errors import UsageError
@@ -53,19 +56,43 @@ def ps(show_all: bool, every_s: float | None, as_json: bool, **place: Any) -> No
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
 @JSON
-def status(job_id: str, as_json: bool, **place: Any) -> None:
-    """Show one job: its true state, metrics, what to do next."""
+def status(job_id: str | None, as_json: bool, **place: Any) -> None:
+    """Show one job: its true state, metrics, what to do next.
+
+    Without ID the job that was launched last from here.
+    """
     from deployer.commands.look import status as command
 
     host, record = find_host(job_id, **place)
-    command.status(host, record.job_id if record else job_id, as_json=as_json)
+    command.status(host, id_of(job_id, record), as_json=as_json)
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_id", metavar="[ID]", required=False)
+@at_a_place
+@JSON
+def top(job_id: str | None, as_json: bool, **place: Any) -> None:
+    """Watch a job live: GPUs, loss and speed, the end of its log.
+
+    Without ID the job that was launched last from here. The arrow keys, or j and k, go to the other jobs, s stops a
+    job, f fetches its results as pull does, q leaves. With --json one look, for a script.
+    """
+    host, record = find_host(job_id, **place)
+    from deployer.commands.top import show as command
+
+    first = command.Entry(host, id_of(job_id, record), record.results if record else None)
+    if as_json:
+        command.snapshot(first)
+        return
+    others = [command.Entry(at, r.job_id, r.results) for at, r in known_jobs(**place) if r.job_id != first.job_id]
+    command.top([first, *others])
+
+
+@click.command(cls=Command, context_settings=CONTEXT)
+@click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
 @click.option("-f", "--follow/--no-follow", "follow", default=None, help="Go on until the job ends [when it runs].")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin at the last N lines of each rank.")
@@ -78,14 +105,17 @@ def status(job_id: str, as_json: bool, **place: Any) -> None:
 @click.option("--raw", is_flag=True, help="One rank's bytes, unchanged for a file or a pipe.")
 @click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
 @GIVE_UP
-def logs(job_id: str, give_up_s: float, **options: Any) -> None:
-    """Show a job's log, and follow it while it runs."""
+def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
+    """Show a job's log, and follow it while it runs.
+
+    Without ID of the job that was launched last from here.
+    """
     from deployer.commands.look import logs as command
 
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     host, record = find_host(job_id, **place)
     wanted = command.Wanted(**options)
-    sys.exit(command.logs(host, record.job_id if record else job_id, wanted, give_up_s=give_up_s))
+    sys.exit(command.logs(host, id_of(job_id, record), wanted, give_up_s=give_up_s))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -127,7 +157,7 @@ def report(run: str, output: str | None, as_json: bool, **place: Any) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("paths", metavar="[PATH]...", nargs=-1)
 @at_a_place
 @click.option("--checkpoints", is_flag=True, help="Every complete checkpoint too.")
@@ -139,7 +169,7 @@ def report(run: str, output: str | None, as_json: bool, **place: Any) -> None:
 @click.option("--streams", type=click.IntRange(1, 16), metavar="N", help="Connections [4 for more than 32 MB].")
 @JSON
 def pull(
-    job_id: str,
+    job_id: str | None,
     paths: tuple[str, ...],
     checkpoints: bool,
     checkpoint: str | None,
@@ -153,6 +183,7 @@ def pull(
 ) -> None:
     """Bring a job's results home, or what PATH names.
 
+    Without ID those of the job that was launched last from here; before a PATH the ID must stand.
     Results are metrics, logs, the exported model, and what --out named.
     A pull that was broken off goes on where it stopped, every byte is compared with the host's by its hash, and a
     checkpoint appears whole or not at all.
@@ -174,14 +205,14 @@ def pull(
         paths=tuple(map(_path_of_job, paths)),
     )
     host, record = find_host(job_id, **place)
-    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
+    folder = target or (record.results if record else None)
     words = ["" if record or not place["ssh"] else f"--ssh {shlex.quote(place['ssh'])}"]
     words += ["" if record or not place["root"] else f"--remote-root {shlex.quote(place['root'])}"]
     words += [f"--to {shlex.quote(target)}" if target else ""]
     sys.exit(
         command.pull_job(
             host,
-            job_id,
+            id_of(job_id, record),
             target=Path(folder) if folder else None,
             wish=wish,
             every_s=every_s if watch else None,
@@ -282,11 +313,11 @@ def forget(job_ids: tuple[str, ...], ssh: str | None, root: str | None, yes: boo
     from deployer.commands.look import forget as command
 
     if bool(job_ids) == (ssh is not None or root is not None):
-        raise UsageError("forget takes ids of jobs, or --ssh HOST", hint="deploy.py ps lists the jobs")
+        raise name_one("forget takes ids of jobs, or --ssh HOST", "forget")
     if job_ids:
         command.forget_jobs(job_ids, yes=yes, as_json=as_json)
     else:
         command.forget_host(ssh, root, yes=yes, as_json=as_json)
 
 
-COMMANDS = (ps, history, status, logs, plot, report, tensorboard, pull, push, forget)
+COMMANDS = (ps, top, history, status, logs, plot, report, tensorboard, pull, push, forget)

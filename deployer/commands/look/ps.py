@@ -5,20 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from deployer import terminal
-from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
-from deployer.commands.in_words import UNREACHABLE, age_of, state_of
+from deployer.commands.rows import columns_of, in_order, row_as_json, style_of
 from deployer.connection.host import Host
 from deployer.errors import FerryError, UsageError
 from deployer.jobs.registry import SeenJob, note_damage, read_records
 from deployer.jobs.roster import Asker, ask_all, rows_of
-from deployer.printable import Shown, cells, shown
+from deployer.printable import shown
 
 SHOWN_ENDED = 20
-COLUMNS = cells("ID", "STATE", "GPUS", "STEP", "AGE", "WHERE")
 
 
 def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
@@ -27,9 +24,9 @@ def ps(hosts: Sequence[Host], *, show_all: bool, as_json: bool) -> None:
     if as_json:
         terminal.say_json([row_as_json(row) for row in rows])
     else:
-        rows = rows if show_all else without_old(rows)
+        rows = in_order(rows if show_all else without_old(rows))
         if rows:
-            terminal.table(COLUMNS, [_cells(row) for row in rows])
+            terminal.table(*columns_of(rows, terminal.width()), [*map(style_of, rows)])
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, FerryError):
             terminal.notice(shown(f"{host.name} cannot be asked: {answer.message}"))
@@ -47,20 +44,6 @@ def without_old(rows: Sequence[SeenJob]) -> list[SeenJob]:
     return [row for row in rows if row not in ended[:-SHOWN_ENDED]]
 
 
-NULL_AT_FIRST = "reason", "on_host", "attempt", "max_attempts", "damaged"
-"""What a script reads as null while there is nothing to say."""
-
-
-def row_as_json(row: SeenJob) -> dict[str, Any]:
-    """For a script."""
-    job = to_json(row.job)
-    told = {**job, **{name: job[name] or None for name in NULL_AT_FIRST}, "where": row.where, "seen_at": row.seen_at}
-    if not row.trouble:
-        return told
-    last_state = row.job.state if row.seen_at is not None else None
-    return {**told, "state": UNREACHABLE, "last_state": last_state, "reason": row.trouble}
-
-
 def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
     """The table of `ps`, drawn anew every `every_s` seconds until it is interrupted. A host that is slow or gone keeps
     no other one waiting."""
@@ -69,23 +52,18 @@ def watch(hosts: Sequence[Host], *, show_all: bool, every_s: float) -> None:
     askers = [Asker(host) for host in hosts]
     records = read_records()
     try:
-        with terminal.live_table(COLUMNS) as draw:
+        with terminal.live_table() as draw:
             while True:
                 for asker in askers:
                     asker.ask()
                 deadline = time.monotonic() + every_s
                 answers = [asker.wait(max(0.0, deadline - time.monotonic())) for asker in askers]
                 rows = rows_of(hosts, answers, records)
-                draw([_cells(row) for row in (rows if show_all else without_old(rows))])
+                rows = in_order(rows if show_all else without_old(rows))
+                draw(*columns_of(rows, terminal.width()), [*map(style_of, rows)])
                 time.sleep(max(0.0, deadline - time.monotonic()))
     except KeyboardInterrupt:
         pass
     finally:
         for asker in askers:
             asker.close()
-
-
-def _cells(row: SeenJob) -> tuple[Shown, ...]:
-    job = row.job
-    step = "-" if job.step is None else job.step
-    return cells(job.id, state_of(row), ",".join(job.gpus) or "-", step, age_of(row), row.where)

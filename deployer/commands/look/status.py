@@ -11,7 +11,7 @@ from deployer.agent.host.typed import Damage, from_json, load_json, to_json
 from deployer.agent.job.status import FINAL, status_to_json
 from deployer.agent.job.views import JobView
 from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
-from deployer.commands.look.ps import row_as_json
+from deployer.commands.rows import row_as_json
 from deployer.commands.screen import missed_lines, next_commands
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection

@@ -21,7 +21,6 @@ LINES = [  # what is typed, and what is to be typed here
     ("ls -a", "ps --all"),
     ("queue gpu-box", "ps --ssh gpu-box"),
     ("squeue -u me", "ps (without -u me)"),
-    ("top", "ps --watch"),
     ("cancel job-1", "stop job-1"),
     ("scancel 12 13", "stop 12 13"),
     ("kill -9 job-1", "stop --force job-1"),

@@ -144,15 +144,22 @@ def test_state_in_the_words_of_the_table(row: Row, expected: str) -> None:
 
 
 def test_age_is_by_the_hosts_clock_and_the_step_by_its_metrics(ferry: Ferry) -> None:
-    job = make_job(ferry.root, "old", make_plan(python("pass")))  # its plan was made by a client of another time
+    plan = make_plan(python("pass"), request={"command": ["python", "-c", "pass"]})
+    job = make_job(ferry.root, "old", plan)  # its plan was made by a client of another time
     record = json.loads(Path(job.record).read_text())
     Path(job.record).write_text(json.dumps({**record, "created_at": time.time() - 7300}))
-    Path(job.metrics).write_text('{"step": 340}\n')
-    end_of(start(job, make_plan(python("pass"))))
+    Path(job.metrics).write_text('{"step": 340, "steps": 340, "loss": 2.50001, "step_s": "odd"}\n')
+    end_of(start(job, plan))
     shown = ferry.run("ps", *ferry.where()).stdout.decode().splitlines()
     assert all(line == line.rstrip() for line in shown)
-    assert shown[0].split() == ["ID", "STATE", "GPUS", "STEP", "AGE", "WHERE"]
-    assert shown[1].split() == ["old", "succeeded", "-", "340", "2h", "this", "machine"]
+    assert shown[0].split() == ["ID", "STATE", "COMMAND", "GPUS", "STEP", "LOSS", "ELAPSED", "ETA", "WHERE"]
+    words = re.split("  +", shown[1])
+    assert words[:2] == ["old", "succeeded"] and words[2].endswith("-c pass")
+    assert words[3:6] == ["-", "340/340", "2.5"] and re.fullmatch(r"\d+s", words[6]), "it ran as long as it ran"
+    assert words[7:] == ["-", "this machine"]
+    (row,) = json.loads(ferry.run("ps", "--json", *ferry.where()).stdout)
+    assert row["age_s"] > 7300 > row["ran_s"] and row["command"].endswith("-c pass")
+    assert (row["steps"], row["loss"], row["step_s"], row["left_s"]) == (340, 2.50001, None, None)
 
 
 def test_status_on_a_narrow_terminal_breaks_no_path(ferry: Ferry) -> None:
@@ -186,7 +193,7 @@ def test_live_table_follows_a_job_and_ends_with_ctrl_c(ferry: Ferry) -> None:
     def shows(state_word: str) -> bool:
         nonlocal seen
         seen += os.read(terminal, 65536).decode()
-        return re.search(rf"{job_id} +{state_word}", seen) is not None
+        return re.search(rf"{job_id} +\x1b\[\d+m{state_word}", seen) is not None  # in its colour
 
     wait_for(lambda: shows("running"))
     finish(ferry, job_id)

@@ -195,3 +195,19 @@ def test_what_a_trainer_job_requires_is_what_the_project_declares():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML reader")
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     assert set(TRAINER_REQUIRES) <= {*project["dependencies"], *project["optional-dependencies"]["train"]}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "name"),
+    [
+        ("sft of Ann.yaml", "target: {device: cpu}", "sft-of-Ann"),
+        ("sft.yaml", "run: {name: mine}", "mine"),
+        ("sft.yaml", "run: {name: run}", "run"),
+        ("a.py", "from trainer.schema import Config\nconfig = Config()", "a"),
+        ("ü.yaml", "target: {device: cpu}", "run"),
+    ],
+)
+def test_run_without_a_name_is_named_after_its_config(tmp_path, file, text, name):
+    (tmp_path / file).write_text(text)
+    assert read_config(Options(config=str(tmp_path / file))).config.run.name == name
+    assert read_config(Options(config=str(tmp_path / file), overrides=("run.name=given",))).config.run.name == "given"

@@ -107,11 +107,22 @@ def test_ranks_reproduce_the_losses_and_norms_of_one_process(alone, rows, tmp_pa
 
 
 def test_records_have_the_documented_keys(alone):
-    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s_per_gpu", "mfu", "step_s", "data_wait_s"}
+    keys = {
+        "step",
+        "steps",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s_per_gpu",
+        "mfu",
+        "step_s",
+        "data_wait_s",
+    }
     assert set(alone[1]) == keys | {"mem_gib", "epoch"}
     assert [record["step"] for record in alone if "loss" in record] == list(range(1, STEPS + 1))
     assert [record["step"] for record in alone if "eval_loss" in record] == [0, 4, 8]
-    assert alone[1]["mfu"] is None
+    assert (alone[1]["mfu"], alone[1]["steps"]) == (None, STEPS)
 
 
 def test_log_every_averages_over_the_window(alone, rows, tmp_path):

@@ -294,7 +294,10 @@ def test_step_to_trace_that_lies_before_a_resume_is_noted(rows, tmp_path, capsys
 
 
 def test_record_becomes_grouped_numbers():
-    assert numbers_of({"step": 3, "loss": 2.0, "mfu": None, "tokens": 5}) == {"train/loss": 2.0, "train/tokens": 5}
+    assert numbers_of({"step": 3, "steps": 9, "loss": 2.0, "mfu": None, "tokens": 5}) == {
+        "train/loss": 2.0,
+        "train/tokens": 5,
+    }
     assert numbers_of({"step": 3, "eval_loss": 2.0, "eval_s": 0.1}) == {"eval/loss": 2.0, "eval/s": 0.1}
 
 

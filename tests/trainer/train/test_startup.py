@@ -40,6 +40,28 @@ def test_startup_is_told_at_the_first_step_only():
     assert (startup.finish(), startup.report) == (None, report)
 
 
+def test_phase_that_lasts_is_told_while_it_lasts():
+    now, told = [100.0], []
+    startup = Startup(100.0, clock=lambda: now[0])
+    startup.enter("imports")
+    startup.watch(told.append, every_s=0.001)
+    for phase, at_s in (
+        ("imports", 104.9),
+        ("imports", 105.2),
+        ("imports", 114.0),
+        ("imports", 116.0),
+        ("weights", 130.0),
+    ):
+        if phase == "weights":
+            startup.enter("weights")  # at 116
+        now[0] = at_s
+        time.sleep(0.2)
+    startup.finish()
+    now[0] = 900.0
+    time.sleep(0.1)
+    assert told == ["starting, 5 s: imports", "starting, 16 s: imports", "starting, 14 s: weights"]
+
+
 def test_startup_without_a_beginning_notes_nothing():
     startup = Startup()
     startup.enter("data")

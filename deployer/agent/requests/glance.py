@@ -1,0 +1,106 @@
+"""One job at a glance, for who looks again and again: how it is, what its GPUs do, and what is new since the last look,
+in few bytes.
+
+Stdlib only, Python 3.8: this package runs on the host.
+"""
+
+import os
+import re
+import zlib
+from typing import Any, Dict, List, Tuple
+
+from ..gpus.load import read_load
+from ..gpus.view import GpuLoad
+from ..host import environment
+from ..host.errors import AgentError
+from ..host.files import open_regular
+from ..host.layout import Job, Root
+from ..host.marks import Look
+from ..host.typed import Damage, from_json, load_json, to_json
+from ..job import progress
+from ..job.views import Glance, GlanceRequest, NewMetrics
+from ..logs.read import Chosen, last_lines
+from ..wire.conversation import Call
+from .jobs import find_folder, row_of
+
+READ_BYTES = 8 << 20
+"""Of metrics that are longer only so much of the end is read at a time."""
+FIRST_RECORDS, NEXT_RECORDS = 120, 10
+"""So many of them go over the wire: at first, and at each further look."""
+MAX_RECORD = 64 << 10
+KEYS = ("step", "loss", "eval_loss", "tokens_per_s_per_gpu", "tokens_per_s")
+LOG_LINES, LOG_LINE, LOG_CHARACTERS = 40, 200, 2500
+
+
+def glance(root: Root, call: Call) -> None:
+    asked = call.read(GlanceRequest)
+    job = find_folder(root, asked.job, kind="unknown_job")
+    row = row_of(job, Look())
+    gpus, no_gpus = _gpus()
+    log = _log(job)
+    mark = "%08x" % zlib.crc32(log.encode("utf-8", "surrogatepass"))
+    latest = progress.last_metrics(job) if asked.whole else None
+    found = Glance(
+        row,
+        gpus,
+        no_gpus,
+        _new_metrics(job, asked.metrics_file, asked.metrics_from),
+        log=None if mark == asked.log_mark else log,
+        log_mark=mark,
+        latest=latest,
+    )
+    call.send_event("glance", to_json(found, sparse=True))
+
+
+def _gpus() -> Tuple[Tuple[GpuLoad, ...], str]:
+    """(the host's, why there are none)."""
+    env = environment.job_environment(dict(os.environ), environment.container_env())
+    try:
+        loads = read_load(env)
+    except AgentError as error:
+        return (), str(error)[:200]
+    return loads, "" if loads else "this host has none"
+
+
+def _new_metrics(job: Job, file: str, start: int) -> NewMetrics:
+    """What stands in metrics.jsonl behind `start`, in whole lines and thinned; all of it where it is another file, for
+    a run that goes on from an earlier step writes it anew."""
+    try:
+        with open_regular(job.metrics) as f:
+            info = os.fstat(f.fileno())
+            anew = str(info.st_ino) != file or info.st_size < start
+            begin = max(0 if anew else start, info.st_size - READ_BYTES)
+            f.seek(begin)
+            data = f.read(READ_BYTES)
+    except OSError:
+        return NewMetrics(file="", to=0, anew=bool(file))
+    lines = data.split(b"\n")[:-1]
+    end = begin + data.rfind(b"\n") + 1
+    kept = _thinned(lines, FIRST_RECORDS if anew else NEXT_RECORDS)
+    records = tuple(filter(None, map(_numbers_of, kept)))
+    return NewMetrics(records, str(info.st_ino), end, anew)
+
+
+def _thinned(lines: List[bytes], most: int) -> List[bytes]:
+    """Some of them, at even distances, and the last one."""
+    if len(lines) <= most:
+        return lines
+    return [lines[(number + 1) * len(lines) // most - 1] for number in range(most)]
+
+
+def _numbers_of(line: bytes) -> Dict[str, float]:
+    """Empty for a line that is no record."""
+    try:
+        record = from_json(load_json(line, most=MAX_RECORD), Dict[str, Any])
+    except Damage:
+        return {}
+    values = {key: progress.value_of(record, key, float) for key in KEYS}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _log(job: Job) -> str:
+    """The last lines of its first rank, else of what came before the ranks."""
+    data = last_lines(job, Chosen(ranks={0}), LOG_LINES) or last_lines(job, Chosen(), LOG_LINES)
+    lines = re.split(r"[\r\n]+", data.decode("utf-8", "replace").rstrip("\r\n"))
+    text = "\n".join(line[:LOG_LINE] for line in lines[-LOG_LINES:])[-LOG_CHARACTERS:]
+    return text if len(text) < LOG_CHARACTERS else text.partition("\n")[2]
