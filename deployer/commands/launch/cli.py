@@ -93,7 +93,7 @@ def _file_of(
 ) -> tuple[str | None, tuple[str, ...]]:
     """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
     if config is not None and "=" in config and not Path(config).exists():
-        config, overrides = None, (config, *overrides)
+        overrides, config = (config, *overrides), None
     if config is None and not program:
         config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
         if config is not None:
