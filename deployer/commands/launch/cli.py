@@ -96,8 +96,7 @@ def _file_of(
 ) -> tuple[str | None, tuple[str, ...]]:
     """The file that is run, and the overrides. Where nothing is named, it is torchferry.yaml of this folder."""
     if config is not None and "=" in config and not Path(config).exists():
-        overrides = (config, *overrides)
-        config = None
+        overrides, config = (config, *overrides), None
     if config is None and not program:
         config = next((name for name in DEFAULT_FILES if Path(name).is_file()), None)
         if config is not None:
