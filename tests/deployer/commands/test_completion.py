@@ -95,7 +95,7 @@ def test_shell_completes_each_kind_of_word(offers: Offers) -> None:
     assert sorted(hosts) == sorted(["gpu-box", "root@box:22", "big", "quoted", "included", "later"])
     assert offers("torchferry ps --ssh me@bi") == ["me@big"]
     assert sorted(offers("torchferry my")) == ["my.yaml"]
-    assert offers("torchferry re") == ["resume"], "a folder of results is not in the way"
+    assert offers("torchferry re") == ["repeat", "resume"], "a folder of results is not in the way"
     assert offers("torchferry comp") == ["completion"] and offers("torchferry conf") == ["configs/"]
     assert offers("torchferry run configs/") == ["configs/one.py"]
     assert offers("torchferry my.yaml optim.le") == ["optim.learning_rate="]
