@@ -169,9 +169,9 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
     """Launch a job again as a new one, in whatever state it is.
 
     \b
-      deploy.py repeat ID                          the same files, words and options, on the same host
-      deploy.py repeat ID train.steps=200 --gpus 2  with other settings
-      deploy.py repeat ID --with-changes           this folder as it is now, by the same words
+      deploy.py repeat ID                            the same files, words and options, on the same host
+      deploy.py repeat ID train.steps=200 --gpus 2   with other settings
+      deploy.py repeat ID --with-changes             this folder as it is now, by the same words
 
     Without --with-changes nothing is sent: its host has the files. What a resume changed later is not repeated. Secrets
     are taken from this shell again, --env values from the host. Another host, by --ssh, needs --with-changes.
