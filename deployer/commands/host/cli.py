@@ -22,7 +22,8 @@ from deployer.errors import UsageError
 @click.argument("job_id", metavar="[ID]", required=False)
 @click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
-def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
+@JSON
+def execute(job_id: str | None, words: tuple[str, ...], as_json: bool, **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
 
     Without an ID and a host it runs on this machine, in the home folder.
@@ -35,7 +36,7 @@ def execute(job_id: str | None, words: tuple[str, ...], **place: Any) -> None:
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, record = find_host(job_id, **place)
-    sys.exit(command.execute(host, record.job_id if record else job_id, program))
+    sys.exit(command.execute(host, record.job_id if record else job_id, program, as_json=as_json))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

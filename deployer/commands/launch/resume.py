@@ -9,7 +9,6 @@ from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import Status
 from deployer.commands.launch.run import follow_through, tell_note
 from deployer.connection.host import Host
-from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
@@ -29,10 +28,8 @@ def resume(
 
     `changes`: fields of Options that the command line gives. `ways`: how it is followed, for `follow_through`.
     """
-    if ways["as_json"] and not ways["detach"]:
-        raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
-    record = _record(job, host)
+    record = record_of(job, host)
     plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
     record = record._replace(secrets=plan.secret_names)
     attempt = job.attempt + 1
@@ -46,7 +43,7 @@ def resume(
     return follow_through(start, host, record, bare=is_alone(plan), **ways)
 
 
-def _record(job: Resumable, host: Host) -> JobRecord:
+def record_of(job: Resumable, host: Host) -> JobRecord:
     """This client's record of the job; a new one for a job that was launched from elsewhere."""
     kept = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job.job_id, host.ssh, host.root)]
     if kept:

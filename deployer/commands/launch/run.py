@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,9 @@ from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.dry_run import files_line, show_plan
+from deployer.commands.launch.report import DETACHED, Report
 from deployer.commands.screen import (
+    LAST_LINES,
     Screen,
     ending_in_order,
     is_unread,
@@ -26,7 +27,7 @@ from deployer.commands.screen import (
 )
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.exit_codes import NOT_HOME, RUNS_ON
+from deployer.exit_codes import NOT_HOME
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
@@ -53,24 +54,22 @@ def run(
     **options: Any,
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`."""
-    if as_json and dry_run is None and not detach:
-        raise UsageError("--json goes with --dry-run or --detach")
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     asked = read_config(chosen, tell=tell_note)
     host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
-        _check_platform(host)
+        check_platform(host)
         host.prefetch()
-        _ask(unusual_project(Path.cwd()), yes=chosen.yes)
+        _ask(unusual_project(Path.cwd()), yes=chosen.yes, as_json=as_json)
         host.load()
     prepared = prepare(asked, options=chosen, project=Path.cwd())
     if dry_run is not None:
         _warn(prepared)
         show_plan(prepared, host, config=config, remote=dry_run == "remote", as_json=as_json)
         return 0
-    _ask(large_files(prepared.code), yes=chosen.yes)
+    _ask(large_files(prepared.code), yes=chosen.yes, as_json=as_json)
     _describe(prepared, host)
-    record = _record(prepared, host)
+    record = record_of(prepared, host, Path.cwd())
     return _launch(
         prepared,
         host,
@@ -88,7 +87,8 @@ def tell_note(note: str) -> None:
     terminal.notice(shown(f"note: {note}"))
 
 
-def _check_platform(host: Host) -> None:
+def check_platform(host: Host) -> None:
+    """UsageError for a job on this machine where it cannot run any."""
     if host.ssh is None and platform.system() != "Linux":
         raise UsageError(
             f"jobs on this machine need Linux, this is {platform.system()}",
@@ -96,11 +96,11 @@ def _check_platform(host: Host) -> None:
         )
 
 
-def _ask(question: Question | None, *, yes: bool) -> None:
-    """Has a person confirm what is surprising. UsageError without a terminal; a no ends the program."""
+def _ask(question: Question | None, *, yes: bool, as_json: bool) -> None:
+    """Has a person confirm what is surprising. UsageError where nobody can answer; a no ends the program."""
     if question is None or yes:
         return
-    if not sys.stdin.isatty():
+    if not terminal.has_person(as_json=as_json):
         raise UsageError(question.text, hint=question.hint)
     terminal.notice(shown(question.text), shown(f"({question.hint})"))
     terminal.confirm(shown("Ship it?"), declined=shown("nothing was shipped"))
@@ -116,9 +116,10 @@ def _warn(prepared: Prepared) -> None:
         terminal.notice(shown(f"warning: {warning}"))
 
 
-def _record(prepared: Prepared, host: Host) -> JobRecord:
+def record_of(prepared: Prepared, host: Host, project: Path) -> JobRecord:
+    """What this client notes of the job once it has started."""
     plan = prepared.plan
-    results = Path.cwd() / "results" / plan.job_id
+    results = project / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
     return JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport, plan.secret_names)
 
@@ -140,7 +141,7 @@ def _launch(
     plan = prepared.plan
 
     def start(screen: Screen, view: LogView | None) -> Status | None:
-        screen.keeps = lambda: _keep_left_out(prepared)
+        screen.keeps = lambda: keep_left_out(prepared, Path.cwd())
         return launch_and_follow(
             host.connect,
             plan,
@@ -159,11 +160,11 @@ def _launch(
     )
 
 
-def _keep_left_out(prepared: Prepared) -> None:
+def keep_left_out(prepared: Prepared, project: Path) -> None:
     """For the end of the job, which may miss it."""
     from deployer.jobs.left_out import left_out, note_left_out
 
-    note_left_out(prepared.plan.job_id, left_out(Path.cwd(), prepared.code.ignored.paths))
+    note_left_out(prepared.plan.job_id, left_out(project, prepared.code.ignored.paths))
 
 
 def follow_through(
@@ -181,56 +182,57 @@ def follow_through(
 
     `start` returns the final status, None once the host has acknowledged the job when it gets no view.
     """
-    screen, job_id = Screen(record), record.job_id
-    view = None if detach else log_view(bare=bare)
+    report = Report(host, record, Screen(record), as_json=as_json)
+    screen, job_id = report.screen, record.job_id
+    view = None if detach else log_view(bare=bare, as_json=as_json)
+
     with ending_in_order():
         try:
-            final = start(screen, view)
-            if final is None:
+            report.final = start(screen, view)
+            if report.final is None:
                 screen.close()
-                if as_json:
-                    terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
-                else:
+                if not as_json:
                     next_commands(job_id)
-                return 0
+                return report.say(0)
         except KeyboardInterrupt:
             if not screen.acknowledged or screen.stopping:
-                return screen.called_off()
-            screen.left_behind("", "detached")
-            return RUNS_ON
+                return report.leave("cancelled", screen.called_off())
+            return report.leave(DETACHED)
         except LostConnection as error:
             if not screen.acknowledged:
                 screen.remember()  # it may have been started: `ps` must know which host to ask
                 raise
-            screen.left_behind(f"gave up following: {error.message}")
-            return RUNS_ON
+            return report.leave(f"gave up following: {error.message}")
         except OSError as error:
             if not is_unread(error):
                 if not screen.acknowledged or screen.stopping:
                     raise
                 terminal.drop_unwritten()  # such as the log, where the disk is full
-                screen.left_behind(f"gave up following: {error.strerror or error}")
-                return RUNS_ON
-            leave_terminal()
-            if screen.acknowledged and not screen.stopping:
-                screen.left_behind("nobody reads the output any more")
-            else:
-                screen.called_off()
+                return report.leave(f"gave up following: {error.strerror or error}")
+            _leave_unread(screen)
             raise BrokenPipeError from error
         finally:
             screen.close()
-        return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
+        return report.say(_end(report, report.final, pulls=pulls, limit=pull_limit, was_shown=bare))
 
 
-def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
+def _leave_unread(screen: Screen) -> None:
+    leave_terminal()
+    if screen.acknowledged and not screen.stopping:
+        screen.left_behind("nobody reads the output any more")
+    else:
+        screen.called_off()
+
+
+def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
     """Brings the results of a job that has ended home and says how it ended; the exit code."""
-    lacks = ""
+    host, record, lacks = report.host, report.record, ""
     if pulls:
         try:
-            lacks = _bring_home(host, record, limit)
+            lacks = _bring_home(report, limit)
         except KeyboardInterrupt:
             terminal.notice(shown(""))
-            lacks = _not_home(record, "the results, or a part of them", "interrupted")
+            lacks = _not_home(report, "the results, or a part of them", "interrupted")
     with suppress(KeyboardInterrupt):  # what is told is told; the code stays
         tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
     if lacks:
@@ -238,24 +240,29 @@ def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: in
     return exit_code_of(final) or (NOT_HOME if lacks else 0)
 
 
-def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
+def _bring_home(report: Report, limit: int | None) -> str:
     """A line on what is not here afterwards; empty when all is."""
-    from deployer.commands.look.pull import bring_home  # a launch does not wait for what is needed after its job
+    from deployer.commands.look.pull import bring_home, left_as_json  # after the job: no launch waits for them
     from deployer.pull.choice import Wish
 
+    record = report.record
     try:
         wish = Wish(max_bytes=limit, stays=True)
-        return bring_home(host, record.job_id, target=Path(record.results), wish=wish)
+        pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), wish=wish)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        return _not_home(record, "the results", error)
+        return _not_home(report, "the results", error)
+    report.results, report.not_home = record.results, left_as_json(pulled.not_home)
+    return lacks
 
 
-def _not_home(record: JobRecord, what: str, why: FerryError | str) -> str:
+def _not_home(report: Report, what: str, why: FerryError | str) -> str:
     from deployer.commands.look.pull import not_home_line
 
-    return not_home_line(record.job_id, what, why)
+    reason = why if isinstance(why, str) else why.message
+    report.not_home = [{"name": what, "files": None, "size_bytes": None, "reason": reason, "wanted": True}]
+    return not_home_line(report.record.job_id, what, why)
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:
@@ -296,7 +303,7 @@ def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool)
         first = group_of(final.first_failing_group).rank(final.first_failing_rank)
         terminal.notice(shown(f"{first} has written nothing"))
     try:
-        text = last_lines(host, job_id, group, rank=rank, lines=15)
+        text = last_lines(host, job_id, group, rank=rank, lines=LAST_LINES)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:
