@@ -33,8 +33,15 @@ class FerryError(Exception):
         self.where = tuple(filter(None, (where,) if isinstance(where, str) else where))
         self.hint = hint
         self.command = tuple(command) or self.looks
+        self.job_id: str | None = None
+        """The job that may have been started, of an error amid a launch."""
         self.is_in_json = False
         """A JSON on stdout tells of it already."""
+
+    def of_job(self, job_id: str) -> None:
+        """Says that this job may have been started all the same."""
+        self.job_id = job_id
+        self.command = self.command or ("status", job_id, "--json")
 
     def as_json(self) -> dict[str, Any]:
         """For a script: every key is always there."""
@@ -44,6 +51,7 @@ class FerryError(Exception):
             "where": [_place(line) for line in self.where],
             "hint": self.hint or None,
             "next": list(self.command) or None,
+            "id": self.job_id,
             "exit_code": self.exit_code,
         }
 

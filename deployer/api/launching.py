@@ -111,8 +111,9 @@ def _launch(prepared: Prepared, host: Host, project: Path) -> None:
             watcher=watcher,
             last=LastTree.of(host.ssh, host.root, project),
         )
-    except LostConnection:
+    except LostConnection as error:
         watcher.note()  # it may have been started: `jobs` must know which host to ask
+        error.of_job(prepared.plan.job_id)
         raise
 
 

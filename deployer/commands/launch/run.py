@@ -201,6 +201,7 @@ def follow_through(
         except LostConnection as error:
             if not screen.acknowledged:
                 screen.remember()  # it may have been started: `ps` must know which host to ask
+                error.of_job(job_id)
                 raise
             return report.leave(f"gave up following: {error.message}")
         except OSError as error:
