@@ -9,7 +9,7 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.host.layout import GroupName
-from deployer.agent.job.status import FINAL
+from deployer.agent.job.status import FINAL, State
 from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
 from deployer.commands.json_lines import json_view
@@ -70,10 +70,10 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
         if ended:
             raise
         screen.left_behind("", "detached")
-        return RUNS_ON
+        return _end(wanted, job_id, screen.known_state, None, RUNS_ON)
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
-        return RUNS_ON
+        return _end(wanted, job_id, screen.known_state, None, RUNS_ON)
     except OSError as error:
         if ended or is_unread(error):
             raise
@@ -85,12 +85,17 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
         who = ", ".join(GroupName().rank(rank) for group in chosen for rank in group.ranks) if bare else job_id
         terminal.notice(shown(f"{who} has written nothing{'' if ended else ' yet'}"))
     code = exit_code_of(final) if live and final.state in FINAL else 0
-    if wanted.as_json:
-        end = {"id": job_id, "state": final.state, "code": final.code, "exit_code": code}
-        terminal.say_json({"end": end}, indent=None)
     if live and final.state in FINAL:
         terminal.notice(shown(f"{job_id} {state_line(final)}"))
-    return code
+    return _end(wanted, job_id, final.state, final.code, code)
+
+
+def _end(wanted: Wanted, job_id: str, state: State | None, code: int | None, exit_code: int) -> int:
+    """The last line for a script; returns the exit code."""
+    if wanted.as_json:
+        end = {"id": job_id, "state": state, "code": code, "exit_code": exit_code}
+        terminal.say_json({"end": end}, indent=None)
+    return exit_code
 
 
 def _check_words(wanted: Wanted) -> None:
