@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deployer.errors import FerryError
+from deployer.printable import shown
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """Keys of a config and what they are to be: `{"train.steps": 200}`, or `["train.steps=200"]`."""
@@ -90,7 +91,7 @@ def told() -> Iterator[None]:
         yield
     except FerryError as error:
         hint = [f"hint: {error.hint}"] if error.hint else []
-        error.args = ("\n  ".join([error.message, *error.where, *hint]),)
+        error.args = ("\n  ".join(map(shown, [error.message, *error.where, *hint])),)  # words of a host's, too
         raise
 
 

@@ -138,7 +138,7 @@ def test_every_other_answer_has_the_keys_of_the_page(remote: Ferry, script: Simp
     assert keys_of(line) == keys_of(shape("logs")) and keys_of(end["end"]) == keys_of(shape("end")["end"])
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_error_is_json_with_its_place_and_the_next_command(remote: Ferry, script: SimpleNamespace) -> None:
