@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,9 +22,18 @@ from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.commands.training import COMMANDS as TRAINING
 from deployer.commands.training import FORWARDED
-from deployer.errors import FerryError, LostConnection, UsageError
+from deployer.errors import FerryError, Interrupted, LostConnection, ThisMachine, Unforeseen, UsageError
 from deployer.printable import shown, shown_lines
-from deployer.terminal import drop_unwritten, invoked_as, notice, say, show_click_error, show_error
+from deployer.terminal import (
+    drop_unwritten,
+    error_as_json,
+    invoked_as,
+    notice,
+    say,
+    say_json,
+    show_click_error,
+    show_error,
+)
 
 HELP = f"""Run a training config on any machine you can ssh to, watch it, and bring the results home.
 
@@ -85,18 +95,28 @@ def _main() -> None:
         cli(words, prog_name=invoked_as(), standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
-    except click.ClickException as error:
+    except (click.ClickException, click.Abort, KeyboardInterrupt, Exception) as error:
+        sys.exit(_told(error, debug=debug, as_json="--json" in own))
+
+
+def _told(error: BaseException, *, debug: bool, as_json: bool) -> int:
+    """Says what went wrong: in words on stderr, and for a script on stdout, unless a JSON that says it is there
+    already. The exit code."""
+    if isinstance(error, click.ClickException):
         show_click_error(error)
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        notice(shown("interrupted"))
-        sys.exit(exit_codes.INTERRUPTED)
-    except Exception as error:
+        known: FerryError = UsageError(error.format_message(), hint="--help explains the options")
+    elif isinstance(error, click.Abort | KeyboardInterrupt):
+        known = Interrupted("interrupted")
+        notice(shown(known.message))
+    else:
         if debug:
             notice(*shown_lines(traceback.format_exc()))
         known = error if isinstance(error, FerryError) else _unforeseen(error)
         _show(known)
-        sys.exit(known.exit_code)
+    if as_json and not known.is_in_json:
+        with suppress(OSError):  # nobody reads it, or there is no room: the exit code says enough
+            say_json({"error": error_as_json(known)}, indent=None)
+    return known.exit_code
 
 
 def _read_names_as_utf8() -> None:
@@ -131,15 +151,15 @@ def _open_standard_streams() -> None:
             os.close(null)
 
 
-def _unforeseen(error: Exception) -> FerryError:
+def _unforeseen(error: BaseException) -> FerryError:
     """One error for what no code here expects: this machine's disk, an answer of another shape, a mistake of ours."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return FerryError(f"this machine: {where}{error.strerror or error}")
+        return ThisMachine(f"this machine: {where}{error.strerror or error}")
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] not in ("deployer", "trainer"):
         hint = "activate the environment that Torchferry is installed in"
         return UsageError(f"{sys.executable} has no {error.name}", hint=hint)
-    return FerryError(f"Torchferry failed: {error!r}", hint="--debug shows where; please report it")
+    return Unforeseen(f"Torchferry failed: {error!r}", hint="--debug shows where; please report it")
 
 
 def _show(error: FerryError) -> None:

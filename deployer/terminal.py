@@ -17,14 +17,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deployer.errors import ConnectError, FerryError
+from deployer.errors import ConnectError, FerryError, UsageError
 from deployer.printable import LogText, Shown, shown, shown_lines
 
 if TYPE_CHECKING:
@@ -97,10 +97,11 @@ def say(*lines: Shown) -> None:
         _write(line, err=False)
 
 
-def say_json(value: object) -> None:
-    """A value on stdout as JSON for a script: ASCII without a raw control character, whatever a host has sent."""
+def say_json(value: object, *, indent: int | None = 1) -> None:
+    """A value on stdout as JSON for a script: ASCII without a raw control character, whatever a host has sent. Without
+    an `indent` it is one line."""
     plain = json.loads(json.dumps(value), parse_constant=str)  # JSON knows no NaN
-    click.echo(json.dumps(plain, indent=1).replace("\x7f", "\\u007f"))
+    click.echo(json.dumps(plain, indent=indent).replace("\x7f", "\\u007f"))
 
 
 def say_script(text: str) -> None:
@@ -141,8 +142,15 @@ def drop_unwritten() -> None:
 # --- questions --------------------------------------------------------------------------------------------------------
 
 
+def has_person(*, as_json: bool = False) -> bool:
+    """Whether somebody can answer: stdin is a terminal, and no script reads what is said."""
+    return not as_json and sys.stdin is not None and sys.stdin.isatty()
+
+
 def confirm(question: Shown, *, declined: Shown) -> None:
-    """Asks on the terminal; a no ends the program with 1 and says what it means."""
+    """Asks on the terminal; a no ends the program with 1 and says what it means. UsageError without a terminal."""
+    if not has_person():
+        raise UsageError(f"{question} There is no terminal to ask on", hint="add --yes")
     if not click.confirm(question, err=True):
         notice(declined)
         sys.exit(1)
@@ -175,6 +183,20 @@ def show_error(error: FerryError) -> None:
         notice(shown(f"  {place}{line}"))
     if error.hint:
         _write(_style(Shown("hint: "), bold=True), shown(as_invoked(error.hint)), err=True)
+
+
+def error_as_json(error: FerryError) -> dict[str, Any]:
+    """As a script reads it. Where the hint ends with a command, that is `next` too."""
+    told = {**error.as_json(), "hint": as_invoked(error.hint) or None}
+    if told["next"] is None and (line := _COMMAND_AT_END.search(error.hint)) is not None:
+        with suppress(ValueError):
+            told["next"] = shlex.split(line[1])
+    return told
+
+
+_COMMAND_AT_END = re.compile(
+    r"(?:did you mean|go on with|bring them with): (?:\S+ )?(?:\S+/)?(?:deploy\.py|torchferry) ([^…]+)$"
+)
 
 
 def show_click_error(error: click.ClickException) -> None:

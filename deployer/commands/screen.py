@@ -15,17 +15,21 @@ from contextlib import ExitStack, contextmanager
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
-from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
+from deployer.agent.job.status import FAILED, LOST, PREPARING, QUEUED, RUNNING, STOPPED, State, Status
 from deployer.agent.job.views import Ack
 from deployer.agent.logs.identity import Change
-from deployer.commands.in_words import attempt_line, telling_log
+from deployer.commands.in_words import attempt_line, group_of, telling_log
 from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
 from deployer.exit_codes import INTERRUPTED, RUNS_ON
 from deployer.jobs.registry import JobRecord, note_state, write_record
+from deployer.jobs.requests import last_lines
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 from deployer.printable import shown
+
+LAST_LINES = 15
+"""Of a log, where a job has failed."""
 
 
 class Screen(Watcher):
@@ -47,7 +51,8 @@ class Screen(Watcher):
         self._closed = False
         self._waiting = False
         self._heard_at = time.monotonic()
-        self._known_state: State = RUNNING
+        self.known_state: State | None = None
+        """As its host said last; None before."""
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
@@ -78,6 +83,7 @@ class Screen(Watcher):
         self.remember()
         if self.stopping:
             return
+        self.known_state = QUEUED if ack.queued else None
         if self.keeps is not None:
             threading.Thread(target=self.keeps).start()
         terminal.notice(shown("queued" if ack.queued else "already running" if ack.already else "started"))
@@ -120,7 +126,7 @@ class Screen(Watcher):
     def state(self, status: Status) -> None:
         # for a `ps` when the host cannot be reached
         note_state(self.record, self.record.ssh or HERE, status.state)
-        self._known_state = status.state
+        self.known_state = status.state
         attempt = status.attempt or 1
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
@@ -165,7 +171,8 @@ class Screen(Watcher):
         """Lines for one who stops following: what happened, how the job is, how to come back to it."""
         job_id, me = self.record.job_id, terminal.invoked_as()
         ago = terminal.age(time.monotonic() - self._heard_at)
-        when = f"was {self._known_state} {ago} ago" if self._waiting else f"is {self._known_state}"
+        state = self.known_state or RUNNING
+        when = f"was {state} {ago} ago" if self._waiting else f"is {state}"
         terminal.notice(*map(shown, what))
         terminal.notice(shown(f"{job_id} {when}; it goes on without this client"))
         terminal.notice(shown(f"  {me} logs {job_id} -f comes back, {me} stop {job_id} stops it"))
@@ -227,9 +234,11 @@ def ending_in_order() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def log_view(*, bare: bool, raw: bool = False, launcher: bool = False) -> LogView:
-    """A view on this process's own stdout and stderr."""
+def log_view(*, bare: bool, raw: bool = False, launcher: bool = False, as_json: bool = False) -> LogView:
+    """A view on this process's own stdout and stderr; all on stderr where a script reads a JSON on stdout."""
     sys.stdout.flush()
+    if as_json:
+        return LogView(sys.stderr.buffer, sys.stderr.buffer, terminal=False, bare=bare, escapes=False)
     return LogView(
         sys.stdout.buffer,
         sys.stderr.buffer,
@@ -251,20 +260,39 @@ def missed_lines(job_id: str, final: Status, host: Host) -> list[str]:
     return why_missing(final.missing, recall_left_out(job_id), remote=host.ssh is not None)
 
 
+def last_words(job_id: str, final: Status, host: Host) -> list[str]:
+    """The last lines of the log that tells most of a failure, for a script; none where there is no log, or the host
+    does not tell now."""
+    if final.state != FAILED or final.log == "":
+        return []
+    name = LogName.parse(final.log or "")
+    group, rank = group_of(final.first_failing_group), final.first_failing_rank
+    if name is not None:
+        group, rank = name.group, name.rank
+    try:
+        text = last_lines(host, job_id, group, rank=rank, lines=LAST_LINES)
+    except FerryError:
+        return []
+    return text.decode("utf-8", "replace").splitlines()
+
+
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
-    """What can be done next with a job that runs, or that has ended with the status `final`; not `without`, the command
-    that was just carried out."""
+    """Says what can be done next with a job; not `without`, the command that was just carried out."""
+    for line in next_lines(final):
+        if line != f"{without} {{}}":
+            terminal.notice(shown(f"  {terminal.invoked_as()} {line.format(job_id)}"))
+
+
+def next_lines(final: Status | None) -> list[str]:
+    """Commands for a job that runs, or that has ended with the status `final`; `{}` stands for its id."""
     if final is None:
-        lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
-    elif final.state == FAILED:
+        return ["logs {} -f", "status {}", "stop {}", "pull {}"]
+    if final.state == FAILED:
         which = telling_log(final)
         lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
         if final.first_failing_rank is None and not final.started_at and not final.log:  # its preparation failed
             lines[0] = "status {}"
-    elif final.state in (LOST, STOPPED):
-        lines = ["logs {}", "resume {}", "pull {}"]
-    else:
-        lines = ["logs {}", "pull {}"]
-    for line in lines:
-        if line != f"{without} {{}}":
-            terminal.notice(shown(f"  {terminal.invoked_as()} {line.format(job_id)}"))
+        return lines
+    if final.state in (LOST, STOPPED):
+        return ["logs {}", "resume {}", "pull {}"]
+    return ["logs {}", "pull {}"]

@@ -82,9 +82,13 @@ class LogView:
         if file not in self._files:
             text = LogText(colours=self.escapes, encoding=self.encoding)
             prefix = b"" if name is None or self.bare or self.raw else _prefix(name)
-            self._files[file] = _File(self.out if is_ranks else self.err, prefix, text)
+            self._files[file] = _File(self.out_of(file, name), prefix, text)
         state = self._files[file]
         self._show(state, state.text.feed(data))
+
+    def out_of(self, file: str, name: LogName | None) -> BinaryIO:
+        """Where the lines of this file go."""
+        return self.out if name is not None and name.rank is not None else self.err
 
     def _show(self, state: _File, text: bytes) -> None:
         if self._comes_as_it_is(state):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deployer.agent.requests.view import DIGEST_BYTES
-from deployer.errors import FerryError
+from deployer.errors import ThisMachine
 
 GATHERING = ".pulling"
 SAME_TIME_NS = 1_000_000
@@ -26,7 +26,7 @@ HEADROOM_BYTES = 16 << 20
 """Of the disk, left for journals and the file system's own blocks."""
 
 
-class CannotWrite(FerryError):
+class CannotWrite(ThisMachine):
     """A file or folder cannot be written on this machine."""
 
     def __init__(self, message: str, *, reason: str, hint: str) -> None:
@@ -49,7 +49,8 @@ class Landing:
             self._top = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY)
             self._gathering = _open_folder(self._top, [GATHERING], make=0o700)
             if os.fstat(self._gathering).st_uid != os.geteuid():
-                raise FerryError(f"{self.target / GATHERING} belongs to somebody else", hint="remove it and pull again")
+                whose = f"{self.target / GATHERING} belongs to somebody else"
+                raise ThisMachine(whose, hint="remove it and pull again")
             self._lock = os.open("lock", _CREATE, 0o600, dir_fd=self._gathering)
             self._take_lock()
         return self
@@ -69,7 +70,7 @@ class Landing:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._locked = True
         except BlockingIOError:
-            raise FerryError(
+            raise ThisMachine(
                 f"another pull is bringing files to {self.target}", hint="wait for it, or name another folder with --to"
             ) from None
 

@@ -239,7 +239,7 @@ def test_terminal_that_wants_no_colour_gets_no_escape(ferry):
 def test_detach_returns_at_once_and_logs_follow_to_the_end_with_the_code(ferry):
     done = ferry.run("run", *ferry.where(), "--detach", "--json", "--", "sh", "-c", "sleep 1; echo late; exit 4")
     started = json.loads(done.stdout)
-    assert started == {"id": ferry.job_ids()[0], "where": "this machine", "folder": str(ferry.job())}
+    assert (started["id"], started["where"], started["folder"]) == (ferry.job().name, "this machine", str(ferry.job()))
     followed = ferry.run("logs", started["id"], "-f")
     assert (followed.stdout, followed.returncode) == (b"late\n", 4)
 

@@ -16,6 +16,12 @@ from tests.support.limits import HANG_S
 
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
+WHERE = """
+import deployer, torchferry, trainer
+from torchferry import launch
+print(deployer.__file__, trainer.__file__, torchferry.__file__)
+"""
+
 CONFIG = """
 from trainer.schema import Config, DataConfig, ModelConfig, RunConfig, TargetConfig, TrainConfig
 
@@ -35,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built, source = tmp_path_factory.mktemp("built"), tmp_path_factory.mktemp("source") / "torchferry"
     for name in ("deployer", "trainer"):
         shutil.copytree(REPO / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("deploy.py", "train.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("deploy.py", "torchferry.py", "train.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPO / name, source)
     _check(subprocess.run([sys.executable, "-c", BUILD, str(built)], cwd=source, capture_output=True, text=True))
     (wheel,) = built.glob("*.whl")
@@ -57,7 +63,7 @@ def test_installed_command_runs_a_program_from_another_project(project: Path, tm
     assert "Usage: torchferry" in _torchferry(project, tmp_path, "--help")
     assert f" {(_site(project) / 'deploy.py').resolve()} 2>" in _torchferry(project, tmp_path, "completion", "bash")
     where = subprocess.run(
-        [project / ".venv/bin/python", "-c", "import deployer, trainer; print(deployer.__file__, trainer.__file__)"],
+        [project / ".venv/bin/python", "-c", WHERE],
         cwd=tmp_path,
         env=_clean(),
         capture_output=True,

@@ -39,7 +39,8 @@ BARE = click.option("--bare", is_flag=True, help="Without the job's environment.
 @click.argument("words", metavar="-- COMMAND...", nargs=-1)
 @at_a_place
 @BARE
-def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any) -> None:
+@JSON
+def execute(job_id: str | None, words: tuple[str, ...], bare: bool, as_json: bool, **place: Any) -> None:
     """Run a command on a job's host, in the job's code folder: exec ID -- cmd…, or exec --ssh HOST -- cmd…
 
     It has the job's environment: its interpreter as `python`, its GPUs, its --env values, and the job's folder in
@@ -57,7 +58,7 @@ def execute(job_id: str | None, words: tuple[str, ...], bare: bool, **place: Any
     if not program:
         raise UsageError("no command given", hint="deploy.py exec ID -- nvidia-smi")
     host, found, secrets = _find_place(job_id, **place)
-    sys.exit(command.execute(host, found, program, bare=bare, secrets=secrets))
+    sys.exit(command.execute(host, found, program, bare=bare, secrets=secrets, as_json=as_json))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

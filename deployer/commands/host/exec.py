@@ -15,6 +15,7 @@ from deployer.connection.call import Call
 from deployer.connection.host import Host
 from deployer.errors import FerryError, HostError, UsageError
 from deployer.jobs.requests import read_status
+from deployer.terminal import say_json
 
 
 class _Output(NamedTuple):
@@ -25,10 +26,24 @@ class _Exit(NamedTuple):
     exit: int
 
 
-def execute(host: Host, job_id: str | None, argv: Sequence[str], *, bare: bool, secrets: Sequence[str]) -> int:
+MOST_KEPT = 8 << 20
+"""Bytes of each output that are kept for a script; what follows is dropped, and the answer says so."""
+
+
+def execute(
+    host: Host,
+    job_id: str | None,
+    argv: Sequence[str],
+    *,
+    bare: bool,
+    secrets: Sequence[str],
+    as_json: bool = False,
+) -> int:
     """Runs a command on the host, with this process's own input and output; its exit code is ours. When a job is given
     it runs in its code folder and, unless `bare`, with its environment. `secrets`: names of those that this client has
-    given the job."""
+    given the job; `as_json`: what it wrote is one JSON at its end."""
+    kept = {"stdout": bytearray(), "stderr": bytearray()}
+    cut = False
     with host.connect() as link:
         call = link.call("exec", argv=list(argv), job=job_id, bare=bare, payload=True)
         _send_secrets(call, () if bare else secrets)
@@ -38,12 +53,20 @@ def execute(host: Host, job_id: str | None, argv: Sequence[str], *, bare: bool, 
             threading.Thread(target=_feed, args=(call, sys.stdin.buffer), daemon=True).start()
         for name, value, data in call.events():
             if name == "data":
-                from_stdout = call.read(value, _Output, name).stream == "stdout"
-                stream = (sys.stdout if from_stdout else sys.stderr).buffer
+                output = call.read(value, _Output, name).stream
+                if as_json:
+                    cut |= len(kept[output]) + len(data) > MOST_KEPT
+                    kept[output] += data[: MOST_KEPT - len(kept[output])]
+                    continue
+                stream = (sys.stdout if output == "stdout" else sys.stderr).buffer
                 stream.write(data)
                 stream.flush()
             elif name == "ok":
-                return call.read(value, _Exit, "answer").exit & 0xFF
+                code = call.read(value, _Exit, "answer").exit & 0xFF
+                if as_json:
+                    texts = {name: data.decode("utf-8", "replace") for name, data in kept.items()}
+                    say_json({"code": code, **texts, "cut": cut})
+                return code
     raise HostError("the command ended without an exit code")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from deployer import terminal
 from deployer.agent.gc.view import GcReport
 from deployer.agent.host.typed import to_json
@@ -27,7 +25,7 @@ _KINDS = {
 
 def gc(host: Host, *, limits: dict[str, float | int | None], dry_run: bool, yes: bool, as_json: bool) -> None:
     """Shows what no job needs any more (and the ended jobs that the limits give up), asks, removes it."""
-    if not (dry_run or yes) and (as_json or not sys.stdin.isatty()):
+    if not (dry_run or yes) and not terminal.has_person(as_json=as_json):
         raise UsageError("gc asks before it removes, and nobody can answer here", hint="--dry-run shows; --yes removes")
     with host.connect(request={"op": "gc", "dry_run": not yes or dry_run, "unfetched": True, **limits}) as link:
         found = link.first.result("gc", GcReport)

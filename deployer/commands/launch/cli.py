@@ -191,8 +191,6 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
         raise UsageError(f"the files of {record.job_id} are on {where} alone", hint="--with-changes sends this folder")
     ways = {name: options.pop(name) for name in ("detach", "as_json")}
     dry_run = options.pop("dry_run")
-    if ways["as_json"] and dry_run is None and not ways["detach"]:
-        raise UsageError("--json goes with --dry-run or --detach")
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}
     host, _ = find_host(record.job_id if record else job_id, **place)

@@ -7,9 +7,9 @@ from typing import Any
 
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import Status
-from deployer.commands.launch.run import follow_through, tell_note, with_secrets
+from deployer.commands.launch.asked import tell_note
+from deployer.commands.launch.run import follow_through, with_secrets
 from deployer.connection.host import Host
-from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.env_file import env_file_of
@@ -31,10 +31,8 @@ def resume(
 
     `changes`: fields of Options that the command line gives. `ways`: how it is followed, for `follow_through`.
     """
-    if ways["as_json"] and not ways["detach"]:
-        raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
-    record = _record(job, host)
+    record = record_of(job, host)
     options = Options(overrides=overrides, **changes)
     env_file = env_file_of(named_env_file(options) or record.env_file or None)
     plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell_note)
@@ -56,7 +54,7 @@ def named_env_file(options: Options) -> str:
     return str(options.keys.get("target.env_file") or (given[-1] if given else ""))
 
 
-def _record(job: Resumable, host: Host) -> JobRecord:
+def record_of(job: Resumable, host: Host) -> JobRecord:
     """This client's record of the job; a new one for a job that was launched from elsewhere."""
     kept = [r for r in read_records() if (r.job_id, r.ssh, r.root) == (job.job_id, host.ssh, host.root)]
     if kept:

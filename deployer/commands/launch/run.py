@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
-
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
 from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
-from deployer.commands.defaults import Defaults, Taken, key_named, keys_of
+from deployer.commands.defaults import Defaults
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
+from deployer.commands.launch.asked import ask_for, choose, places
 from deployer.commands.launch.dry_run import files_line, show_plan
+from deployer.commands.launch.report import DETACHED, Report
 from deployer.commands.screen import (
+    LAST_LINES,
     Screen,
     ending_in_order,
     is_unread,
@@ -30,7 +30,7 @@ from deployer.commands.screen import (
 )
 from deployer.connection.host import Host
 from deployer.errors import FerryError, LostConnection, UsageError
-from deployer.exit_codes import NOT_HOME, RUNS_ON
+from deployer.exit_codes import NOT_HOME
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import last_lines
 from deployer.jobs.words import Anew, kept_words
@@ -38,7 +38,6 @@ from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import EnvFile
-from deployer.plan.options import Asked, Options, read_config, with_defaults
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -64,15 +63,13 @@ def run(
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
     is, where the command line says so; `words`: as they were typed; `like`: the launch that it repeats."""
-    if as_json and dry_run is None and not detach:
-        raise UsageError("--json goes with --dry-run or --detach")
-    chosen = _choose(config, overrides, program, kind, options)
-    asked, chosen, taken = _ask_for(chosen, defaults)
+    chosen = choose(config, overrides, program, kind, options)
+    asked, chosen, taken = ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
     if dry_run is None:
-        _check_platform(host)
+        check_platform(host)
         host.prefetch()
-        _ask(unusual_project(Path.cwd()), yes=chosen.yes)
+        _ask(unusual_project(Path.cwd()), yes=chosen.yes, as_json=as_json)
         host.load()
     prepared = prepare(asked, options=chosen, project=Path.cwd())
     if like is not None:
@@ -86,12 +83,12 @@ def run(
             config=chosen.config,
             remote=dry_run == "remote",
             as_json=as_json,
-            defaults=_places(taken, host),
+            defaults=places(taken, host),
         )
         return 0
-    _ask(large_files(prepared.code), yes=chosen.yes)
+    _ask(large_files(prepared.code), yes=chosen.yes, as_json=as_json)
     _describe(prepared, host)
-    record = _record(prepared, host)._replace(
+    record = record_of(prepared, host, Path.cwd())._replace(
         words=like.kept if like is not None else kept_words(words), folder=str(Path.cwd())
     )
     return _launch(
@@ -107,59 +104,8 @@ def run(
     )
 
 
-def _choose(
-    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
-) -> Options:
-    """What is launched: a config, a task file, or a program."""
-    if config is None:
-        if overrides:
-            what = f"{overrides[0]!r} is an override; the config file comes first"
-            raise UsageError(what, hint="deploy.py CONFIG a.b=c …")
-        if options["fsdp_config"] is not None:
-            raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
-        if kind is not None:
-            raise UsageError("--as says what a file is, and there is none")
-        return Options(command=program, **options)
-    from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
-
-    params = click.get_current_context().command.params
-    return options_of(config, overrides, program, kind=kind, params=params, options=options)
-
-
-def _ask_for(given: Options, defaults: Defaults) -> tuple[Asked, Options, dict[str, Taken]]:
-    """What the launch is asked for, its options, and which defaults went into them, by name."""
-    if given.config is None:
-        found = defaults.of(given.keys.get("target.ssh", defaults.host))
-        keys = keys_of(found)
-        asked = read_config(replace(given, keys={**keys, **given.keys}), tell=tell_note)
-        used = {key for key in keys if key not in given.keys}
-        given = replace(given, keys={**keys, **given.keys})
-    else:
-        asked = read_config(given, tell=tell_note)
-        ssh = asked.config.target.ssh if "target.ssh" in asked.given else defaults.host
-        found = defaults.of(ssh)
-        asked, used = with_defaults(asked, keys_of(found))
-    options = {name: found[name].value for name in ("wheels", "requirements") if name in found}
-    options = {name: value for name, value in options.items() if not getattr(given, name)}
-    taken = {name: one for name, one in found.items() if key_named(name) in used or name in (*options, *WAYS_IN)}
-    return asked, replace(given, **options), taken
-
-
-WAYS_IN = ("ssh_key", "transport")
-
-
-def _places(taken: dict[str, Taken], host: Host) -> dict[str, str]:
-    """Where each default stands that went into the launch; a way in only if the command line names no other."""
-    is_used = {name: name not in WAYS_IN or getattr(host, name) == one.value for name, one in taken.items()}
-    return {name: one.where for name, one in taken.items() if is_used[name]}
-
-
-def tell_note(note: str) -> None:
-    """Says what a config has without effect."""
-    terminal.notice(shown(f"note: {note}"))
-
-
-def _check_platform(host: Host) -> None:
+def check_platform(host: Host) -> None:
+    """UsageError for a job on this machine where it cannot run any."""
     if host.ssh is None and platform.system() != "Linux":
         raise UsageError(
             f"jobs on this machine need Linux, this is {platform.system()}",
@@ -167,11 +113,11 @@ def _check_platform(host: Host) -> None:
         )
 
 
-def _ask(question: Question | None, *, yes: bool) -> None:
-    """Has a person confirm what is surprising. UsageError without a terminal; a no ends the program."""
+def _ask(question: Question | None, *, yes: bool, as_json: bool) -> None:
+    """Has a person confirm what is surprising. UsageError where nobody can answer; a no ends the program."""
     if question is None or yes:
         return
-    if not sys.stdin.isatty():
+    if not terminal.has_person(as_json=as_json):
         raise UsageError(question.text, hint=question.hint)
     terminal.notice(shown(question.text), shown(f"({question.hint})"))
     terminal.confirm(shown("Ship it?"), declined=shown("nothing was shipped"))
@@ -187,9 +133,10 @@ def _warn(prepared: Prepared) -> None:
         terminal.notice(shown(f"warning: {warning}"))
 
 
-def _record(prepared: Prepared, host: Host) -> JobRecord:
+def record_of(prepared: Prepared, host: Host, project: Path) -> JobRecord:
+    """What this client notes of the job once it has started."""
     plan = prepared.plan
-    results = Path.cwd() / "results" / plan.job_id
+    results = project / "results" / plan.job_id
     place = (host.ssh, host.root, str(results))
     record = JobRecord(plan.job_id, plan.name, *place, plan.created, host.ssh_key, host.transport)
     return with_secrets(record, plan, prepared.env_file)
@@ -220,13 +167,13 @@ def _launch(
     plan = prepared.plan
 
     def start(screen: Screen, view: LogView | None) -> Status | None:
-        screen.keeps = lambda: _keep_left_out(prepared)
+        screen.keeps = lambda: keep_left_out(prepared, Path.cwd())
         return launch_and_follow(
             host.connect,
             plan,
             shipment=prepared.shipment,
             payload=prepared.payload,
-            git=git_state(Path.cwd(), apart=_hidden(prepared)),
+            git=git_state(Path.cwd(), apart=hidden_paths(prepared, Path.cwd())),
             view=view,
             watcher=screen,
             last=LastTree.of(host.ssh, host.root, Path.cwd()),
@@ -240,15 +187,16 @@ def _launch(
     )
 
 
-def _hidden(prepared: Prepared) -> list[str]:
-    return prepared.env_file.paths_below(Path.cwd()) if prepared.env_file is not None else []
+def hidden_paths(prepared: Prepared, project: Path) -> list[str]:
+    """Files of the project whose content is a secret."""
+    return prepared.env_file.paths_below(project) if prepared.env_file is not None else []
 
 
-def _keep_left_out(prepared: Prepared) -> None:
+def keep_left_out(prepared: Prepared, project: Path) -> None:
     """For the end of the job, which may miss it."""
     from deployer.jobs.left_out import left_out, note_left_out
 
-    note_left_out(prepared.plan.job_id, left_out(Path.cwd(), prepared.code.ignored.paths))
+    note_left_out(prepared.plan.job_id, left_out(project, prepared.code.ignored.paths))
 
 
 def follow_through(
@@ -266,56 +214,58 @@ def follow_through(
 
     `start` returns the final status, None once the host has acknowledged the job when it gets no view.
     """
-    screen, job_id = Screen(record), record.job_id
-    view = None if detach else log_view(bare=bare)
+    report = Report(host, record, Screen(record), as_json=as_json)
+    screen, job_id = report.screen, record.job_id
+    view = None if detach else log_view(bare=bare, as_json=as_json)
+
     with ending_in_order():
         try:
-            final = start(screen, view)
-            if final is None:
+            report.final = start(screen, view)
+            if report.final is None:
                 screen.close()
-                if as_json:
-                    terminal.say_json({"id": job_id, "where": host.name, "folder": screen.folder})
-                else:
+                if not as_json:
                     next_commands(job_id)
-                return 0
+                return report.say(0)
         except KeyboardInterrupt:
             if not screen.acknowledged or screen.stopping:
-                return screen.called_off()
-            screen.left_behind("", "detached")
-            return RUNS_ON
+                return report.leave("cancelled", screen.called_off())
+            return report.leave(DETACHED)
         except LostConnection as error:
             if not screen.acknowledged:
                 screen.remember()  # it may have been started: `ps` must know which host to ask
+                error.of_job(job_id)
                 raise
-            screen.left_behind(f"gave up following: {error.message}")
-            return RUNS_ON
+            return report.leave(f"gave up following: {error.message}")
         except OSError as error:
             if not is_unread(error):
                 if not screen.acknowledged or screen.stopping:
                     raise
                 terminal.drop_unwritten()  # such as the log, where the disk is full
-                screen.left_behind(f"gave up following: {error.strerror or error}")
-                return RUNS_ON
-            leave_terminal()
-            if screen.acknowledged and not screen.stopping:
-                screen.left_behind("nobody reads the output any more")
-            else:
-                screen.called_off()
+                return report.leave(f"gave up following: {error.strerror or error}")
+            _leave_unread(screen)
             raise BrokenPipeError from error
         finally:
             screen.close()
-        return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
+        return report.say(_end(report, report.final, pulls=pulls, limit=pull_limit, was_shown=bare))
 
 
-def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
+def _leave_unread(screen: Screen) -> None:
+    leave_terminal()
+    if screen.acknowledged and not screen.stopping:
+        screen.left_behind("nobody reads the output any more")
+    else:
+        screen.called_off()
+
+
+def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
     """Brings the results of a job that has ended home and says how it ended; the exit code."""
-    lacks = ""
+    host, record, lacks = report.host, report.record, ""
     if pulls:
         try:
-            lacks = _bring_home(host, record, limit)
+            lacks = _bring_home(report, limit)
         except KeyboardInterrupt:
             terminal.notice(shown(""))
-            lacks = _not_home(record, "the results, or a part of them", "interrupted")
+            lacks = _not_home(report, "the results, or a part of them", "interrupted")
     with suppress(KeyboardInterrupt):  # what is told is told; the code stays
         tell_end(host, record.job_id, final, pulled=pulls and not lacks, was_shown=was_shown)
     if lacks:
@@ -323,24 +273,29 @@ def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: in
     return exit_code_of(final) or (NOT_HOME if lacks else 0)
 
 
-def _bring_home(host: Host, record: JobRecord, limit: int | None) -> str:
+def _bring_home(report: Report, limit: int | None) -> str:
     """A line on what is not here afterwards; empty when all is."""
-    from deployer.commands.look.pull import bring_home  # a launch does not wait for what is needed after its job
+    from deployer.commands.look.pull import bring_home, left_as_json  # after the job: no launch waits for them
     from deployer.pull.choice import Wish
 
+    record = report.record
     try:
         wish = Wish(max_bytes=limit, stays=True)
-        return bring_home(host, record.job_id, target=Path(record.results), wish=wish)
+        pulled, lacks = bring_home(report.host, record.job_id, target=Path(record.results), wish=wish)
     except FerryError as error:
         # the job has ended all the same: its own exit code is what the command returns
         terminal.show_error(error)
-        return _not_home(record, "the results", error)
+        return _not_home(report, "the results", error)
+    report.results, report.not_home = record.results, left_as_json(pulled.not_home)
+    return lacks
 
 
-def _not_home(record: JobRecord, what: str, why: FerryError | str) -> str:
+def _not_home(report: Report, what: str, why: FerryError | str) -> str:
     from deployer.commands.look.pull import not_home_line
 
-    return not_home_line(record.job_id, what, why)
+    reason = why if isinstance(why, str) else why.message
+    report.not_home = [{"name": what, "files": None, "size_bytes": None, "reason": reason, "wanted": True}]
+    return not_home_line(report.record.job_id, what, why)
 
 
 def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown: bool) -> None:
@@ -381,7 +336,7 @@ def _show_last_lines(host: Host, job_id: str, final: Status, *, was_shown: bool)
         first = group_of(final.first_failing_group).rank(final.first_failing_rank)
         terminal.notice(shown(f"{first} has written nothing"))
     try:
-        text = last_lines(host, job_id, group, rank=rank, lines=15)
+        text = last_lines(host, job_id, group, rank=rank, lines=LAST_LINES)
     except FerryError:
         return  # its log was on the screen; this is only a summary
     if text:

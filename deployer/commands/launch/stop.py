@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +48,7 @@ def stop(places: Sequence[Place], *, grace_s: float | None, force: bool, as_json
         terminal.say_json([_as_json(job_id, end) for (_, job_id), end in zip(places, ends, strict=True)])
     errors = [end for end in ends if isinstance(end, FerryError)]
     if len(places) == len(errors) == 1:
+        errors[0].is_in_json = as_json
         raise errors[0]
     return max((_report(end) for end in ends), default=0)
 
@@ -64,7 +64,7 @@ def _forget(end: End, host: Host, job_id: str) -> End:
 
 def _as_json(job_id: str, end: End) -> dict[str, Any]:
     if isinstance(end, FerryError):
-        return {"id": job_id, "error": end.message, "hint": end.hint}
+        return {"id": job_id, "error": terminal.error_as_json(end)}
     status = end.status
     return {
         "id": end.job_id,
@@ -141,14 +141,14 @@ def stop_all(hosts: Sequence[Host], *, yes: bool, grace_s: float | None, force: 
             terminal.say_json([])
         return unasked
     if not yes:
-        _ask(places)
+        _ask(places, as_json=as_json)
     return max(stop(places, grace_s=grace_s, force=force, as_json=as_json), unasked)
 
 
-def _ask(places: Sequence[Place]) -> None:
+def _ask(places: Sequence[Place], *, as_json: bool) -> None:
     for host, job_id in places:
         terminal.notice(shown(f"  {job_id} on {host.name}"))
     number = "this job" if len(places) == 1 else f"these {len(places)} jobs"
-    if not sys.stdin.isatty():
+    if not terminal.has_person(as_json=as_json):
         raise UsageError(f"{number} would be stopped; there is no terminal to ask on", hint="add --yes")
     terminal.confirm(shown(f"stop {number}?"), declined=shown("nothing was stopped"))

@@ -105,6 +105,7 @@ def top(job_id: str | None, as_json: bool, **place: Any) -> None:
 @click.option("--raw", is_flag=True, help="One rank's bytes, unchanged for a file or a pipe.")
 @click.option("--launcher", is_flag=True, help="Show torchrun's own words too.")
 @GIVE_UP
+@JSON
 def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
     """Show a job's log, and follow it while it runs.
 

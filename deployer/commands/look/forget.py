@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,7 +60,7 @@ def _ask(jobs: Sequence[_Known], *, yes: bool, as_json: bool) -> None:
     if yes or not running:
         return
     told = ", ".join(running[:5]) + (f" and {len(running) - 5} more" if len(running) > 5 else "")
-    if as_json or not sys.stdin.isatty():
+    if not terminal.has_person(as_json=as_json):
         hint = f"to end it first: deploy.py stop {running[0]}; else --yes"
         raise UsageError(f"as far as this client knows, {told} may still run, and goes on", hint=hint)
     question = f"As far as this client knows, {told} may still run, and goes on. Forget it all the same?"

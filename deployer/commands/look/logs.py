@@ -9,9 +9,10 @@ from typing import Any
 
 from deployer import terminal
 from deployer.agent.host.layout import GroupName
-from deployer.agent.job.status import FINAL
+from deployer.agent.job.status import FINAL, State
 from deployer.agent.job.views import Processes
 from deployer.commands.in_words import exit_code_of, state_line
+from deployer.commands.json_lines import json_view
 from deployer.commands.screen import Screen, ending_in_order, is_unread, log_view
 from deployer.connection.host import Host
 from deployer.errors import LostConnection, UsageError
@@ -19,6 +20,7 @@ from deployer.exit_codes import RUNS_ON
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import read_status
 from deployer.launch.follow import follow_to_end
+from deployer.launch.logview import LogView
 from deployer.printable import shown
 
 
@@ -37,6 +39,7 @@ class Wanted:
     attempt: int | None
     raw: bool
     launcher: bool
+    as_json: bool = False
 
 
 def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
@@ -49,7 +52,10 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     has_one = len(groups) == 1 and len(groups[0].ranks) == 1  # of several more may begin
     bare = len(chosen) == 1 and (has_one or wanted.rank is not None)
     live = wanted.follow if wanted.follow is not None else not ended
-    view = log_view(bare=bare, raw=wanted.raw, launcher=wanted.launcher)
+    if wanted.as_json:
+        view: LogView = json_view(launcher=wanted.launcher)
+    else:
+        view = log_view(bare=bare, raw=wanted.raw, launcher=wanted.launcher)
     record = JobRecord(job_id, "", host.ssh, host.root, "", "", host.ssh_key, host.transport)
     screen = Screen(record, tells_attempts=wanted.attempt is None)
     screen.folder = found.path
@@ -64,10 +70,10 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
         if ended:
             raise
         screen.left_behind("", "detached")
-        return RUNS_ON
+        return _end(wanted, job_id, screen.known_state, None, RUNS_ON)
     except LostConnection as error:
         screen.left_behind(f"gave up following: {error.message}")
-        return RUNS_ON
+        return _end(wanted, job_id, screen.known_state, None, RUNS_ON)
     except OSError as error:
         if ended or is_unread(error):
             raise
@@ -78,14 +84,24 @@ def logs(host: Host, job_id: str, wanted: Wanted, *, give_up_s: float) -> int:
     if not view.has_shown and not narrowed and not screen.tells_of_changes:
         who = ", ".join(GroupName().rank(rank) for group in chosen for rank in group.ranks) if bare else job_id
         terminal.notice(shown(f"{who} has written nothing{'' if ended else ' yet'}"))
-    if not live or final.state not in FINAL:
-        return 0
-    terminal.notice(shown(f"{job_id} {state_line(final)}"))
-    return exit_code_of(final)
+    code = exit_code_of(final) if live and final.state in FINAL else 0
+    if live and final.state in FINAL:
+        terminal.notice(shown(f"{job_id} {state_line(final)}"))
+    return _end(wanted, job_id, final.state, final.code, code)
+
+
+def _end(wanted: Wanted, job_id: str, state: State | None, code: int | None, exit_code: int) -> int:
+    """The last line for a script; returns the exit code."""
+    if wanted.as_json:
+        end = {"id": job_id, "state": state, "code": code, "exit_code": exit_code}
+        terminal.say_json({"end": end}, indent=None)
+    return exit_code
 
 
 def _check_words(wanted: Wanted) -> None:
     """UsageError for options that do not go together, or a pattern that is none."""
+    if wanted.raw and wanted.as_json:
+        raise UsageError("--raw gives bytes as they are, --json says whose they are", hint="give one of the two")
     if wanted.launcher and (wanted.rank is not None or wanted.raw):
         raise UsageError(f"give --launcher or {'--raw' if wanted.raw else '--rank'}, not both")
     try:

@@ -56,9 +56,11 @@ def pull_job(
     return NOT_HOME if lacks else 0
 
 
-def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> str:
-    """One pull, and words on what came and what stayed; a last line on what was asked for and is not here, else ""."""
-    return _tell(_pull(host, job_id, target, wish), job_id, target, _again(job_id, Wish()))
+def bring_home(host: Host, job_id: str, *, target: Path, wish: Wish) -> tuple[Pulled, str]:
+    """One pull, and words on what came and what stayed; with a last line on what was asked for and is not here, else
+    an empty one."""
+    pulled = _pull(host, job_id, target, wish)
+    return pulled, _tell(pulled, job_id, target, _again(job_id, Wish()))
 
 
 def not_home_line(job_id: str, what: str, why: FerryError | str) -> str:
@@ -161,5 +163,9 @@ def _as_json(pulled: Pulled) -> dict[str, object]:
     return {
         **asdict(pulled),
         "stays": to_json(pulled.stays),
-        "not_home": [asdict(left) for left in pulled.not_home],
+        "not_home": left_as_json(pulled.not_home),
     }
+
+
+def left_as_json(left: Sequence[LeftOut]) -> list[dict[str, object]]:
+    return [asdict(one) for one in left]

@@ -12,7 +12,7 @@ from deployer.agent.job.status import FINAL, status_to_json
 from deployer.agent.job.views import JobView
 from deployer.commands.in_words import attempt_line, live_state, silence_line, stall_lines, state_line, state_of
 from deployer.commands.rows import row_as_json
-from deployer.commands.screen import missed_lines, next_commands
+from deployer.commands.screen import last_words, missed_lines, next_commands, next_lines
 from deployer.connection.host import Host
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.jobs.registry import recall_rows
@@ -31,7 +31,7 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
         _show_last_seen(host, job_id, error, as_json=as_json)
         raise
     if as_json:
-        terminal.say_json({**_as_json(found), "missed": missed_lines(found.job_id, found.status, host)})
+        terminal.say_json(status_as_json(found, host))
         return
     job = found.status
     state = state_line(job) if job.state in FINAL else live_state(job)
@@ -51,8 +51,23 @@ def status(host: Host, job_id: str, *, as_json: bool) -> None:
     next_commands(found.job_id, job if job.state in FINAL else None, without="status")
 
 
+def status_as_json(view: JobView, host: Host) -> dict[str, Any]:
+    """For a script: one level, as status.json is, with what a person is told of a failure."""
+    job_id, final = view.job_id, view.status
+    ended = final if final.state in FINAL else None
+    return {
+        **_as_json(view),
+        "id": job_id,
+        "where": host.name,
+        "folder": view.path,
+        "hint": final.hint or None,
+        "missed": missed_lines(job_id, final, host),
+        "last_lines": last_words(job_id, final, host),
+        "next": [line.format(job_id).split() for line in next_lines(ended)],
+    }
+
+
 def _as_json(view: JobView) -> dict[str, Any]:
-    """For a script: one level, as status.json is."""
     rest = {name: to_json(value) for name, value in view._asdict().items() if name != "status"}
     flat = {**status_to_json(view.status), **rest}
     return {**flat, **{name: flat.get(name) or None for name in NULL_AT_FIRST}}
@@ -64,7 +79,8 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
         return
     row = unreachable(seen, error)
     if as_json:
-        terminal.say_json(row_as_json(row))
+        terminal.say_json({**row_as_json(row), "error": terminal.error_as_json(error)})
+        error.is_in_json = True
     else:
         rows = [cells("state", state_of(row)), cells("where", host.name), cells("seen", row.seen_at)]
         terminal.facts(shown(job_id), rows)

@@ -7,7 +7,7 @@ import re
 import socket
 from typing import TYPE_CHECKING
 
-from deployer.errors import ConnectError, FerryError, HostError
+from deployer.errors import ConnectError, FerryError, HostError, LoginRefused
 from deployer.transport.ssh.attempt import HandshakeCut
 from deployer.transport.ssh.causes import (
     ACCOUNT,
@@ -253,13 +253,13 @@ def explain_auth(
     lines += quote(said)
     accepts = f"; it accepts {', '.join(methods)}" if methods else ""
     if too_many:
-        return ConnectError(
+        return LoginRefused(
             f"{where} lets nobody try more than {_keys(len(tried))}, and none of them was the right one",
             where=lines,
             hint=MORE_KEYS,
         )
     if methods and not {"publickey", "password", "keyboard-interactive"} & set(methods):
-        return ConnectError(
+        return LoginRefused(
             f"{where} only accepts {', '.join(methods)}",
             where=lines,
             hint="a Kerberos login needs a ticket (kinit) and the ssh program (--transport openssh)",
@@ -267,7 +267,7 @@ def explain_auth(
     known = cause_of(said, ACCOUNT)
     if not tried:
         hint = "make one with ssh-keygen and install it with ssh-copy-id, or name one with --ssh-key"
-        return ConnectError(
+        return LoginRefused(
             f"{where}: there is no key to log in with{accepts}",
             where=lines,
             hint="make the key usable, or name another one with --ssh-key" if skipped else hint,
@@ -275,12 +275,12 @@ def explain_auth(
     offered = "the key offered" if len(tried) == 1 else f"any of {_keys(len(tried))}"
     cause = f": {known[0]}" if known else ""
     message = f"{where} does not let {user!r} in with {offered}{accepts}{cause}"
-    return ConnectError(message, where=lines, hint=known[1] if known else KEYS)
+    return LoginRefused(message, where=lines, hint=known[1] if known else KEYS)
 
 
 def explain_more_wanted(*, where: str, methods: list[str]) -> ConnectError:
     """The error for a host that takes the key and wants something else besides, for which nobody can be asked."""
-    return ConnectError(
+    return LoginRefused(
         f"{where} takes the key and wants more: {', '.join(methods)}",
         hint="run this at a terminal, where you can be asked for it",
     )

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from deployer.errors import ConnectError
+from deployer.errors import ConnectError, HostKeyError
 from deployer.printable import shown
 from deployer.terminal import ask_yes, notice
 from deployer.transport.ssh.known_hosts import (
@@ -71,7 +71,7 @@ class HostKeys:
     def revoked(self, key: str) -> ConnectError:
         """The error for a key that must not be trusted any more; `key`: its type and fingerprint."""
         lines = [line for line in self.known if line.marker == "@revoked" and fingerprint(line.blob) == key.split()[-1]]
-        return ConnectError(
+        return HostKeyError(
             f"the key of {self.name} is marked as revoked: {key}",
             where=lines[0].place if lines else str(self.options.revoked_host_keys),
             hint="do not connect: somebody may have got hold of this key",
@@ -81,7 +81,7 @@ class HostKeys:
         files = dict.fromkeys(line.path for line in lines)
         remove = "; ".join(f"ssh-keygen -f {shlex.quote(str(path))} -R {shlex.quote(self.name)}" for path in files)
         known = [f"known: {line.key_type} {fingerprint(line.blob)} ({line.place})" for line in lines]
-        return ConnectError(
+        return HostKeyError(
             f"the host key of {self.name} has changed: it shows {key}",
             where=known,
             hint=f"the host was reinstalled, or somebody is in between. Only if you know why it changed: {remove}",
@@ -94,7 +94,7 @@ class HostKeys:
         elif ask is None or self.options.strict_host_key == "yes":
             raise self._unknown(key)
         elif not ask(lambda: self._person_trusts(key)):
-            raise ConnectError(f"the host key of {self.name} was not accepted")
+            raise HostKeyError(f"the host key of {self.name} was not accepted")
         for path in self.options.user_known_hosts[:1]:
             self._remember(path, key_type, blob)
 
@@ -104,7 +104,7 @@ class HostKeys:
 
     def _unknown(self, key: str) -> ConnectError:
         port = "" if self.options.port == DEFAULT_PORT else f"-p {self.options.port} "
-        return ConnectError(
+        return HostKeyError(
             f"the host key of {self.name} is not known: {key}",
             hint="compare the fingerprint with the provider's, then use --accept-new-host-key, or write it down with "
             f"ssh-keyscan {port}{shlex.quote(self.options.hostname)} >> ~/.ssh/known_hosts",

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from deployer.errors import ConnectError
+from deployer.errors import ConnectError, HostKeyError, LoginRefused
 from deployer.transport.ssh.causes import TOO_MANY_KEYS
 from deployer.transport.ssh.explain import (
     HEARD_LINES,
@@ -143,8 +143,14 @@ def _foreign(said: str) -> str:
     return "\n".join([*lines, *goodbyes])
 
 
-class NeedsPerson(ConnectError):
+class NeedsPerson(LoginRefused):
     """A login that may succeed when somebody can be asked for a password, a passphrase, a PIN, or about a key."""
+
+
+class UnknownKey(NeedsPerson, HostKeyError):
+    """The host's key is not known, and somebody can be asked."""
+
+    code = HostKeyError.code
 
 
 class HopFailed(ConnectError):
@@ -241,9 +247,9 @@ def _explain_host_key(said: str, words: SshWords, party: SshOptions, *, asked: b
     if not changed and re.search(r"(?i)\brevoked\b", said):
         return keys.revoked(shown)
     if asked and not changed:
-        return ConnectError(f"the host key of {keys.name} was not accepted")
+        return HostKeyError(f"the host key of {keys.name} was not accepted")
     error = keys.refusal(shown or "(ssh does not say which)", changed=changed)
-    return error if changed or party.strict_host_key == "yes" else NeedsPerson(error.message, hint=error.hint)
+    return error if changed or party.strict_host_key == "yes" else UnknownKey(error.message, hint=error.hint)
 
 
 def _explain_refusal(foreign: str, words: SshWords, party: SshOptions, *, methods: list[str]) -> ConnectError:

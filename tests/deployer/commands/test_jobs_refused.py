@@ -32,7 +32,6 @@ from trainer.schema import Config, OptimConfig, RunConfig
         (("run", "--include", "../x", "--", "true"), 2, "not below the project"),
         (("run", "--wheels", "/nope", "--", "true"), 2, "--wheels /nope is no folder"),
         (("run", "--remote-root", "tf", "--", "true"), 2, "relative path"),
-        (("run", "--json", "--", "true"), 2, "--json goes with"),
         (("run", "--gpus", "0-3", "--", "true"), 2, "--gpus 0,1,2,3"),
         (("run", "--", "python", "-u", "trian.py"), 2, "did you mean train.py?"),
         (("run", "--", "train.py", "--lr", "1"), 2, "-- python train.py --lr 1"),

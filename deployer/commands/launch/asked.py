@@ -1,0 +1,70 @@
+"""What a launch is asked for: the command line's words, with what its file and the defaults of files add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from deployer import terminal
+from deployer.commands.defaults import Defaults, Taken, key_named, keys_of
+from deployer.connection.host import Host
+from deployer.errors import UsageError
+from deployer.plan.options import Asked, Options, read_config, with_defaults
+from deployer.printable import shown
+
+
+def tell_note(note: str) -> None:
+    """Says what a config has without effect."""
+    terminal.notice(shown(f"note: {note}"))
+
+
+def choose(
+    config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], kind: str | None, options: dict[str, Any]
+) -> Options:
+    """What is launched: a config, a task file, or a program."""
+    if config is None:
+        if overrides:
+            what = f"{overrides[0]!r} is an override; the config file comes first"
+            raise UsageError(what, hint="deploy.py CONFIG a.b=c …")
+        if options["fsdp_config"] is not None:
+            raise UsageError("--fsdp-config goes with a config; a program of your own reads its own")
+        if kind is not None:
+            raise UsageError("--as says what a file is, and there is none")
+        return Options(command=program, **options)
+    from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
+
+    params = click.get_current_context().command.params
+    return options_of(config, overrides, program, kind=kind, params=params, options=options)
+
+
+def ask_for(
+    given: Options, defaults: Defaults, *, tell: Callable[[str], None] = tell_note
+) -> tuple[Asked, Options, dict[str, Taken]]:
+    """What the launch is asked for, its options, and which defaults went into them, by name."""
+    if given.config is None:
+        found = defaults.of(given.keys.get("target.ssh", defaults.host))
+        keys = keys_of(found)
+        asked = read_config(replace(given, keys={**keys, **given.keys}), tell=tell)
+        used = {key for key in keys if key not in given.keys}
+        given = replace(given, keys={**keys, **given.keys})
+    else:
+        asked = read_config(given, tell=tell)
+        ssh = asked.config.target.ssh if "target.ssh" in asked.given else defaults.host
+        found = defaults.of(ssh)
+        asked, used = with_defaults(asked, keys_of(found))
+    options = {name: found[name].value for name in ("wheels", "requirements") if name in found}
+    options = {name: value for name, value in options.items() if not getattr(given, name)}
+    taken = {name: one for name, one in found.items() if key_named(name) in used or name in (*options, *WAYS_IN)}
+    return asked, replace(given, **options), taken
+
+
+WAYS_IN = ("ssh_key", "transport")
+
+
+def places(taken: dict[str, Taken], host: Host) -> dict[str, str]:
+    """Where each default stands that went into the launch; a way in only if the command line names no other."""
+    is_used = {name: name not in WAYS_IN or getattr(host, name) == one.value for name, one in taken.items()}
+    return {name: one.where for name, one in taken.items() if is_used[name]}

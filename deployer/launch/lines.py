@@ -1,0 +1,111 @@
+"""A job's log followed in one thread and its lines taken in another: by one who prints them, and may leave."""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deployer.agent.job.status import Status
+from deployer.connection.host import GIVE_UP_AFTER_S, Host
+from deployer.connection.link import Link
+from deployer.launch.follow import Watcher, follow_to_end
+from deployer.launch.logview import MAX_LINE, LogView
+
+WAITING = 1000
+"""Lines that nobody has taken yet; the host waits then."""
+
+
+class Lines:
+    """Iterate to the end of the log; then `final` is how the job is. Raises what ended the following otherwise."""
+
+    def __init__(
+        self,
+        host: Host,
+        job_id: str,
+        *,
+        request: dict[str, Any],
+        bare: bool,
+        watcher: Watcher,
+        give_up_s: float = GIVE_UP_AFTER_S,
+    ) -> None:
+        self.final: Status | None = None
+        self._host = host
+        self._error: BaseException | None = None
+        self._left = threading.Event()
+        self._queue: queue.Queue[str | None] = queue.Queue(WAITING)
+        out = LineStream(self._put)
+        view = LogView(out, out, terminal=False, bare=bare, escapes=False)
+
+        def follow() -> None:
+            try:
+                self.final = follow_to_end(
+                    self._connect, job_id, view=view, watcher=watcher, request=request, known=True, give_up_s=give_up_s
+                )
+            except BaseException as error:
+                self._error = error
+            if not self._left.is_set():
+                self._put(None)
+
+        threading.Thread(target=follow, name=f"log of {job_id}", daemon=True).start()
+
+    def __iter__(self) -> Iterator[str]:
+        return self.within(None)
+
+    def within(self, timeout_s: float | None) -> Iterator[str]:
+        """Every line without its end; TimeoutError when the log has not ended by then."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                line = self._queue.get(timeout=left_s)
+            except queue.Empty:
+                raise TimeoutError from None
+            if line is None:
+                break
+            yield line
+        if self._error is not None:
+            raise self._error
+
+    def leave(self) -> None:
+        """Follows no more; the job goes on."""
+        self._left.set()
+        self._host.close()
+
+    def _connect(self, **how: Any) -> Link:
+        if self._left.is_set():
+            raise _Left
+        return self._host.connect(**how)
+
+    def _put(self, line: str | None) -> None:
+        while not self._left.is_set():
+            try:
+                return self._queue.put(line, timeout=0.2)
+            except queue.Full:
+                continue
+        raise _Left
+
+
+class _Left(Exception):
+    """Nobody takes the lines any more."""
+
+
+class LineStream(io.BytesIO):
+    """A stream that hands on each line that is written to it."""
+
+    def __init__(self, put: Callable[[str], None]) -> None:
+        super().__init__()
+        self._put = put
+        self._begun = b""
+
+    def write(self, data: Any) -> int:
+        *lines, self._begun = (self._begun + bytes(data)).split(b"\n")
+        while len(self._begun) > MAX_LINE:  # a line without an end fills no memory
+            lines.append(self._begun[:MAX_LINE])
+            self._begun = self._begun[MAX_LINE:]
+        for line in lines:
+            self._put(line.decode("utf-8", "replace"))
+        return len(data)
