@@ -76,8 +76,8 @@ def as_invoked(text: str) -> str:
 
 # not a file of that name which somebody ships
 _OWN_NAME = re.compile(
-    r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|resume|ps|status|logs|stop|pull|forget|exec|shell|doctor|gc|gpus"
-    r"|completion)\b)"
+    r"(?<![\w/.-])deploy\.py(?= (?:CONFIG|configs/|run|sft|pretrain|resume|ps|status|logs|stop|pull|forget"
+    r"|exec|shell|doctor|gc|gpus|completion)\b)"
 )
 
 

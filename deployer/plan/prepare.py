@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +17,7 @@ from deployer.agent.python.spec import PythonSpec
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, expanded, state_dir
+from deployer.plan.first_rows import check_first_rows
 from deployer.plan.first_word import check_first_word
 from deployer.plan.launch_plan import (
     NOT_REQUESTED,
@@ -29,6 +30,7 @@ from deployer.plan.launch_plan import (
     supervised_keys,
     torchrun_hint,
 )
+from deployer.plan.named_paths import check_named, is_below, left_out, to_include, travels
 from deployer.plan.options import Asked, Options
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
@@ -47,6 +49,8 @@ class Prepared:
     code: Scan
     payload: dict[str, Any]
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
+    named: tuple[tuple[str, int], ...] = ()
+    """What git ignores and travels because the config names it, with its bytes."""
 
 
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
@@ -56,17 +60,26 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     # an included folder comes whole, and an included link as its target: neither is also part of the code
     code = manifest.scan(project, hash_cache=_hash_cache(), included=paths)
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
+    warnings, named = [], []
+    if command is None:
+        warnings = check_named(config, project)
+        named = to_include(config, project, code=code, includes=paths)
+    if named:
+        paths = _include_paths((*paths, *named))
+        if any(is_below(entry.path.removeprefix("code/"), named) for entry in code.entries):
+            code = manifest.scan(project, hash_cache=_hash_cache(), included=paths)
     includes = {path: _scan_include(project, path) for path in paths}
-    entries = list(code.entries)
+    # a link on the way to what is included becomes the folder that holds it
+    entries = [e for e in code.entries if not any(is_below(path, [e.path.removeprefix("code/")]) for path in includes)]
     sources = dict(code.sources)
     if command is None and not own_trainer:
         lib_entries, lib_sources = _client_trainer()
         entries += lib_entries
         sources |= lib_sources
-    if command is None:
-        warnings = _check_config(config, project, code=code, includes=list(includes))
-    else:
+    if command is not None:
         warnings = _check_program(command, project, code=code, includes=list(includes))
+    elif options.text is not None:
+        check_first_rows(config, project)
     if options.wheels and not Path(options.wheels).is_dir():
         raise UsageError(f"--wheels {options.wheels} is no folder of this machine")
     wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
@@ -98,7 +111,8 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         restrict_gpus=command is None or "target.gpu_ranks" in options.keys or options.config is not None,
         text=None if command else _text_of(asked, to_another=own_trainer and project.resolve() != CLIENT_ROOT),
     )
-    return Prepared(plan, Shipment(trees, sources), code, payload)
+    sizes = tuple((path, includes[path].total_bytes) for path in named if path in includes)
+    return Prepared(plan, Shipment(trees, sources), code, payload, sizes)
 
 
 DECIDED = ("target.gpu_ranks", "target.train_backend", "target.device")
@@ -216,11 +230,7 @@ def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
 def _include_paths(paths: Sequence[str]) -> list[str]:
     """The paths in their plain form, each once, without those below another one."""
     plain = list(dict.fromkeys(os.path.normpath(path) for path in paths))
-    return [path for path in plain if not _is_below(path, [other for other in plain if other != path])]
-
-
-def _is_below(path: str, folders: Iterable[str]) -> bool:
-    return any(path == folder or path.startswith(folder + "/") for folder in folders)
+    return [path for path in plain if not is_below(path, [other for other in plain if other != path])]
 
 
 def _scan_include(project: Path, path: str) -> Scan:
@@ -233,59 +243,6 @@ def _scan_include(project: Path, path: str) -> Scan:
             hint=f"ln -s {shlex.quote(path)} {name}, then --include {name}: its target travels",
         )
     return manifest.scan_include(project / path, hash_cache=_hash_cache())
-
-
-def _not_shipped(config: Config, project: Path) -> Iterator[str]:
-    """A line for each path of the config that the host itself must have."""
-    from trainer.config.load import local_data_paths
-
-    for path in local_data_paths(config, root=project):
-        if _is_hosts_own(path):
-            yield f"{path} is not part of the project and does not travel: the host must have it"
-
-
-def _is_hosts_own(path: str) -> bool:
-    return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
-
-
-def _check_config(config: Config, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
-    """Warnings of what the host itself must have. UsageError for what would not travel."""
-    if re.search("[\\ud800-\\udfff]", config.target.root):
-        raise UsageError(
-            f"--remote-root {config.target.root} is not UTF-8: tokenizers cannot write into such a folder",
-            hint="give the root another name; a program of your own may run in it",
-        )
-    remote = config.target.ssh is not None
-    _check_data_paths(config, project, code=code, includes=includes, remote=remote)
-    return list(_not_shipped(config, project)) if remote else []
-
-
-def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
-    from trainer.config.load import local_data_paths
-
-    for path in local_data_paths(config, root=project):
-        if _is_hosts_own(path):
-            if not remote and not expanded(path).exists():
-                raise UsageError(f"{path}: no such file or folder")
-            continue
-        clean = os.path.normpath(path)
-        if not (project / clean).exists():
-            raise UsageError(f"{path}: no such file or folder in {project}")
-        if not _travels(clean, code, includes):
-            raise _left_out(path, code, hint=f" (or files=[{path!r}] in the config)")
-
-
-def _travels(clean: str, code: Scan, includes: Sequence[str]) -> bool:
-    """Whether a file or folder of the project (its plain relative path) is part of what is sent."""
-    return _is_below(clean, includes) or any(_is_below(e.path.removeprefix("code/"), [clean]) for e in code.entries)
-
-
-def _left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
-    reason = code.why_ignored(os.path.normpath(path))
-    why = f" ({reason.pattern} in {reason.source})" if reason else ""
-    return UsageError(
-        f"{path} is left out of the code tree{why}", hint=f"ship it once, by hash, with --include {path}{hint}"
-    )
 
 
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
@@ -301,10 +258,10 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
     if script is None or os.path.isabs(script):  # noqa: PTH117
         return []
     clean = os.path.normpath(script)
-    if clean == "." or _travels(clean, code, includes):
+    if clean == "." or travels(clean, code, includes):
         return []
     if code.why_ignored(clean):
-        raise _left_out(script, code)
+        raise left_out(script, code)
     names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
     near = difflib.get_close_matches(clean, names, n=1)
     raise UsageError(

@@ -49,7 +49,8 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     files: list[str] = field(default_factory=list)
-    """Git-ignored data or model paths to ship, relative to the project; like `--include`."""
+    """Git-ignored paths to ship besides those that data, model, lora and train.resume name, which travel by themselves:
+    relative to the project; like `--include`."""
     script: str | None = None
     """A program of your own, run instead of the trainer; the trainer's sections are then not allowed to be set."""
     args: list[str] = field(default_factory=list)

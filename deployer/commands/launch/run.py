@@ -14,7 +14,7 @@ from deployer.agent.host.layout import PREPARE_LOG, LogName
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
-from deployer.commands.launch.dry_run import files_line, show_plan
+from deployer.commands.launch.dry_run import files_line, named_line, show_plan
 from deployer.commands.screen import (
     Screen,
     ending_in_order,
@@ -108,6 +108,8 @@ def _ask(question: Question | None, *, yes: bool) -> None:
 
 def _describe(prepared: Prepared, host: Host) -> None:
     terminal.notice(shown(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}"))
+    if line := named_line(prepared):
+        terminal.notice(shown(line))
     _warn(prepared)
 
 
