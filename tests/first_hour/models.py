@@ -13,9 +13,12 @@ VOCABULARY = 260
 
 
 def write_model(folder: Path, **shape: Any) -> Path:
-    """A model with random weights that transformers opens."""
-    decoder = tiny_decoder(**{"vocab_size": VOCABULARY, **shape})
+    """A model with random weights that transformers opens. They are large, and the head is its own: it does not say one
+    token for ever."""
+    decoder = tiny_decoder(**{"vocab_size": VOCABULARY, "tie_embeddings": False, **shape})
     folder.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    tensors = {
+        name: parameter.detach() * (10 if parameter.dim() > 1 else 1) for name, parameter in decoder.named_parameters()
+    }
     write_export(folder, decoder.shape, tensors=tensors, tokenizer=build_bytes_tokenizer())
     return folder

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deployer.commands.launch.cli import sft
 from deployer.commands.launch.sft import make_config
 from deployer.errors import UsageError
 from deployer.plan.options import Options, read_config
@@ -113,6 +114,21 @@ def test_what_is_not_there_is_told_with_the_nearest_name(project, how, message, 
 def test_word_that_is_no_key_is_told(project: Path) -> None:
     with pytest.raises(UsageError, match=r"takes options and KEY=VALUE, not 'my\.jsonl'"):
         made("my.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--epochs", "did you mean train.epochs=VALUE?"),
+        ("--lora-rank", "did you mean lora.rank=VALUE?"),
+        ("--host", "did you mean --ssh VALUE?"),
+        ("--qqq", "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"),
+    ],
+)
+def test_option_that_is_a_key_is_told_as_one(option: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"(?i)no such option.*{option}") as caught:
+        sft.make_context("sft", ["--data", "a", option, "3"])
+    assert caught.value.hint == hint
 
 
 def test_absolute_path_into_the_project_travels(project: Path) -> None:

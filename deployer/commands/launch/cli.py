@@ -17,6 +17,7 @@ from deployer.commands.options import (
     GIVE_UP,
     JSON,
     Command,
+    WithKeys,
     WithProgram,
     at_a_place,
     entrance,
@@ -119,7 +120,7 @@ def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(cls=WithProgram, context_settings=CONTEXT)
+@click.command(cls=WithKeys, context_settings=CONTEXT)
 @click.option("--lora", is_flag=True, help="Small adapters, over a model that stays as it is.")
 @with_config
 def sft(lora: bool, **options: Any) -> None:
@@ -136,7 +137,7 @@ def sft(lora: bool, **options: Any) -> None:
     _run_made("lora" if lora else "sft", **options)
 
 
-@click.command(cls=WithProgram, context_settings=CONTEXT)
+@click.command(cls=WithKeys, context_settings=CONTEXT)
 @with_config
 def pretrain(**options: Any) -> None:
     """Train a language model on plain text, without a config file.
