@@ -11,6 +11,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from deployer.pull.choice import Wish
+from deployer.pull.pieces import RemoteFile
 from tests.support.configs import SMALL_MODEL, config_of, error_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import ALONE, tiny_decoder
@@ -21,7 +23,7 @@ from trainer.metrics.log import MetricsLog
 from trainer.metrics.samples import SamplesLog
 from trainer.parallel.blocks import eagerly
 from trainer.recipes import pretrain, sft
-from trainer.schema import Config, RunConfig
+from trainer.schema import SAMPLES_FILE, Config, RunConfig
 from trainer.train import samples
 from trainer.train.recipe import read_basis
 from trainer.train.samples import Prompts, likeliest, sampler
@@ -148,6 +150,10 @@ def test_file_stays_small_and_a_full_disk_costs_the_samples_alone(tmp_path, monk
     assert len(said(tmp_path)) == 1 and capsys.readouterr().out.count("no more samples are kept") == 1
     SamplesLog(tmp_path / "gone" / "samples.jsonl", log, keep_through=0).write(0, [("a", "b")], seconds=0.1)
     assert "training goes on" in capsys.readouterr().out
+
+
+def test_file_comes_home_with_the_results_and_is_topped_up():
+    assert SAMPLES_FILE in Wish().parts and RemoteFile(SAMPLES_FILE, 1, 0, "", 1).grows
 
 
 def test_what_is_compiled_is_set_aside_and_comes_back():
