@@ -215,6 +215,11 @@ def _template(name: str, option: str) -> str | None:
     return _keys().get(plain[2:].replace("-", "_")) if is_key else None
 
 
+def said_here(option: str) -> str:
+    """What an option of another tool's launch is here, an option or a key; empty for one that nobody knows."""
+    return " ".join(_filled(_template("run", option) or "", "VALUE"))
+
+
 @cache
 def _keys() -> dict[str, str]:
     """Template of a key by its last name, where no other has it, and by its names elsewhere."""

@@ -138,11 +138,25 @@ class WithProgram(Command):
             ctx.meta["words"] = words
             return left
         except click.NoSuchOption as error:
-            if program or error.possibilities:
+            hint = "" if program else self.hint_of(error)
+            if not hint:
                 raise
-            raise UsageError(
-                error.format_message(), hint="before a program of your own comes --: deploy.py run -- PROGRAM …"
-            ) from None
+            raise UsageError(f"no such option: {error.option_name}", hint=hint) from None
+
+    def hint_of(self, error: click.NoSuchOption) -> str:
+        """What to do about an option that there is not; empty where click says it."""
+        return "" if error.possibilities else "before a program of your own comes --: deploy.py run -- PROGRAM …"
+
+
+class WithKeys(WithProgram):
+    """A command that makes a config: what is no option of it is most likely a key."""
+
+    def hint_of(self, error: click.NoSuchOption) -> str:
+        from deployer.commands.neighbours import said_here
+
+        if line := said_here(error.option_name):
+            return f"did you mean {line}?"
+        return "" if error.possibilities else "KEY=VALUE sets a key of the config; deploy.py keys WORD finds it"
 
 
 # --- options -------------------------------------------------------------------------------------------------------

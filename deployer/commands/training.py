@@ -23,6 +23,7 @@ FORWARDED = {
     "convert": ("Write another tool's task (SkyPilot, dstack) as one of ours.", ()),
     "keys": ("Show the keys of a config, and what they mean.", ()),
     "export": ("Write a run's checkpoint in Hugging Face format.", ()),
+    "generate": ("Have a trained model go on from a prompt.", ()),
     "tokenize": ("Write text as a token file, for pretraining.", ()),
 }
 """By name: what it does, and the options of `train.py` that it stands for. The first three are `train.py CONFIG`."""

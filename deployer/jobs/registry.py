@@ -46,6 +46,8 @@ class JobRecord(NamedTuple):
     """Of the launch as they were typed after `run`, by jobs/words.py; none in the records of earlier versions."""
     folder: str = ""
     """The project's, on this machine."""
+    verb: str = "run"
+    """The command that the words followed: run, sft or pretrain."""
 
 
 def write_record(record: JobRecord) -> None:

@@ -20,6 +20,8 @@ class Options:
     """The command line's options of a launch."""
 
     config: str | None = None
+    text: str | None = None
+    """Of a YAML config that stands in no file; `config` is then what errors call it."""
     overrides: tuple[str, ...] = ()
     fsdp_config: str | None = None
     command: tuple[str, ...] = ()
@@ -102,7 +104,12 @@ _OURS = frozenset(
 def _read_file(path: str, options: Options, *, tell: Callable[[str], None]) -> tuple[Config, frozenset[str]]:
     from trainer.config.load import ConfigError, load_given
 
-    ways: dict[str, Any] = {"fsdp_config": options.fsdp_config, "changes": options.keys, "tell": tell}
+    ways: dict[str, Any] = {
+        "fsdp_config": options.fsdp_config,
+        "changes": options.keys,
+        "tell": tell,
+        "text": options.text,
+    }
     try:
         return load_given(path, options.overrides, **ways)
     except ConfigError as error:

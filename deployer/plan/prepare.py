@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +18,7 @@ from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, root_hash
 from deployer.errors import UsageError
 from deployer.paths import CLIENT_ROOT, expanded, state_dir
 from deployer.plan.env_file import EnvFile, env_file_of
+from deployer.plan.first_rows import check_first_rows
 from deployer.plan.first_word import check_first_word
 from deployer.plan.launch_plan import (
     NOT_REQUESTED,
@@ -30,6 +31,7 @@ from deployer.plan.launch_plan import (
     supervised_keys,
     torchrun_hint,
 )
+from deployer.plan.named_paths import check_named, is_below, left_out, to_include, travels
 from deployer.plan.options import Asked, Options
 from deployer.plan.setup import make_setup
 from deployer.project import manifest
@@ -50,6 +52,8 @@ class Prepared:
     payload: dict[str, Any]
     """Values of the job's environment and secrets; they travel beside the plan and show in no process list."""
     env_file: EnvFile | None = None
+    named: tuple[tuple[str, int], ...] = ()
+    """What git ignores and travels because the config names it, with its bytes."""
 
 
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
@@ -61,17 +65,26 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     hidden = _paths_of(env_file, project, paths)
     code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
+    warnings, named = [], []
+    if command is None:
+        warnings = check_named(config, project)
+        named = to_include(config, project, code=code, includes=paths)
+    if named:
+        paths = _include_paths((*paths, *named))
+        if any(is_below(entry.path.removeprefix("code/"), named) for entry in code.entries):
+            code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
     includes = {path: _scan_include(project, path) for path in paths}
-    entries = list(code.entries)
+    # a link on the way to what is included becomes the folder that holds it
+    entries = [e for e in code.entries if not any(is_below(path, [e.path.removeprefix("code/")]) for path in includes)]
     sources = dict(code.sources)
     if command is None and not own_trainer:
         lib_entries, lib_sources = _client_trainer()
         entries += lib_entries
         sources |= lib_sources
-    if command is None:
-        warnings = _check_config(config, project, code=code, includes=list(includes))
-    else:
+    if command is not None:
         warnings = _check_program(command, project, code=code, includes=list(includes))
+    elif options.text is not None:
+        check_first_rows(config, project)
     if options.wheels and not Path(options.wheels).is_dir():
         raise UsageError(f"--wheels {options.wheels} is no folder of this machine")
     wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
@@ -106,14 +119,15 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         setup=make_setup(setup, timeout_s, files) if setup else None,
     )
     plan = plan._replace(secret_names=tuple(sorted(payload.get("secrets", ()))))
-    return Prepared(plan, Shipment(trees, sources), code, payload, env_file)
+    sizes = tuple((path, includes[path].total_bytes) for path in named if path in includes)
+    return Prepared(plan, Shipment(trees, sources), code, payload, env_file, sizes)
 
 
 def _paths_of(env_file: EnvFile | None, project: Path, includes: Sequence[str]) -> list[str]:
     """The env file's own paths in the project. UsageError where it would travel with an included folder."""
     paths = env_file.paths_below(project) if env_file is not None else []
     for path in paths:
-        if include := next((one for one in includes if _is_below(path, [one])), None):
+        if include := next((one for one in includes if is_below(path, [one])), None):
             raise UsageError(f"--include {include} would send the env file {path}", hint="keep it outside that folder")
     return paths
 
@@ -236,11 +250,7 @@ def _client_trainer() -> tuple[list[Entry], dict[str, str]]:
 def _include_paths(paths: Sequence[str]) -> list[str]:
     """The paths in their plain form, each once, without those below another one."""
     plain = list(dict.fromkeys(os.path.normpath(path) for path in paths))
-    return [path for path in plain if not _is_below(path, [other for other in plain if other != path])]
-
-
-def _is_below(path: str, folders: Iterable[str]) -> bool:
-    return any(path == folder or path.startswith(folder + "/") for folder in folders)
+    return [path for path in plain if not is_below(path, [other for other in plain if other != path])]
 
 
 def _scan_include(project: Path, path: str) -> Scan:
@@ -253,59 +263,6 @@ def _scan_include(project: Path, path: str) -> Scan:
             hint=f"ln -s {shlex.quote(path)} {name}, then --include {name}: its target travels",
         )
     return manifest.scan_include(project / path, hash_cache=_hash_cache())
-
-
-def _not_shipped(config: Config, project: Path) -> Iterator[str]:
-    """A line for each path of the config that the host itself must have."""
-    from trainer.config.load import local_data_paths
-
-    for path in local_data_paths(config, root=project):
-        if _is_hosts_own(path):
-            yield f"{path} is not part of the project and does not travel: the host must have it"
-
-
-def _is_hosts_own(path: str) -> bool:
-    return os.path.isabs(path) or path.startswith("~")  # noqa: PTH117
-
-
-def _check_config(config: Config, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
-    """Warnings of what the host itself must have. UsageError for what would not travel."""
-    if re.search("[\\ud800-\\udfff]", config.target.root):
-        raise UsageError(
-            f"--remote-root {config.target.root} is not UTF-8: tokenizers cannot write into such a folder",
-            hint="give the root another name; a program of your own may run in it",
-        )
-    remote = config.target.ssh is not None
-    _check_data_paths(config, project, code=code, includes=includes, remote=remote)
-    return list(_not_shipped(config, project)) if remote else []
-
-
-def _check_data_paths(config: Config, project: Path, *, code: Scan, includes: Sequence[str], remote: bool) -> None:
-    from trainer.config.load import local_data_paths
-
-    for path in local_data_paths(config, root=project):
-        if _is_hosts_own(path):
-            if not remote and not expanded(path).exists():
-                raise UsageError(f"{path}: no such file or folder")
-            continue
-        clean = os.path.normpath(path)
-        if not (project / clean).exists():
-            raise UsageError(f"{path}: no such file or folder in {project}")
-        if not _travels(clean, code, includes):
-            raise _left_out(path, code, hint=f" (or files=[{path!r}] in the config)")
-
-
-def _travels(clean: str, code: Scan, includes: Sequence[str]) -> bool:
-    """Whether a file or folder of the project (its plain relative path) is part of what is sent."""
-    return _is_below(clean, includes) or any(_is_below(e.path.removeprefix("code/"), [clean]) for e in code.entries)
-
-
-def _left_out(path: str, code: Scan, *, hint: str = "") -> UsageError:
-    reason = code.why_ignored(os.path.normpath(path))
-    why = f" ({reason.pattern} in {reason.source})" if reason else ""
-    return UsageError(
-        f"{path} is left out of the code tree{why}", hint=f"ship it once, by hash, with --include {path}{hint}"
-    )
 
 
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
@@ -321,10 +278,10 @@ def _check_program(command: Command, project: Path, *, code: Scan, includes: Seq
     if script is None or os.path.isabs(script):  # noqa: PTH117
         return []
     clean = os.path.normpath(script)
-    if clean == "." or _travels(clean, code, includes):
+    if clean == "." or travels(clean, code, includes):
         return []
     if code.why_ignored(clean):
-        raise _left_out(script, code)
+        raise left_out(script, code)
     names = [entry.path.removeprefix("code/") for entry in code.entries if entry.path.endswith(".py")]
     near = difflib.get_close_matches(clean, names, n=1)
     raise UsageError(

@@ -15,6 +15,7 @@ from deployer.pull.pieces import RemoteFile
 
 RESULT_PARTS = (
     "metrics.jsonl",
+    "samples.jsonl",
     "config.yaml",
     "job.json",
     "git.patch",

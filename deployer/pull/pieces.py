@@ -50,7 +50,7 @@ class RemoteFile:
     @property
     def grows(self) -> bool:
         """Whether a job only ever appends to it."""
-        if self.path == "metrics.jsonl" or self.path.startswith("tensorboard/"):
+        if self.path in ("metrics.jsonl", "samples.jsonl") or self.path.startswith("tensorboard/"):
             return True
         return self.path.startswith("logs/") and self.path.endswith(".log")
 

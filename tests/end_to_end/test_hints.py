@@ -28,7 +28,9 @@ FILES = {
     ".gitignore": "left/\n",
     "left/x.py": "",
     "left/rows.jsonl": "{}\n",
-    "c.yaml": "{target: {device: cpu}, data: {train: left/rows.jsonl}}",
+    "c.yaml": "{target: {device: cpu}, data: {train: [left/rows.jsonl, stays.jsonl]}}",
+    ".deployignore": "stays.jsonl\n",
+    "stays.jsonl": "{}\n",
     "../data/rows": "",
 }
 EXECUTABLE = ("run.sh", "crlf.sh")
@@ -58,7 +60,7 @@ HINTS = [  # the words of `run`, what the hint is to say, and what is to be type
     (
         ("c.yaml",),
         "ship it once, by hash, with {} (or {} in the config)",
-        ("--include left/rows.jsonl", "files=['left/rows.jsonl']"),
+        ("--include stays.jsonl", "files=['stays.jsonl']"),
     ),
 ]
 

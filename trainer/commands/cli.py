@@ -32,6 +32,7 @@ COMMANDS = {
     "convert": ("trainer.commands.convert:convert", "convert FILE", "another tool's task as one of ours"),
     "keys": ("trainer.commands.keys:keys", "keys [WORD]...", "the keys of a config, and what they mean"),
     "export": ("trainer.commands.export:export", "export RUN", "a checkpoint of a run in Hugging Face format"),
+    "generate": ("trainer.commands.generate:generate", "generate MODEL TEXT...", "what a trained model says"),
     "tokenize": ("trainer.commands.tokenize:tokenize", "tokenize SOURCE...", "text as a token file, for pretraining"),
 }
 """By first word: where its click command is, imported only when it is called; its usage; what it gives."""

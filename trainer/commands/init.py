@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ import click
 
 from trainer.console import write_line
 from trainer.errors import UserError
+from trainer.schema.first_config import DATA, KINDS, MODEL, TEXT, TRAIN, as_yaml, look_at, render
 
 HELP = """Write a short, explained YAML file to begin with.
 
@@ -29,64 +28,6 @@ left alone.
 Exit codes: 0 written, 2 the file is there already or cannot be written.
 """
 
-MODEL, DATA, TEXT = "Qwen/Qwen2.5-0.5B-Instruct", "my.jsonl", "builtin:stdlib-docs"
-ROWS = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-CONVERSATIONS = f"# JSONL, JSON, CSV or Parquet; a row of it: {ROWS}"
-TRAIN = "python train.py"
-HEAD = "# {about}. Look at it first: {look}\n# Every key: {program} keys\n"
-
-FINE_TUNE = (
-    HEAD
-    + """\
-recipe: sft
-run: {{name: {name}}}
-model:
-  name: {model}  # a Hugging Face name, or a folder with config.json and safetensors
-data:
-  {conversations}
-  train: [{data}]
-  eval_fraction: 0.05  # of the rows, held out for the evaluations
-  seq_len: 1024  # tokens in a row of a batch; short conversations share one, but with packing: false
-{lora}optim:
-  learning_rate: {rate}
-train:
-  steps: null
-  epochs: 3
-  micro_batch_size: 4  # rows a GPU takes at once: `--calibrate` finds the fastest
-target:
-  gpu_ranks: [auto:1]  # [auto:4]: the four freest; [0, 1]: these; on a machine without: device: cpu
-"""
-)
-LORA = """\
-lora:
-  rank: 16  # of the adapters; `targets` names the modules, else all linear ones
-"""
-PRETRAIN = (
-    HEAD
-    + """\
-recipe: pretrain
-run: {{name: {name}}}
-model:  # random weights; a name instead goes on from a pretrained model
-{model}
-data:
-  # text files, folders of them, or a .tokens file, which `{program} tokenize` makes once for all runs
-  train: [{data}]
-  tokenizer: {tokenizer}
-  seq_len: 512
-train:
-  steps: 200
-  micro_batch_size: 8  # rows a GPU takes at once: `--calibrate` finds the fastest
-target:
-  gpu_ranks: [auto:1]  # [auto:4]: the four freest; [0, 1]: these; on a machine without: device: cpu
-"""
-)
-SHAPE = """\
-  family: qwen3
-  hidden_size: 128
-  intermediate_size: 384
-  num_layers: 4
-  num_heads: 4
-  num_kv_heads: 2"""
 TASK = """\
 # How a program of yours runs, on any machine that you can ssh to. Look at it first: {look}
 run: {run}  # with && or lines a shell's command; as a list, [python, a.py, --lr, 1e-4], words
@@ -105,8 +46,7 @@ gpus: auto:1  # auto:4: the four freest; 0,1: these; on a machine without: devic
 TASK_FILE = "torchferry.yaml"
 PROGRAMS = ("train.py", "main.py")
 """What is taken for the program of a folder, the first that is there."""
-CONFIGS = ("lora", "sft", "pretrain")
-KINDS = (*CONFIGS, "task")
+EVERY_KIND = (*KINDS, "task")
 
 
 class InitError(UserError):
@@ -116,7 +56,7 @@ class InitError(UserError):
 
 
 @click.command("init", help=HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=click.Choice(EVERY_KIND))
 @click.option("--model", metavar="NAME", help=f"The model, a name or a folder [{MODEL}; pretrain: a small new one].")
 @click.option("--data", metavar="FILE", help=f"What it learns from [{DATA}; pretrain: {TEXT}].")
 @click.option("--out", "-o", metavar="FILE", help="Where to; - is the terminal [KIND.yaml].")
@@ -131,9 +71,9 @@ def init(kind: str, model: str | None, data: str | None, out: str | None, debug:
         if model or data:
             raise click.UsageError("--model and --data are of a config: a task runs a program, which has its own")
         look = _look_at_task(program, name)
-        text = TASK.format(look=look, run=f"python {_yaml(_program_here())}")
+        text = TASK.format(look=look, run=f"python {as_yaml(_program_here())}")
     else:
-        look = _look(program, name)
+        look = look_at(program, name)
         text = render(kind, name, model=model, data=data, program=program)
     if file == "-":
         write_line(sys.stdout, text.rstrip("\n"))
@@ -154,47 +94,3 @@ def _look_at_task(program: str, file: str) -> str:
     runner = "python deploy.py" if program == TRAIN else program
     named = "" if file == TASK_FILE else f" {shlex.quote(' '.join(file.splitlines()))}"
     return f"{runner} run{named} --dry-run"
-
-
-def _look(program: str, file: str) -> str:
-    typed = shlex.quote(" ".join(file.splitlines()))
-    return f"{program} {typed} --inspect" if program == TRAIN else f"{program} inspect {typed}"
-
-
-def render(kind: str, file: str, *, model: str | None = None, data: str | None = None, program: str = TRAIN) -> str:
-    """The config of a kind, as a file of that name. `program`: what its comments name, as it was called."""
-    look = _look(program, file)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).lstrip(".-")[:100] or kind  # what `run.name` may be
-    if kind == "pretrain":
-        shape = f"  name: {_yaml(model)}" if model else SHAPE
-        tokenizer = "auto  # the model's own" if model else "builtin:bytes  # or a Hugging Face name or folder"
-        about = "Pretraining on plain text"
-        return PRETRAIN.format(
-            about=about,
-            look=look,
-            program=program,
-            name=_yaml(name),
-            model=shape,
-            data=_yaml(data or TEXT),
-            tokenizer=tokenizer,
-        )
-    about = "Fine-tuning with LoRA" if kind == "lora" else "Fine-tuning of the whole model"
-    return FINE_TUNE.format(
-        about=about,
-        look=look,
-        program=program,
-        name=_yaml(name),
-        model=_yaml(model or MODEL),
-        data=_yaml(data or DATA),
-        conversations=CONVERSATIONS,
-        lora=LORA if kind == "lora" else "",
-        rate="2.0e-4" if kind == "lora" else "1.0e-5",
-    )
-
-
-def _yaml(text: str) -> str:
-    """A text as YAML takes it for one, also `1e3`, `yes` and `a: b`."""
-    import yaml
-
-    is_plain = all(c.isalnum() or c in "/._-" for c in text) and yaml.safe_load(text) == text
-    return text if is_plain else json.dumps(text, ensure_ascii=False)

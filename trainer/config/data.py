@@ -93,7 +93,8 @@ def data_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
     if data.eval and not (sft and any(source.path.startswith("builtin:") for source in as_sources(data.eval))):
         yield ["data.eval_fraction"], ", data.eval names the held-out data"
     if not data.eval and data.eval_fraction == 0:
-        judging = ["data.max_eval_rows", "train.eval_every", "train.eval_batches"]
+        samples = [] if config.run.sample_prompts else ["train.eval_every"]
+        judging = ["data.max_eval_rows", *samples, "train.eval_batches"]
         yield judging, ", there is no held-out data (data.eval, data.eval_fraction)"
 
 

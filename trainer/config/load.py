@@ -17,7 +17,7 @@ from trainer.config.accelerate import Accelerate, Setting, check_processes, read
 from trainer.config.data import is_pattern, matching
 from trainer.config.dropped import Becomes, Refused, take_out, text_of
 from trainer.config.fields import Wrong, build_config, fit
-from trainer.config.files import YAML_SUFFIXES, dump_yaml, read_override, read_python, read_yaml
+from trainer.config.files import YAML_SUFFIXES, dump_yaml, parse_yaml, read_override, read_python, read_yaml
 from trainer.config.keys import (
     DROPPED,
     Broken,
@@ -85,11 +85,15 @@ def load_given(
     fsdp_config: str | Path | None = None,
     changes: Mapping[str, Any] = NO_CHANGES,
     tell: Callable[[str], None] = lambda note: None,
+    text: str | None = None,
 ) -> tuple[Config, frozenset[str]]:
     """What `load_config` gives, and the dotted keys that somebody gave: those that are known to stand somewhere, and
-    those that are not at their default (a `.py` file may set keys in ways that do not show in its text)."""
-    path = Path(path)
-    if path.suffix in YAML_SUFFIXES:
+    those that are not at their default (a `.py` file may set keys in ways that do not show in its text).
+
+    `text`: of a YAML config that stands in no file; `path` is then what errors call it."""
+    if text is not None:
+        draft = Draft.of_tree(*parse_yaml(text.encode(), str(path)))
+    elif (path := Path(path)).suffix in YAML_SUFFIXES:
         draft = Draft.of_tree(*read_yaml(path))
     else:
         written, places = read_python(path)

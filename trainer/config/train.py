@@ -12,6 +12,7 @@ from trainer.schema import Config, LoraConfig, OptimConfig, kind_of_training, le
 
 WARMUP_STEPS, LEAST_PARTS = 10, 5
 BEST = "train.keep_best"
+MOST_PROMPTS, MOST_PROMPT_CHARS = 16, 4000
 MULTIPLE = 16
 """What the sizes of all three dimensions of a float8 product divide by (torch._scaled_mm)."""
 
@@ -116,6 +117,16 @@ def watching_rules(config: Config) -> Iterator[Broken]:
         if late:
             message = f"train.{key} holds {late[0]}, more than train.steps, {train.steps}"
             yield Broken(f"train.{key}", message, "", ("train.steps",))
+    yield from _sample_rules(config)
+
+
+def _sample_rules(config: Config) -> Iterator[Broken]:
+    key, prompts = "run.sample_prompts", config.run.sample_prompts
+    if len(prompts) > MOST_PROMPTS:
+        yield Broken(key, f"{key} has {len(prompts)} texts, must be at most {MOST_PROMPTS}")
+    long = [len(text) for text in prompts if len(text) > MOST_PROMPT_CHARS]
+    if long:
+        yield Broken(key, f"{key} holds a text of {long[0]:,} characters, must be at most {MOST_PROMPT_CHARS:,}")
 
 
 def watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
@@ -124,6 +135,8 @@ def watching_without_effect(config: Config) -> Iterator[tuple[list[str], str]]:
         yield ["train.early_stop_min_delta"], " without train.early_stop_patience"
     if "wandb" not in config.run.trackers:
         yield ["run.tracker_project"], ", wandb is none of run.trackers"
+    if not config.run.sample_prompts:
+        yield ["run.sample_tokens"], ", run.sample_prompts is empty"
     if config.target.device == "cpu":
         yield ["train.memory_snapshot_steps"], " on the CPU: it shows a GPU's allocations"
 

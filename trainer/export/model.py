@@ -131,7 +131,7 @@ def verify_export(
     """
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
-    options = {"dtype": torch.float32, "output_loading_info": True, **_without_map(PreTrainedModel)}
+    options = {"dtype": torch.float32, "output_loading_info": True, **without_map(PreTrainedModel)}
     try:
         told = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True, **options)
     except (OSError, ValueError, SafetensorError) as error:
@@ -151,7 +151,7 @@ def verify_export(
     return check_logits(got, expected, f"the export in {folder}")
 
 
-def _without_map(kind: type[PreTrainedModel]) -> dict[str, Any]:
+def without_map(kind: type[PreTrainedModel]) -> dict[str, Any]:
     """Has transformers read the files, where it can (5.x), and not map them: a map of a file that is cut, or whose disk
     fails, ends the process."""
     takes = signature(vars(kind)["from_pretrained"].__func__).parameters

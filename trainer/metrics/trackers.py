@@ -20,9 +20,11 @@ WANDB_ID_FILE = "control/wandb_id"
 
 
 class Tracker(Protocol):
-    """Takes numbers by step, and is closed once."""
+    """Takes numbers and texts by step, and is closed once."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -73,6 +75,9 @@ class Guarded:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.log(step, numbers))
 
+    def text(self, step: int, name: str, text: str) -> None:
+        self._try(lambda tracker: tracker.text(step, name, text))
+
     def close(self) -> None:
         self._try(lambda tracker: tracker.close())
 
@@ -101,6 +106,10 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -122,6 +131,9 @@ class Wandb:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.log({name: text}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -7,11 +7,13 @@ one kind and share what is compiled for the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 import torch
+from torch import nn
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -78,6 +80,19 @@ def run_eagerly(model: Model) -> None:
     """Take `compile_blocks` and recomputation back."""
     for module in _compiled(model):
         module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def eagerly(module: nn.Module) -> Iterator[None]:
+    """Run the blocks of a model, however it is wrapped, as they are written: for shapes that what is compiled should
+    never see, as it would be compiled anew for them, and another code might then serve the training."""
+    model = next(child for child in module.modules() if isinstance(child, Model))
+    compiled = [(part, part.__dict__.pop("forward")) for part in _compiled(model) if "forward" in part.__dict__]
+    try:
+        yield
+    finally:
+        for part, forward in compiled:
+            part.forward = forward
 
 
 def is_compile_failure(error: BaseException) -> bool:

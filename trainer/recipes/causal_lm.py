@@ -31,6 +31,7 @@ from trainer.train.plan_log import tell_plan
 from trainer.train.probe import probe
 from trainer.train.recipe import Basis, Recipe, read_basis
 from trainer.train.run import Evaluated, LossFn, Run
+from trainer.train.samples import read_prompts, sampler
 from trainer.train.settle import settle
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ def train(recipe: Recipe, config: Config, run_dir: Path, dist: Dist) -> int:
     config = settled.config
     basis = read_basis(recipe, config, dist)
     seed_everything(config, dist)
+    prompts = read_prompts(config, basis.tokenizer, basis.shape)
     data = recipe.data(config, dist, basis, run_dir=run_dir)
     memory = MemoryKeeper(config, basis.shape, run_dir, dist)
     advice = oom_advice(lambda: memory.config, basis.shape, dist, on_failure=memory.record_failure)
     with closing(data), advice, fastest_kernels():
         run = build_run(recipe, memory.config, run_dir, dist, basis=basis, data=data)
+        run.sample = sampler(run, prompts) if prompts else None
         tell_plan(run, [*settled.lines, *memory.fit.lines])
         probe(run, memory)
         result = loop.train(run, watchers=step_watchers)

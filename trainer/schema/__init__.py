@@ -29,6 +29,7 @@ from trainer.schema.run_folder import (
     OUTCOME_FILE,
     RESTARTED_ENV,
     RUN_DIR_ENV,
+    SAMPLES_FILE,
     STARTED_ENV,
     STOP_FILE,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "RESTARTED_ENV",
     "RUN_DIR_ENV",
     "RunConfig",
+    "SAMPLES_FILE",
     "STARTED_ENV",
     "STOP_FILE",
     "SourceConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trainer.schema.data import DataConfig
-from trainer.schema.key import key
+from trainer.schema.key import SAMPLE_TOKENS, key
 from trainer.schema.model import LoraConfig, ModelConfig
 from trainer.schema.optim import OptimConfig
 from trainer.schema.parallel import ParallelConfig
@@ -30,6 +30,12 @@ class RunConfig:
     each evaluation that is the best so far. `auto`: the best where train.early_stop_patience ends the run."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Where the numbers go besides metrics.jsonl: RUN/tensorboard/, Weights & Biases."""
+    sample_prompts: list[str] = field(default_factory=list)
+    """Texts that the model goes on from at each evaluation, at most 16 of 4000 characters: as the user's turn with
+    recipe=sft, else as plain text. What it says, the likeliest token each time, goes into RUN/samples.jsonl, the log
+    and the trackers. The training is the same bit for bit; a token costs a forward over all prompts."""
+    sample_tokens: int = key(64, limit=SAMPLE_TOKENS)
+    """Tokens that it says to each at most; its end token ends it before."""
     tracker_project: str = "torchferry"
     """The project of Weights & Biases that the run belongs to."""
 
@@ -49,7 +55,8 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     files: list[str] = field(default_factory=list)
-    """Git-ignored data or model paths to ship, relative to the project; like `--include`."""
+    """Git-ignored paths to ship besides those that data, model, lora and train.resume name, which travel by themselves:
+    relative to the project; like `--include`."""
     script: str | None = None
     """A program of your own, run instead of the trainer; the trainer's sections are then not allowed to be set."""
     args: list[str] = field(default_factory=list)

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer.schema.key import AT_LEAST_0, AT_LEAST_1, AT_LEAST_2, SHARE, key
+
+SCHEMA_KEYS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction_output": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
+}
+"""Columns that a row of each schema must have; `auto` takes the first schema of this order that fits."""
+
+
+def schema_of(columns: Collection[str]) -> str | None:
+    """The schema that the columns of a first row show."""
+    return next((name for name, keys in SCHEMA_KEYS.items() if all(key in columns for key in keys)), None)
+
+
+def unknown_columns(columns: Collection[str]) -> tuple[str, str]:
+    """What is wrong with a first row whose columns show no schema, and what to do."""
+    known = "; ".join(" + ".join(keys) for keys in SCHEMA_KEYS.values())
+    what = f"no known schema has the keys {', '.join(map(repr, columns)) or '(none)'}"
+    return what, f"known: {known}; rename the columns or set data.schema"
 
 
 @dataclass(frozen=True)

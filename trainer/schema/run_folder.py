@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 METRICS_FILE = "metrics.jsonl"  # one JSON object a line; training steps and evaluations
+SAMPLES_FILE = "samples.jsonl"  # one JSON object a line: what the model said to run.sample_prompts
 CONFIG_FILE = "config.yaml"  # the resolved config
 OUTCOME_FILE = "outcome.json"  # how the run ended: the last file of rank 0, or by the rank that failed first
 CHECKPOINTS_DIR = "checkpoints"  # step_NNNNNN/ each with a COMPLETE marker

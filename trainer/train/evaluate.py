@@ -93,7 +93,13 @@ class Evaluator:
         return f"no held-out loss improved the best one, {self.best_loss:.4f},{margin} in {self._no_better} evaluations"
 
     def evaluate(self, step: int, *, is_stop_requested: Callable[[], bool] = never) -> None:
-        """Evaluate after `step` steps and record it; every rank calls this. Nothing happens without held-out data."""
+        """Evaluate after `step` steps and record it, then let the model speak; every rank calls this. Without held-out
+        data nothing is judged."""
+        self._judge(step, is_stop_requested)
+        if self._run.sample is not None:
+            self._run.sample(step, is_stop_requested)
+
+    def _judge(self, step: int, is_stop_requested: Callable[[], bool]) -> None:
         began = time.perf_counter()
         found = self._look(self._run, is_stop_requested)
         if found is None:

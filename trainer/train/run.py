@@ -59,6 +59,8 @@ class Run:
     extra: dict[str, Any] = field(default_factory=dict)
     """Goes into every checkpoint's state.json."""
     start_step: int = 0
+    sample: Callable[[int, Callable[[], bool]], None] | None = None
+    """Called after an evaluation, with the step and whether the run is asked to stop: has the model say something."""
     graphed: GraphedMicroBatches | None = None
     """Runs forward and backward in the place of `loss_fn` where that is worth it."""
 

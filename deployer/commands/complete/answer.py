@@ -26,7 +26,7 @@ _AT = {
     "config": words.configs,
     "[KEY=VALUE]...": words.keys,
     **dict.fromkeys(("FILE", "FILE...", "PATH"), words.files),
-    "DIR": words.folders,
+    **dict.fromkeys(("DIR", "NAME|DIR"), words.folders),
 }
 """What an argument or option takes, as its help names it, or by its name. A new command needs nothing here."""
 

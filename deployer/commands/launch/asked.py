@@ -34,6 +34,8 @@ def choose(
         if kind is not None:
             raise UsageError("--as says what a file is, and there is none")
         return Options(command=program, **options)
+    if options.get("text") is not None:  # a config that the command itself has made
+        return Options(config=config, overrides=overrides, **options)
     from deployer.commands.launch.task import options_of  # a program does not wait for what reads files
 
     params = click.get_current_context().command.params

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,6 +18,7 @@ from deployer.commands.options import (
     GIVE_UP,
     JSON,
     Command,
+    WithKeys,
     WithProgram,
     at_a_place,
     entrance,
@@ -31,7 +33,7 @@ from deployer.commands.options import (
 from deployer.commands.values import Seconds, parse_size
 from deployer.errors import UnknownJob, UsageError
 from deployer.printable import shown
-from deployer.terminal import notice
+from deployer.terminal import invoked_as, notice
 
 if TYPE_CHECKING:
     from deployer.jobs.registry import JobRecord
@@ -40,24 +42,40 @@ DEFAULT_FILES = ("torchferry.yaml", "torchferry.yml")
 """What is run where the command line names nothing."""
 
 
+def with_launch(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of whatever launches a job."""
+    options = (
+        SSH.option(),
+        with_access,
+        click.option(
+            "--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it."
+        ),
+        with_keys(JOB),
+        click.option(
+            "--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash."
+        ),
+        click.option("--requirements", metavar="FILE", help="What the job's Python must have; none: whatever it has."),
+        click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet."),
+        click.option(
+            "--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run."
+        ),
+        with_results,
+        with_limits(),
+        GIVE_UP,
+        click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking."),
+        JSON,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command(cls=WithProgram, context_settings=CONTEXT)
 @click.argument("config", required=False)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@SSH.option()
-@with_access
-@click.option("--fsdp-config", metavar="FILE", help="Options of FSDP from a YAML as `accelerate config` writes it.")
 @click.option("--as", "kind", metavar="KIND", help="What the file is, where its keys do not tell: config, task.")
 @click.option("--torchrun", is_flag=True, help="Start the program after -- under torchrun.")
-@with_keys(JOB)
-@click.option("--include", multiple=True, metavar="PATH", help="Ship an ignored data set or model, once, by hash.")
-@click.option("--requirements", metavar="FILE", help="What the job's Python must have; none: whatever it has.")
-@click.option("--wheels", metavar="DIR", help="Ship wheels for a host without internet.")
-@click.option("--dry-run", type=click.Choice(["local", "remote"]), metavar="[=remote]", help="Show what would run.")
-@with_results
-@with_limits()
-@GIVE_UP
-@click.option("--yes", is_flag=True, help="Ship a surprisingly large tree or a home folder without asking.")
-@JSON
+@with_launch
 def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     """Run a config, a task file, or any program after --.
 
@@ -75,6 +93,10 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     config, overrides = _file_of(config, overrides, program)
     if config is not None and not Path(config).exists():
         _check_no_program(config, overrides)
+    _launch(config, overrides, program, **options)
+
+
+def _launch(config: str | None, overrides: tuple[str, ...], program: tuple[str, ...], **options: Any) -> NoReturn:
     pull_limit = parse_size(options.pop("pull_max")) or None
     access = {name: options.pop(name) for name in ACCESS}
     keys = take_changes(options)
@@ -86,8 +108,15 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     enter = entrance(early, **access)  # connects while the rest is imported, and the config and the tree are read
     from deployer.commands.launch import run as command
 
-    meta = click.get_current_context().meta
-    how = {"enter": enter, "words": meta["words"], "like": meta.get(ANEW), "pull_limit": pull_limit}
+    context = click.get_current_context()
+    meta = context.meta
+    how = {
+        "enter": enter,
+        "verb": context.info_name,
+        "words": meta["words"],
+        "like": meta.get(ANEW),
+        "pull_limit": pull_limit,
+    }
     sys.exit(command.run(config, overrides, program, keys=keys, defaults=defaults, **how, **options))
 
 
@@ -102,6 +131,82 @@ def _file_of(
         if config is not None:
             notice(shown(f"running {config} of this folder"))
     return config, overrides
+
+
+def with_config(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that a config is made of, and those of a launch."""
+    options = (
+        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+        click.option("--model", metavar="NAME|DIR", help="The model: a Hugging Face name, or a folder."),
+        click.option(
+            "--data",
+            multiple=True,
+            metavar="FILE",
+            help="What it learns from: a file, or a data set's name. Repeatable.",
+        ),
+        click.option("--write", "-o", metavar="FILE", help="Keep the config as this file, too."),
+        click.option("--print", "prints", is_flag=True, help="Print the config and do nothing else."),
+        with_launch,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(cls=WithKeys, context_settings=CONTEXT)
+@click.option("--lora", is_flag=True, help="Small adapters, over a model that stays as it is.")
+@with_config
+def sft(lora: bool, **options: Any) -> None:
+    """Fine-tune a model on conversations, without a config file.
+
+    \b
+      deploy.py sft --model Qwen/Qwen2.5-0.5B-Instruct --data my.jsonl --lora --ssh gpu
+      deploy.py sft --model models/mine --data my.jsonl --device cpu train.steps=50
+
+    The config is the one that `init` writes, with these options in it. It is shown, and run as `run CONFIG` runs one,
+    with all the options of that; without --ssh on this machine. Every key can be set: KEY=VALUE. A model's folder and
+    the data travel, ignored by git or not.
+    """
+    _run_made("lora" if lora else "sft", **options)
+
+
+@click.command(cls=WithKeys, context_settings=CONTEXT)
+@with_config
+def pretrain(**options: Any) -> None:
+    """Train a language model on plain text, without a config file.
+
+    \b
+      deploy.py pretrain --data docs/ --ssh gpu                  a small new model
+      deploy.py pretrain --data docs/ --model Qwen/Qwen2.5-0.5B --ssh gpu
+
+    Else as `sft`: the config is shown, and run.
+    """
+    _run_made("pretrain", **options)
+
+
+def _run_made(
+    kind: str,
+    *,
+    overrides: tuple[str, ...],
+    model: str | None,
+    data: tuple[str, ...],
+    write: str | None,
+    prints: bool,
+    **options: Any,
+) -> None:
+    from deployer.commands.launch import sft as command
+
+    name, dry_run = click.get_current_context().info_name, options["dry_run"] is not None
+    if click.get_current_context().meta["program"]:
+        raise UsageError(f"{name} starts the trainer, and takes no program after --", hint="deploy.py run -- PROGRAM")
+    program = invoked_as()
+    made = command.make_config(kind, model=model, data=data, overrides=overrides, program=program, file=write)
+    to = "plain" if prints else "comments" if dry_run and not options["as_json"] else "stderr"
+    command.show_config(made, overrides=overrides, to=to)
+    if write is not None and not dry_run:
+        command.write_config(made, write, overrides=overrides, program=program)
+    if not prints:
+        _launch(made.name, overrides, (), text=made.text, **options)
 
 
 def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
@@ -232,9 +337,10 @@ def _run_anew(record: JobRecord | None, words: list[str], place: dict[str, Any])
 
     elsewhere = place["ssh"] not in (None, record.ssh) or place["root"] not in (None, record.root)
     anew = words_anew(record, words, elsewhere=elsewhere)
-    with run.make_context("run", list(anew.words)) as context:
+    command = next(one for one in (sft, pretrain, run) if one.name in (record.verb, "run"))
+    with command.make_context(command.name, list(anew.words)) as context:
         context.meta[ANEW] = anew
-        run.invoke(context)
+        command.invoke(context)
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
@@ -261,4 +367,4 @@ def stop(job_ids: tuple[str, ...], every: bool, yes: bool, **options: Any) -> No
     sys.exit(command.stop([(host, id_of(job_id, record)) for job_id, host, record in found], **how))
 
 
-COMMANDS = (run, resume, repeat, stop)
+COMMANDS = (run, sft, pretrain, resume, repeat, stop)

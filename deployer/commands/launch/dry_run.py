@@ -24,6 +24,8 @@ from deployer.plan.prepare import Prepared
 from deployer.printable import shown
 from trainer.schema import gpu_count
 
+MOST_NAMED = 5
+
 
 def show_plan(
     prepared: Prepared,
@@ -63,6 +65,8 @@ def show_plan(
         terminal.say(shown(f"# defaults {names} from {where}"))
     for include in plan.includes:
         terminal.say(shown(f"# include  {include.path}"))
+    if line := named_line(prepared):
+        terminal.say(shown(f"#          {line}"))
     if plan.policy.outputs:
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
     if prepared.env_file is not None:
@@ -135,3 +139,14 @@ def files_line(prepared: Prepared) -> str:
         count = at_least if ignored.at_least else terminal.counted(ignored.count, "file")
         line += f"; left out {patterns} ({count})"
     return line
+
+
+def named_line(prepared: Prepared) -> str:
+    """What git ignores and travels all the same; empty for nothing."""
+    if not prepared.named:
+        return ""
+    first = [f"{path} ({terminal.size(number)})" for path, number in prepared.named[:MOST_NAMED]]
+    more = len(prepared.named) - len(first)
+    rest = prepared.named[MOST_NAMED:]
+    first += [f"{more} more ({terminal.size(sum(number for _, number in rest))})"] if more else []
+    return f"the config names {', '.join(first)}: sent too, though the rules of git leave it out"

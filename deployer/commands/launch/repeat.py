@@ -99,6 +99,7 @@ def _record(plan: Plan, host: Host, former: JobRecord | None, words: Sequence[st
         host.transport,
         words=kept_words(joined(former.words, words)) if former and former.words else (),
         folder=folder,
+        verb=former.verb if former else "run",
     )
 
 

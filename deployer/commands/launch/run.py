@@ -16,7 +16,7 @@ from deployer.agent.job.status import FAILED, LOST, STOPPED, Status
 from deployer.commands.defaults import Defaults
 from deployer.commands.in_words import exit_code_of, group_of, stall_lines
 from deployer.commands.launch.asked import ask_for, choose, places
-from deployer.commands.launch.dry_run import files_line, show_plan
+from deployer.commands.launch.dry_run import files_line, named_line, show_plan
 from deployer.commands.launch.report import DETACHED, Report
 from deployer.commands.screen import (
     LAST_LINES,
@@ -57,12 +57,13 @@ def run(
     enter: Callable[[str | None, str], Host],
     defaults: Defaults,
     kind: str | None = None,
+    verb: str = "run",
     words: Sequence[str] = (),
     like: Anew | None = None,
     **options: Any,
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
-    is, where the command line says so; `words`: as they were typed; `like`: the launch that it repeats."""
+    is, where the command line says so; `verb` and `words`: as they were typed; `like`: the launch that it repeats."""
     chosen = choose(config, overrides, program, kind, options)
     asked, chosen, taken = ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
@@ -89,7 +90,7 @@ def run(
     _ask(large_files(prepared.code), yes=chosen.yes, as_json=as_json)
     _describe(prepared, host)
     record = record_of(prepared, host, Path.cwd())._replace(
-        words=like.kept if like is not None else kept_words(words), folder=str(Path.cwd())
+        words=like.kept if like is not None else kept_words(words), folder=str(Path.cwd()), verb=verb
     )
     return _launch(
         prepared,
@@ -125,6 +126,8 @@ def _ask(question: Question | None, *, yes: bool, as_json: bool) -> None:
 
 def _describe(prepared: Prepared, host: Host) -> None:
     terminal.notice(shown(f"{prepared.plan.job_id} → {host.name}: {files_line(prepared)}"))
+    if line := named_line(prepared):
+        terminal.notice(shown(line))
     _warn(prepared)
 
 

@@ -41,7 +41,7 @@ def _rows_of(records: Sequence[JobRecord]) -> dict[str, SeenJob]:
 
 def command_of(record: JobRecord) -> str:
     """The command line as it was typed, but for values of variables."""
-    return shlex.join(["run", *record.words]) if record.words else ""
+    return shlex.join([record.verb, *record.words]) if record.words else ""
 
 
 def _cells(record: JobRecord, row: SeenJob | None) -> tuple[Shown, ...]:

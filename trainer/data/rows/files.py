@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from trainer.config.data import COMPRESSIONS
-from trainer.data.rows.messages import SCHEMA_KEYS, Record, shorten
+from trainer.data.rows.messages import Record, shorten
 from trainer.errors import DataError
 from trainer.files import FileChangedError, OpenFile, why_unreadable
+from trainer.schema.data import SCHEMA_KEYS
 
 MAX_LINE = 64 << 20
 MAX_WHOLE = 4 << 30

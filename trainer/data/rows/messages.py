@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.rows.findings import COLUMN, MARK, Remark
 from trainer.errors import DataError
+from trainer.schema.data import SCHEMA_KEYS, schema_of, unknown_columns
 from trainer.words import shortened
 
 Message = dict[str, Any]
@@ -25,15 +26,6 @@ KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content", "thinkin
 
 MARKS = ("weight", "train", "training", "trainable", "loss")
 """Keys of a message that say whether it is a target, as OpenAI, Mistral, axolotl and ms-swift write them: 0 or 1."""
-
-SCHEMA_KEYS = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction_output": ("instruction", "output"),
-    "question_answer": ("question", "answer"),
-}
-"""Keys that each schema must have; `auto` takes the first schema of this order that fits."""
 
 EVERY_SCHEMA = ("system", "tools")
 OPTIONAL_KEYS = {"instruction_output": ("input",)}
@@ -54,15 +46,11 @@ class Row:
 
 def detect_schema(record: Record, *, where: str) -> str:
     """The schema that the keys of a first row show."""
-    for schema, keys in SCHEMA_KEYS.items():
-        if all(key in record for key in keys):
-            return schema
-    known = "; ".join(f"{' + '.join(keys)}" for keys in SCHEMA_KEYS.values())
-    raise DataError(
-        f"no known schema has the keys {', '.join(map(repr, record)) or '(none)'}",
-        where=where,
-        hint=f"known: {known}; rename the columns or set data.schema",
-    )
+    schema = schema_of(record)
+    if schema is None:
+        what, hint = unknown_columns(record)
+        raise DataError(what, where=where, hint=hint)
+    return schema
 
 
 def build_row(record: Record, schema: str, *, row_id: str) -> Row:

@@ -1,0 +1,140 @@
+"""`train.py generate`: the words of the command line. Imports no torch; the work is `trainer.export.generate`'s."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainer.commands.interruptible import interruptible
+from trainer.console import printable, shown, write_json, write_line
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+HELP = """Have a trained model go on from PROMPT, on this machine.
+
+MODEL is a run folder (its export, else its newest complete checkpoint), one that came home (results/ID, or the job's
+ID), an export, any Hugging Face folder or name, or an adapter, which finds its base by itself. PROMPT is the user's
+turn where the tokenizer has a chat template, else plain text to go on from; `-` is read from the terminal or a pipe.
+
+\b
+  python train.py generate runs/big "What is a monad?"
+  python train.py generate runs/big --step 400 "What is a monad?" "And a functor?"
+  python train.py generate Qwen/Qwen2.5-0.5B-Instruct --adapter export/adapter "Hello" --json
+
+The most probable token is taken each time, so the answer is always the same; --temperature draws.
+
+Exit codes: 0 said, 2 no such model or it cannot be read, 1 a failure of ours.
+"""
+
+
+class PromptError(UserError):
+    """There is nothing to go on from."""
+
+
+@click.command(
+    "generate",
+    cls=interruptible("interrupted"),
+    help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.argument("model")
+@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
+@click.option("--max-tokens", type=click.IntRange(1, 100_000), default=200, show_default=True, metavar="N")
+@click.option(
+    "--temperature", type=click.FloatRange(0, 100), default=0.0, metavar="T", help="0: the most probable [0]."
+)
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="P", help="With a temperature."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, metavar="N", help="Of what --temperature draws [0]."
+)
+@click.option("--chat/--no-chat", default=None, help="The prompt is the user's turn [where there is a template].")
+@click.option("--system", metavar="TEXT", help="What stands before the user's turn.")
+@click.option("--step", metavar="N|PATH", help="Of a run: the checkpoint of this step, or this folder.")
+@click.option("--adapter", type=click.Path(path_type=Path, file_okay=False), help="A LoRA adapter to put over MODEL.")
+@click.option("--base", metavar="DIR", help="The model that an adapter is of, where it is not where the run had it.")
+@click.option("--tokenizer", metavar="NAME", help="A tokenizer in place of the model's own.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="[as it is stored]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--debug", is_flag=True, help="Show stack traces.")
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    chat: bool | None,
+    system: str | None,
+    step: str | None,
+    adapter: Path | None,
+    base: str | None,
+    tokenizer: str | None,
+    device: str,
+    dtype: str | None,
+    as_json: bool,
+    debug: bool,
+) -> None:
+    from trainer.export import generate as work
+    from trainer.export.which import find_model
+
+    texts = _read_prompts(prompts)
+    meant = find_model(model, step)
+    if base is not None and meant.adapter is None:
+        raise PromptError("--base is the model that an adapter is of, and MODEL is no adapter", hint="leave it out")
+    how = work.How(max_tokens, temperature, top_p, seed, chat, system)
+    speaker = work.load_speaker(
+        meant,
+        adapter=adapter,
+        base=base,
+        tokenizer_name=tokenizer,
+        device=_device(device),
+        dtype=dtype,
+        tell=lambda line: write_line(sys.stderr, line),
+    )
+    live = sys.stdout.isatty() and not as_json
+    said = []
+    for text in texts:
+        if len(texts) > 1 and not as_json:
+            write_line(sys.stdout, f"> {shown(text)}")
+        one = speaker.say(text, how, show=_show if live else None)
+        said.append(one)
+        if not as_json:
+            write_line(sys.stdout, "" if live else one.text)
+    if as_json:
+        write_json({"model": speaker.about, "samples": [asdict(one) for one in said]})
+    elif live:
+        tokens, seconds = sum(one.tokens for one in said), sum(one.seconds for one in said)
+        write_line(
+            sys.stderr, f"{tokens} tokens in {seconds:.1f} s" + ("" if said[-1].ended else "; --max-tokens ended it")
+        )
+
+
+def _read_prompts(prompts: tuple[str, ...]) -> list[str]:
+    if not prompts and sys.stdin.isatty():
+        raise PromptError("there is no prompt", hint='give a text: generate MODEL "What is a monad?"; - reads one')
+    texts = [sys.stdin.read().rstrip("\n") if prompt == "-" else prompt for prompt in prompts or ("-",)]
+    if not all(text.strip() for text in texts):
+        raise PromptError("a prompt is empty", hint="write what the model is to go on from")
+    return texts
+
+
+def _device(wanted: str) -> torch.device:
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise PromptError("--device is cuda, and torch sees no GPU here", hint="--device cpu")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
