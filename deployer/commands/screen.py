@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
-from deployer.agent.job.status import FAILED, LOST, PREPARING, RUNNING, STOPPED, State, Status
+from deployer.agent.job.status import FAILED, FINAL, LOST, PREPARING, RUNNING, STOPPED, State, Status
 from deployer.agent.job.views import Ack
 from deployer.agent.logs.identity import Change
-from deployer.commands.in_words import attempt_line, telling_log
+from deployer.commands.in_words import attempt_line, telling_log, waits_line
 from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
 from deployer.exit_codes import INTERRUPTED, RUNS_ON
@@ -51,6 +51,7 @@ class Screen(Watcher):
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
+        self._after: tuple[str, ...] = ()
         self._told: set[Change] = set()
 
     def asking(self) -> None:
@@ -125,6 +126,10 @@ class Screen(Watcher):
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
             terminal.notice(shown(attempt_line(status) or f"attempt {attempt}"))
+        if status.after != self._after and status.state not in FINAL:
+            told = waits_line(status.after) if status.after else f"{', '.join(self._after)} succeeded"
+            terminal.notice(shown(told))
+            self._after = status.after
         queue = status.queue
         if queue is not None and queue != self._queue:
             from deployer.agent.gpus.queue import queue_line
@@ -256,6 +261,8 @@ def next_commands(job_id: str, final: Status | None = None, *, without: str = ""
     that was just carried out."""
     if final is None:
         lines = ["logs {} -f", "status {}", "stop {}", "pull {}"]
+    elif final.state == FAILED and final.after:  # it never started
+        lines = [f"status {final.after[0]}", f"resume {{}} --after {final.after[0]}"]
     elif final.state == FAILED:
         which = telling_log(final)
         lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]

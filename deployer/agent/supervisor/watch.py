@@ -18,6 +18,7 @@ from .stop_stages import Stopping, kill_ranks
 from .turn import Hook, Turn
 
 if TYPE_CHECKING:
+    from ..by_itself.idle import IdleGpus
     from ..host.cgroups import OomWatch
     from ..job.vitals import VitalWatch
 
@@ -29,10 +30,18 @@ SIBLINGS_S = 5.0
 class Watch:
     """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
 
-    def __init__(self, turn: Turn, plan: Plan, number: int, running: Running, where: Places) -> None:
-        """`where`: the file systems that it uses, see vitals.places."""
+    def __init__(
+        self,
+        turn: Turn,
+        plan: Plan,
+        number: int,
+        running: Running,
+        where: Places,
+        idle: "Optional[IdleGpus]" = None,
+    ) -> None:
+        """`where`: the file systems that it uses, see vitals.places. `idle`: watches the use of its GPUs."""
         self.stop: Optional[Stopping] = None
-        self.stall = Stall(turn.job, number, plan, running)
+        self.stall = Stall(turn.job, number, plan, running, idle)
         self._turn = turn
         self._number = number
         self._running = running
@@ -51,6 +60,7 @@ class Watch:
             if self.stop is not None and self.stop.phase == "given up":
                 break
             self._turn.wait()
+        self.stall.close()
         self._logs.look(now=True)
         job = self._turn.job
         return Evidence(

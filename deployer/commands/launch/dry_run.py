@@ -49,6 +49,8 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
     for include in plan.includes:
         terminal.say(shown(f"# include  {include.path}"))
+    if plan.policy.after:
+        terminal.say(shown(f"# after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"))
     if plan.policy.outputs:
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
     if plan.secret_names:

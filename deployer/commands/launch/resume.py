@@ -33,6 +33,10 @@ def resume(
         raise UsageError("--json goes with --detach")
     job = read_resumable(host, job_id)
     record = _record(job, host)
+    if waits := changes["keys"].get("target.after"):
+        from deployer.jobs.after import whole_ids
+
+        changes["keys"]["target.after"] = whole_ids(waits, host)
     plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
     record = record._replace(secrets=plan.secret_names)
     attempt = job.attempt + 1

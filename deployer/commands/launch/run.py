@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
-from deployer.plan.options import Options, read_config
+from deployer.plan.options import Asked, Options, read_config
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
@@ -58,6 +59,7 @@ def run(
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     asked = read_config(chosen, tell=tell_note)
     host = enter(asked.config.target.ssh, asked.config.target.root)
+    asked = _with_after(asked, host)
     if dry_run is None:
         _check_platform(host)
         host.prefetch()
@@ -81,6 +83,17 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
     )
+
+
+def _with_after(asked: Asked, host: Host) -> Asked:
+    """With whole ids of the jobs that it is to start after, as far as this client knows them."""
+    target = asked.config.target
+    if not target.after:
+        return asked
+    from deployer.jobs.after import whole_ids
+
+    known = replace(target, after=whole_ids(target.after, host))
+    return asked._replace(config=replace(asked.config, target=known))
 
 
 def tell_note(note: str) -> None:
@@ -270,7 +283,7 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown:
     stalled = stall_lines(final)
     for line in stalled:
         terminal.notice(shown(f"  {line}"))
-    if not stalled:
+    if not stalled and not final.after:
         _show_last_lines(host, job_id, final, was_shown=was_shown)
     code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))
