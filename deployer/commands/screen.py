@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
@@ -27,6 +28,9 @@ from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 from deployer.printable import shown
 
+if TYPE_CHECKING:
+    from deployer.launch.notify import Notices
+
 
 class Screen(Watcher):
     """Tells on stderr how a launch goes."""
@@ -39,6 +43,8 @@ class Screen(Watcher):
         """The job's folder on the host, once the host has acknowledged the job."""
         self.keeps: Callable[[], None] | None = None
         """What is kept on this client of a launch that has come to a job; no job waits for it."""
+        self.notices: Notices | None = None
+        """The commands that are told of the job."""
         self.stopping = False
         """The host stops it, for it was called off just after its start."""
         self._asked = 0
@@ -121,6 +127,8 @@ class Screen(Watcher):
     def state(self, status: Status) -> None:
         # for a `ps` when the host cannot be reached
         note_state(self.record, self.record.ssh or HERE, status.state)
+        if self.notices is not None:
+            self.notices.state(status)
         self._known_state = status.state
         attempt = status.attempt or 1
         if self._tells_attempts and attempt != self._attempt:

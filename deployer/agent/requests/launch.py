@@ -127,6 +127,8 @@ class LaunchRequest(NamedTuple):
     git: Optional[Dict[str, Any]] = None
     env: Dict[str, str] = {}
     secrets: Dict[str, str] = {}
+    notify: Tuple[str, ...] = ()
+    """URLs that are told of it: secrets, too."""
     job: str = ""
     """Of a resume: the id, and the number of the attempt."""
     attempt: int = 1
@@ -273,4 +275,5 @@ def launch_input(
         wheels=Store(root).shared(plan.python.wheels, "wheels") if plan.python.wheels else None,
         held=held.handed() if held is not None else None,
         after=after,
+        notify=request.notify,
     )

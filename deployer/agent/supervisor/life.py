@@ -38,7 +38,7 @@ from .attempt import Attempt
 from .running import leftovers
 from .start import LaunchInput
 from .status_file import StatusFile, say
-from .turn import Turn
+from .turn import Tell, Turn
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
@@ -63,6 +63,8 @@ class JobRun:
         self._turn = Turn(self.status)
         self.gpus = self._gpus()
         self._turn.hooks = [self._limit_runtime, *([self.gpus.keep] if self.gpus is not None else [])]
+        if given.notify or self.plan.policy.notify:
+            self._turn.tell = self._teller()
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -136,6 +138,8 @@ class JobRun:
             if stop is not None:
                 reason = stop.reason or "stopped on request"
                 return Ending(STOPPED, ending.code, "%s, before the next attempt; %s" % (reason, ending.reason))
+            if self._turn.tell is not None:
+                self._turn.tell("restart", ending)
             ending = self._try()
         return ending
 
@@ -287,6 +291,17 @@ class JobRun:
         self._limited = True
         self._turn.ask_to_stop("stopped after --max-runtime %s" % stall.duration(limit_s))
 
+    def _teller(self) -> Optional[Tell]:
+        """None for a supervisor that does not know the URLs."""
+        if not self.given.notify:
+            hosts = ", ".join(self.plan.policy.notify)
+            say("notify: the URL of %s was known to the supervisor that was killed: nobody is told any more" % hosts)
+            return None
+        from ..by_itself.notify import Notifier
+
+        notifier = Notifier(self.given.notify, self.job, self.plan.name, self._env(), say)
+        return lambda name, ending=None: notifier.send(name, self.status.now, ending)
+
     # --- end ---
 
     def _env(self) -> Dict[str, str]:
@@ -330,6 +345,10 @@ class JobRun:
         if self.gpus is not None:  # before anybody can see the end: the next job may follow at once
             self.gpus.release(ended=not self._remaining)
         self.status.save_last()
+        if self._turn.tell is not None:
+            from ..by_itself.event import last_event
+
+            self._turn.tell(last_event(ending.state), ending)
 
     def _look_at_gpus(self) -> "Tuple[Optional[bool], Sequence[GpuHolder]]":
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""

@@ -16,6 +16,7 @@ from ..job.stop import StopRequest, new_stop
 from .running import Running
 
 if TYPE_CHECKING:
+    from ..by_itself.event import Name
     from ..by_itself.idle import IdleGpus
 
 STALL_CODE = 124
@@ -54,6 +55,7 @@ class Stall:
     def __init__(self, job: Job, attempt: int, plan: Plan, running: Running, idle: "Optional[IdleGpus]" = None) -> None:
         """`idle`: watches the use of its GPUs."""
         self.ending: Optional[Ending] = None
+        self.event: "Name" = "stall"
         self.request: Optional[StopRequest] = None
         self.ranks: Tuple[StalledRank, ...] = ()
         self._job = job
@@ -91,6 +93,7 @@ class Stall:
     def _no_use(self) -> Optional[Ending]:
         if self._idle is None or self._running.unready() or not self._idle.look():
             return None
+        self.event = "idle"
         return idle_ending(self._idle.labels, self._idle.timeout_s)
 
     def _mark(self) -> Any:

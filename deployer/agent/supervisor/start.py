@@ -43,6 +43,8 @@ class LaunchInput(NamedTuple):
     """Its GPUs, or a place in their queue."""
     after: Tuple[str, ...] = ()
     """Ids of the jobs that have to succeed first; it has no GPUs before."""
+    notify: Tuple[str, ...] = ()
+    """URLs that are told of it."""
     adopt: bool = False
     """The job runs already, and its supervisor was killed."""
 

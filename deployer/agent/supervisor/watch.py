@@ -50,7 +50,8 @@ class Watch:
         self._host = _HostWatch(running, where, has_gpus=bool(turn.status.now.devices))
         self._logs = _Logs(turn, plan, number, running.groups)
         looks = [self._find_stall, self._drive_stop, self._kill_siblings, self._host.look, self._logs.look]
-        self._hooks: List[Hook] = looks
+        self._hooks: List[Hook] = looks if turn.tell is None else [self._tell_start, *looks]
+        self._has_begun = False
 
     def to_the_end(self) -> Evidence:
         """Comes back when the attempt has ended, or cannot be ended, with all that tells how."""
@@ -61,6 +62,8 @@ class Watch:
                 break
             self._turn.wait()
         self.stall.close()
+        if self._turn.tell is not None and self._running.ranks():
+            self._tell_start(any_rank=True)
         self._logs.look(now=True)
         job = self._turn.job
         return Evidence(
@@ -78,9 +81,17 @@ class Watch:
         assert self._host.vitals is not None
         return self._host.vitals
 
+    def _tell_start(self, *, any_rank: bool = False) -> None:
+        """Once its ranks have begun; of one that was over sooner than anybody looked, once `any_rank` has."""
+        if not self._has_begun and self._turn.tell is not None and (any_rank or not self._running.unready()):
+            self._has_begun = True
+            self._turn.tell("start")
+
     def _find_stall(self) -> None:
         if self.stop is None and self.stall.find():
             self._turn.status.save(stalled=self.stall.ranks)
+            if self._turn.tell is not None:
+                self._turn.tell(self.stall.event, self.stall.ending)
 
     def _drive_stop(self) -> None:
         """For whoever asks, or to end what has stalled; of that the ranks see no flag, for the job may restart."""

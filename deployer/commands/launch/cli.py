@@ -105,7 +105,7 @@ def resume(job_id: str, overrides: tuple[str, ...], give_up_s: float, **options:
       deploy.py resume ID --gpus 0,1          on other GPUs
     """
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
-    ways = {name: options.pop(name) for name in ("detach", "as_json")}
+    ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}
     host, record = find_host(job_id, **place)

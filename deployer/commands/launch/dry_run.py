@@ -19,12 +19,13 @@ from deployer.plan.launch_plan import (
     render_cwd,
     shell_slots,
 )
+from deployer.plan.notify import Notify
 from deployer.plan.prepare import Prepared
 from deployer.printable import shown
 from trainer.schema import gpu_count
 
 
-def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: bool, as_json: bool) -> None:
+def show_plan(prepared: Prepared, host: Host, whom: Notify, *, config: str | None, remote: bool, as_json: bool) -> None:
     """Prints the command that would run, and what it would run with; `remote` asks the host for what only it knows."""
     from deployer.connection.command import agent_hash  # a launch loads it while it connects
 
@@ -55,6 +56,10 @@ def show_plan(prepared: Prepared, host: Host, *, config: str | None, remote: boo
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
     if plan.secret_names:
         terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
+    for place in plan.policy.notify:
+        terminal.say(shown(f"# notify   a URL of {place}"))
+    for command in whom.commands:
+        terminal.say(shown(f"# notify   {command}: on this client, while it follows"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
     wanted = wanted_gpus(plan)

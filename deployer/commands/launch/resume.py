@@ -7,12 +7,13 @@ from typing import Any
 
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import Status
-from deployer.commands.launch.run import follow_through, tell_note
+from deployer.commands.launch.run import check_followed, follow_through, tell_note
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
+from deployer.plan.notify import read_notify, with_urls
 from deployer.plan.options import Options
 
 
@@ -22,6 +23,7 @@ def resume(
     *,
     overrides: tuple[str, ...],
     changes: dict[str, Any],
+    notify: tuple[str, ...],
     give_up_s: float,
     **ways: Any,
 ) -> int:
@@ -31,6 +33,8 @@ def resume(
     """
     if ways["as_json"] and not ways["detach"]:
         raise UsageError("--json goes with --detach")
+    whom = read_notify(notify)
+    check_followed(whom, detach=ways["detach"])
     job = read_resumable(host, job_id)
     record = _record(job, host)
     if waits := changes["keys"].get("target.after"):
@@ -38,6 +42,9 @@ def resume(
 
         changes["keys"]["target.after"] = whole_ids(waits, host)
     plan, payload = plan_next(job, Options(overrides=overrides, **changes), known=record.secrets, tell=tell_note)
+    if job.plan.policy.notify and not whom.urls:
+        tell_note(f"{', '.join(job.plan.policy.notify)} is told no more: a URL is kept nowhere; --notify names it anew")
+    plan, payload = with_urls(plan, payload, whom.urls)
     record = record._replace(secrets=plan.secret_names)
     attempt = job.attempt + 1
 
@@ -47,7 +54,7 @@ def resume(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
         )
 
-    return follow_through(start, host, record, bare=is_alone(plan), **ways)
+    return follow_through(start, host, record, bare=is_alone(plan), commands=whom.commands, **ways)
 
 
 def _record(job: Resumable, host: Host) -> JobRecord:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
@@ -33,10 +33,14 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
+from deployer.plan.notify import Notify, read_notify, with_urls
 from deployer.plan.options import Asked, Options, read_config
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
+
+if TYPE_CHECKING:
+    from deployer.launch.notify import Notices
 
 
 def run(
@@ -46,6 +50,7 @@ def run(
     *,
     detach: bool,
     dry_run: str | None,
+    notify: tuple[str, ...],
     no_pull: bool,
     pull_limit: int | None,
     as_json: bool,
@@ -56,6 +61,8 @@ def run(
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`."""
     if as_json and dry_run is None and not detach:
         raise UsageError("--json goes with --dry-run or --detach")
+    whom = read_notify(notify)
+    check_followed(whom, detach=detach)
     chosen = Options(config=config, overrides=overrides, command=program, **options)
     asked = read_config(chosen, tell=tell_note)
     host = enter(asked.config.target.ssh, asked.config.target.root)
@@ -66,9 +73,11 @@ def run(
         _ask(unusual_project(Path.cwd()), yes=chosen.yes)
         host.load()
     prepared = prepare(asked, options=chosen, project=Path.cwd())
+    plan, payload = with_urls(prepared.plan, prepared.payload, whom.urls)
+    prepared = replace(prepared, plan=plan, payload=payload)
     if dry_run is not None:
         _warn(prepared)
-        show_plan(prepared, host, config=config, remote=dry_run == "remote", as_json=as_json)
+        show_plan(prepared, host, whom, config=config, remote=dry_run == "remote", as_json=as_json)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes)
     _describe(prepared, host)
@@ -82,6 +91,7 @@ def run(
         give_up_s=give_up_s,
         pull_limit=pull_limit,
         pulls=not no_pull,
+        commands=whom.commands,
     )
 
 
@@ -149,6 +159,7 @@ def _launch(
     give_up_s: float,
     pull_limit: int | None,
     pulls: bool,
+    commands: tuple[str, ...],
 ) -> int:
     plan = prepared.plan
 
@@ -167,9 +178,8 @@ def _launch(
         )
 
     bare = is_alone(plan)
-    return follow_through(
-        start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
-    )
+    ways: dict[str, Any] = {"detach": detach, "as_json": as_json, "pull_limit": pull_limit, "pulls": pulls}
+    return follow_through(start, host, record, bare=bare, commands=commands, **ways)
 
 
 def _keep_left_out(prepared: Prepared) -> None:
@@ -189,12 +199,15 @@ def follow_through(
     as_json: bool,
     pull_limit: int | None,
     pulls: bool,
+    commands: tuple[str, ...] = (),
 ) -> int:
     """Starts a job or its next attempt, follows it, brings the results home; the exit code of the command.
 
-    `start` returns the final status, None once the host has acknowledged the job when it gets no view.
+    `start` returns the final status, None once the host has acknowledged the job when it gets no view. `commands` are
+    told how it goes.
     """
     screen, job_id = Screen(record), record.job_id
+    screen.notices = _notices(commands, record, host)
     view = None if detach else log_view(bare=bare)
     with ending_in_order():
         try:
@@ -232,7 +245,26 @@ def follow_through(
             raise BrokenPipeError from error
         finally:
             screen.close()
+        if screen.notices is not None:
+            screen.notices.end(final)
         return _end(host, record, final, pulls=pulls, limit=pull_limit, was_shown=bare)
+
+
+def check_followed(whom: Notify, *, detach: bool) -> None:
+    """UsageError for a command that nobody would run."""
+    if whom.commands and detach:
+        raise UsageError(
+            "--notify with a command goes without --detach: it runs on the client that follows",
+            hint="a URL is told by the host, whoever follows",
+        )
+
+
+def _notices(commands: tuple[str, ...], record: JobRecord, host: Host) -> Notices | None:
+    if not commands:
+        return None
+    from deployer.launch.notify import Notices
+
+    return Notices(commands, record.job_id, record.name, host.name, lambda line: terminal.notice(shown(line)))
 
 
 def _end(host: Host, record: JobRecord, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
