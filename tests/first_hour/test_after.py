@@ -90,19 +90,22 @@ def test_others_are_looked_at_once_a_second_and_one_that_was_started_again_is_wa
 def test_chain_waits_says_so_and_starts_in_order(ferry: Ferry) -> None:
     one, go = first(ferry, "one")
     two = launch(ferry, "two", "--after", "one", program=("-c", "import time; print(time.time())"))
-    three = launch(ferry, "three", "--after", two.id, "--after", one.id)
-    found = judge(three)
-    assert found.state == "queued" and found.after == (two.id, one.id) and judge(two).after == (one.id,)
+    zero = launch(ferry, "zero")
+    assert end(zero).state == "succeeded"
+    three = launch(ferry, "three", "--after", "zero", "--after", two.id, "--after", one.id)
+    wait_for(lambda: judge(three).after == (two.id, one.id))
+    assert judge(three).state == "queued" and judge(two).after == (one.id,)
     assert f"queued (waits for {one.id})" in ferry.run("status", two.id).stdout.decode()
     assert f"queued (waits for {two.id}, {one.id})" in ferry.run("ps").stdout.decode()
     follower = ferry.start("logs", three.id, "-f")
-    refused = ferry.run("gc", *ferry.where(), "--keep-jobs", "0", "--yes")
-    assert refused.returncode == 0 and len(ferry.job_ids()) == 3
+    kept = ferry.run("gc", *ferry.where(), "--keep-jobs", "0", "--yes")
+    assert kept.returncode == 0 and zero.id in ferry.job_ids(), "a job that waits names it"
     go.touch()
     assert end(three).state == "succeeded"
     said = follower.communicate(timeout=60)
     assert follower.returncode == 0 and f"waits for {two.id}, {one.id}" in said[1].decode()
     ends = [judge(job) for job in (one, two, three)]
+    assert ferry.run("gc", *ferry.where(), "--keep-jobs", "0", "--yes").returncode == 0 and ferry.job_ids() == []
     assert all(status.state == "succeeded" and not status.after for status in ends)
     assert ends[0].ended_at <= ends[1].started_at and ends[1].ended_at <= ends[2].started_at
 

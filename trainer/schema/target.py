@@ -48,7 +48,7 @@ class TargetConfig:
     """Names of variables taken from the client's environment; their values are written nowhere."""
     queue: bool = key(False, supervised=True)
     """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
-    after: list[str] = key([], limit=JOB, elsewhere=("sbatch --dependency=afterok",), supervised=True)
+    after: list[str] = key([], limit=JOB, supervised=True)
     """Ids of jobs of the same host and root. The job starts once all of them have succeeded, and never when one fails,
     is stopped or is lost. GPUs are looked at then, as with `queue`."""
     max_restarts: int = key(0, limit=AT_LEAST_0, elsewhere=("torchrun --max-restarts",), supervised=True)

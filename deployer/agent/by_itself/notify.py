@@ -69,6 +69,10 @@ class Notifier:
             return _Metrics(progress.last_step(self._job))
 
     def _send(self, body: Dict[str, object]) -> None:
+        for url in self._urls:  # each by itself, so that none waits for another
+            self._post(json.dumps({"url": url, "body": body}).encode("ascii"))
+
+    def _post(self, letter: bytes) -> None:
         process = subprocess.Popen(
             own_process_argv(__package__ + ".send"),
             stdin=subprocess.PIPE,
@@ -81,4 +85,4 @@ class Notifier:
         self._sent.append(process)
         assert process.stdin is not None
         with process.stdin:  # less than what a pipe holds
-            process.stdin.write(json.dumps({"urls": list(self._urls), "body": body}).encode("ascii"))
+            process.stdin.write(letter)

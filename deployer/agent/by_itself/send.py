@@ -1,4 +1,4 @@
-"""The process that posts one event to URLs, which come with it on stdin. It says in a line what came to nothing, and
+"""The process that posts one event to a URL, which comes with it on stdin. It says in a line what came to nothing, and
 never the URL, which is a secret.
 
 Stdlib only, Python 3.8.
@@ -24,7 +24,7 @@ ALL_S = 30
 
 
 class Letter(NamedTuple):
-    urls: Tuple[str, ...]
+    url: str
     body: Dict[str, Any]
 
 
@@ -38,11 +38,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def main() -> None:
     signal.alarm(ALL_S)
     letter = parse(sys.stdin.buffer.read(), Letter)
-    for url in letter.urls:
-        trouble = post(url, letter.body)
-        if trouble:
-            host = urllib.parse.urlsplit(url).hostname or "?"
-            sys.stderr.write("notify: %s was not told of %s: %s\n" % (host, letter.body.get("event"), trouble))
+    trouble = post(letter.url, letter.body)
+    if trouble:
+        host = urllib.parse.urlsplit(letter.url).hostname or "?"
+        sys.stderr.write("notify: %s was not told of %s: %s\n" % (host, letter.body.get("event"), trouble))
 
 
 def post(url: str, body: Dict[str, Any]) -> str:
