@@ -8,10 +8,10 @@ import json
 import os
 import subprocess
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Set
 
 from ..host.layout import RUN_DIR_ENV, Job
-from ..host.processes import own_process_argv
+from ..host.processes import Process, own_process_argv, process_of
 from ..host.typed import Damage, parse
 from ..job import progress
 from ..job.ending import Ending
@@ -37,6 +37,8 @@ class Notifier:
         self._name = name
         self._env = {key: value for key, value in env.items() if key.lower() in _HANDED_ON}
         self._tell = tell
+        self.processes: Set[Process] = set()
+        """Those that post: by their marks they are none of the job's, but one that is ending shows no mark any more."""
         self._sent: "List[subprocess.Popen[bytes]]" = []  # kept: their destructors would wait
 
     def send(self, name: Name, status: Status, ending: Optional[Ending] = None) -> None:
@@ -83,6 +85,7 @@ class Notifier:
             start_new_session=True,
         )
         self._sent.append(process)
+        self.processes.add(process_of(process.pid))
         assert process.stdin is not None
         with process.stdin:  # less than what a pipe holds
             process.stdin.write(letter)

@@ -300,6 +300,7 @@ class JobRun:
         from ..by_itself.notify import Notifier
 
         notifier = Notifier(self.given.notify, self.job, self.plan.name, self._env(), say)
+        self._turn.apart = notifier.processes
         return lambda name, ending=None: notifier.send(name, self.status.now, ending)
 
     # --- end ---
@@ -317,7 +318,7 @@ class JobRun:
             self._find_leftovers,
             term_s=stop.left_s() if stop is not None else SWEEP_S,
             settle_s=0.0 if request is not None and request.force else SETTLE_S,
-            subreaper=Subreaper(self.job, self._turn.children.reap),
+            subreaper=Subreaper(self.job, self._turn.children.reap, self._turn.apart),
             seen=self._seen,
         )
         self._swept += len(told)
@@ -326,7 +327,7 @@ class JobRun:
     def _find_leftovers(self) -> List[Process]:
         if self.gpus is not None:
             self.gpus.keep()  # what is left may compute on them
-        return leftovers(self.job)
+        return [process for process in leftovers(self.job) if process not in self._turn.apart]
 
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""

@@ -3,8 +3,9 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-from typing import TYPE_CHECKING, Callable, List, Optional, Protocol
+from typing import TYPE_CHECKING, Callable, List, Optional, Protocol, Set
 
+from ..host.processes import Process
 from ..job.stop import Asked
 from .children import Children
 from .status_file import StatusFile, say
@@ -38,6 +39,8 @@ class Turn:
         self.asked = Asked(self.job)
         self.hooks: List[Hook] = []
         self.tell: Optional[Tell] = None
+        self.apart: Set[Process] = set()
+        """Children of the supervisor that are none of the job's."""
 
     def wait(self) -> None:
         if self.children.wait():

@@ -100,7 +100,7 @@ class Watch:
             return
         if self.stop is None:
             flagged = self._is_trainer and self.stall.request is None and self._turn.asked.is_flagged()
-            subreaper = Subreaper(self._turn.job, self._turn.children.reap)
+            subreaper = Subreaper(self._turn.job, self._turn.children.reap, self._turn.apart)
             self.stop = Stopping(self._running, subreaper=subreaper, flagged=flagged)
         phase = self.stop.advance(request)
         if phase != self._turn.status.now.phase:
