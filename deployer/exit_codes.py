@@ -28,8 +28,8 @@ EXIT_CODES = (
         NOT_HOME, "the job succeeded, and something asked for is not here: the last line says what, and what brings it"
     ),
     ExitCode(RUNS_ON, "the job runs on, or may, without this client: detached (Ctrl-C), or following given up"),
-    ExitCode(STALLED, "`--stall-timeout` ended the job"),
-    ExitCode(NOT_DEPLOYED, "it could not be deployed, the host not be asked, or the job is lost"),
+    ExitCode(STALLED, "`--stall-timeout` or `--idle-timeout` ended the job"),
+    ExitCode(NOT_DEPLOYED, "it could not be deployed, the host not be asked, or the job is lost or never started"),
     ExitCode(INTERRUPTED, "interrupted, and nothing was started, or it was stopped again at once"),
     ExitCode(UNREAD, "nobody reads the output any more; a job that was started runs on"),
     ExitCode(STOPPED, "the job was stopped"),

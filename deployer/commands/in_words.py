@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from deployer import terminal
@@ -61,10 +62,17 @@ def live_state(job: Row | Status) -> str:
         job.damaged[:80],
         f"on {job.on_host}" if job.on_host else "",
         f"position {job.queue.position}" if job.state == QUEUED and job.queue and job.queue.position else "",
+        waits_line(job.after) if job.state == QUEUED and job.after else "",
         f"attempt {job.attempt}" if job.attempt > 1 else "",
     ]
     told = ", ".join(note for note in notes if note)
     return f"{job.state} ({told})" if told else job.state
+
+
+def waits_line(after: Sequence[str]) -> str:
+    """Which jobs have to succeed first."""
+    more = f" and {len(after) - 2} more" if len(after) > 3 else ""
+    return f"waits for {', '.join(after[:2] if more else after)}{more}"
 
 
 def age_of(row: SeenJob) -> str:

@@ -115,6 +115,14 @@ JOB = (
 )
 """What a job is given. A resume finds the job by --ssh and --remote-root: there they change nothing of it."""
 LIMITS = (
+    _row(
+        "--after",
+        "target.after",
+        "Start once that job of the host has succeeded, never when it fails. Repeatable.",
+        multiple=True,
+        metavar="ID",
+        at_resume={},
+    ),
     _row("--queue", "target.queue", "Wait for the GPUs on the host, first in, first out.", is_flag=True, at_resume={}),
     _row(
         "--max-restarts",
@@ -146,6 +154,14 @@ LIMITS = (
         "End a --setup that takes so long [1h].",
         type=parse_duration,
         metavar="1h",
+        at_resume={},
+    ),
+    _row(
+        "--idle-timeout",
+        "target.idle_timeout_s",
+        "Fail when no GPU of it is used for so long.",
+        type=parse_duration,
+        metavar="30m",
         at_resume={},
     ),
     _row(

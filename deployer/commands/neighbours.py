@@ -142,7 +142,7 @@ class _Line:
         if known is not None:
             takes = not (known.is_flag or equals or (known.metavar or "").startswith("["))
             if name not in known.opts or not set(known.opts) & set(self.options):  # else it came with the command
-                self.options += [word, *left[: int(takes)]]
+                self.options += [word, *left[: int(takes)]] if name != "--notify" else ["--notify", "URL"]
             del left[: int(takes)]
             return
         template = _template(self.name, name)

@@ -193,14 +193,23 @@ def at_a_place(command: Callable[..., Any]) -> Callable[..., Any]:
     return SSH.option()(with_access(ROOT.option("root")(command)))
 
 
+NOTIFY = click.option(
+    "--notify",
+    multiple=True,
+    metavar="URL|CMD",
+    help="At start, failure, restart and end: the host posts to a URL, this client runs a command. Repeatable "
+    "[$TORCHFERRY_NOTIFY].",
+)
+
+
 def with_results(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say how long this client stays with a job, and what it brings home."""
+    """The options that say how long this client stays with a job, what it brings home, and whom it tells."""
     detach = click.option("--detach", is_flag=True, help="Return once the job has started.")
     no_pull = click.option("--no-pull", is_flag=True, help="Leave the results on the host.")
     pull_max = click.option(
         "--pull-max", default=PULL_MAX, metavar="SIZE", help=f"Bring an export home up to this size [{PULL_MAX}]."
     )
-    return detach(no_pull(pull_max(command)))
+    return detach(no_pull(pull_max(NOTIFY(command))))
 
 
 def with_limits(*, resume: bool = False) -> Decorator:

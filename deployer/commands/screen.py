@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
 from deployer.agent.host.layout import LogName
-from deployer.agent.job.status import FAILED, LOST, PREPARING, QUEUED, RUNNING, STOPPED, State, Status
+from deployer.agent.job.status import FAILED, FINAL, LOST, PREPARING, QUEUED, RUNNING, STOPPED, State, Status
 from deployer.agent.job.views import Ack
 from deployer.agent.logs.identity import Change
-from deployer.commands.in_words import attempt_line, group_of, telling_log
+from deployer.commands.in_words import attempt_line, group_of, telling_log, waits_line
 from deployer.connection.host import HERE, Host
 from deployer.errors import FerryError
 from deployer.exit_codes import INTERRUPTED, RUNS_ON
@@ -27,6 +28,9 @@ from deployer.jobs.requests import last_lines
 from deployer.launch.follow import Watcher
 from deployer.launch.logview import LogView
 from deployer.printable import shown
+
+if TYPE_CHECKING:
+    from deployer.launch.notify import Notices
 
 LAST_LINES = 15
 """Of a log, where a job has failed."""
@@ -43,6 +47,8 @@ class Screen(Watcher):
         """The job's folder on the host, once the host has acknowledged the job."""
         self.keeps: Callable[[], None] | None = None
         """What is kept on this client of a launch that has come to a job; no job waits for it."""
+        self.notices: Notices | None = None
+        """The commands that are told of the job."""
         self.stopping = False
         """The host stops it, for it was called off just after its start."""
         self._asked = 0
@@ -56,6 +62,7 @@ class Screen(Watcher):
         self._attempt = 1
         self._tells_attempts = tells_attempts
         self._queue: QueueView | None = None
+        self._after: tuple[str, ...] = ()
         self._told: set[Change] = set()
 
     def asking(self) -> None:
@@ -126,11 +133,17 @@ class Screen(Watcher):
     def state(self, status: Status) -> None:
         # for a `ps` when the host cannot be reached
         note_state(self.record, self.record.ssh or HERE, status.state)
+        if self.notices is not None:
+            self.notices.state(status)
         self.known_state = status.state
         attempt = status.attempt or 1
         if self._tells_attempts and attempt != self._attempt:
             self._attempt = attempt
             terminal.notice(shown(attempt_line(status) or f"attempt {attempt}"))
+        if status.after != self._after and status.state not in FINAL:
+            told = waits_line(status.after) if status.after else f"{', '.join(self._after)} succeeded"
+            terminal.notice(shown(told))
+            self._after = status.after
         queue = status.queue
         if queue is not None and queue != self._queue:
             from deployer.agent.gpus.queue import queue_line
@@ -287,6 +300,8 @@ def next_lines(final: Status | None) -> list[str]:
     """Commands for a job that runs, or that has ended with the status `final`; `{}` stands for its id."""
     if final is None:
         return ["logs {} -f", "status {}", "stop {}", "pull {}"]
+    if final.state == FAILED and final.after:  # it never started
+        return [f"status {final.after[0]}", f"resume {{}} --after {final.after[0]}"]
     if final.state == FAILED:
         which = telling_log(final)
         lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]

@@ -24,12 +24,12 @@ class Anew(NamedTuple):
 
 
 def kept_words(words: Sequence[str]) -> tuple[str, ...]:
-    """The words with the names alone of what --env and target.env give. A program's own words stay as they are: its
-    plan on the host has them too."""
+    """The words with the names alone of what --env and target.env give, and without --notify. A program's own words
+    stay as they are: its plan on the host has them too."""
     if sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words) > MOST_BYTES:
         return ()
     own, program = split_program(words)
-    return (*_without_values(own), *program)
+    return (*_without_values(_without_notify(own)), *program)
 
 
 def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -51,6 +51,12 @@ def without_env(words: Sequence[str]) -> list[str]:
     return [*(word for place, word in enumerate(own) if place not in given), *program]
 
 
+def _without_notify(own: Sequence[str]) -> list[str]:
+    """Without --notify: a URL may hold a token, and of a command nothing is known."""
+    kept = [word for word in own if not word.startswith("--notify=")]
+    return [word for place, word in enumerate(kept) if "--notify" not in (word, kept[place - 1] if place else "")]
+
+
 def _without_values(own: Sequence[str]) -> list[str]:
     words = list(own)
     for _, end, _ in _env_words(own):
@@ -69,5 +75,5 @@ def _env_words(own: Sequence[str]) -> Iterator[tuple[int, int, str]]:
             yield place - 1, place + 1, word.partition("=")[0]
         elif word.startswith("--env="):
             yield place, place + 1, word.removeprefix("--env=").partition("=")[0]
-        elif word.startswith("target.env") and "=" in word:
+        elif word.startswith(("target.env=", "target.env.")) and "=" in word:
             yield place, place + 1, word.partition("=")[0].removeprefix("target.env").removeprefix(".")

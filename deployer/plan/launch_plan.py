@@ -140,6 +140,8 @@ def build_plan(
             stall_timeout_s=target.stall_timeout_s,
             log_max_bytes=int(target.log_max_gb * 1e9) or None,
             outputs=tuple(target.outputs),
+            after=tuple(target.after),
+            idle_timeout_s=target.idle_timeout_s,
         ),
         env_names=tuple(sorted(target.env)),
         secret_names=tuple(sorted(target.secrets)),
@@ -149,13 +151,20 @@ def build_plan(
 
 
 def _devices(target: TargetConfig, *, restrict_gpus: bool) -> Devices:
-    if target.device == "cpu":
+    on_cpu = target.device == "cpu"
+    if target.idle_timeout_s is not None and (on_cpu or not restrict_gpus):
+        raise UsageError(
+            "--idle-timeout watches the GPUs that a job is given, and this one is given none",
+            hint="--stall-timeout watches its output" + ("" if on_cpu else "; --gpus gives it GPUs"),
+        )
+    if on_cpu:
         return Devices("cpu")
     return Devices("cuda", tuple(str(gpu) for gpu in target.gpu_ranks)) if restrict_gpus else Devices("any")
 
 
-NOT_REQUESTED = ("target.ssh", "target.root", "target.env", "target.env_file")
-"""Keys that a job's request does not hold: which host it is, and values that may be secret, or where they are here."""
+NOT_REQUESTED = ("target.ssh", "target.root", "target.env", "target.env_file", "target.after")
+"""Keys that a job's request does not hold: which host it is, values that may be secret, or where they are here, and
+what one launch waited for: its next attempt starts when somebody says so."""
 
 
 def build_request(

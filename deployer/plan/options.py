@@ -95,7 +95,7 @@ _OURS = frozenset(
     (
         *("--ssh", "--ssh-key", "--remote-root", "--gpus", "--allow-busy", "--torchrun", "--secret", "--detach"),
         *("--dry-run", "--no-pull", "--pull-max", "--queue", "--max-restarts", "--max-runtime", "--stall-timeout"),
-        "--give-up",
+        *("--give-up", "--after", "--idle-timeout", "--notify"),
     )
 )
 """Options of a launch that few programs have too."""

@@ -145,7 +145,7 @@ def _text_of(asked: Asked, *, to_another: bool) -> ConfigText:
     if to_another:
         keys = frozenset((*DECIDED, *asked.given)) - {*supervised_keys(), *NOT_REQUESTED}
     # values of --env stay out of it: the plan names them, the job's environment holds them
-    config = replace(asked.config, target=replace(asked.config.target, env={}, env_file=None, ssh=None))
+    config = replace(asked.config, target=replace(asked.config.target, env={}, env_file=None, ssh=None, after=[]))
     return ConfigText(config_to_yaml(config, keys), keys, given_alone=to_another)
 
 

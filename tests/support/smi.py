@@ -11,14 +11,15 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-aabb2222-0000)
 """
 
 
-def fake_smi(folder: Path, *, gpus: str = "", apps: str = "", then: str = "exit 0") -> dict[str, str]:
-    """An environment whose nvidia-smi prints these texts."""
-    for name, text in {"gpus": gpus, "apps": apps, "listing": LISTING}.items():
+def fake_smi(folder: Path, *, gpus: str = "", apps: str = "", use: str = "", then: str = "exit 0") -> dict[str, str]:
+    """An environment whose nvidia-smi prints these texts. The use of the GPUs it reads anew from the file `use`."""
+    for name, text in {"gpus": gpus, "apps": apps, "use": use, "listing": LISTING}.items():
         (folder / name).write_text(text)
     script = folder / "nvidia-smi"
     script.write_text(
         f"""#!/bin/sh
 case "$1" in
+--query-gpu=*utilization*) cat {folder}/use;;
 --query-gpu=*) cat {folder}/gpus;;
 --query-compute-apps=*) cat {folder}/apps;;
 -L) cat {folder}/listing;;

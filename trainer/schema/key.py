@@ -5,6 +5,7 @@ It stands beside the field, and who needs it asks the field: the rules, the erro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import Field, field
@@ -42,6 +43,11 @@ def _is_below(path: str) -> bool:
     return not any(part in ("", ".", "..") for part in parts) and path.isprintable() and len(path) <= 4000
 
 
+def _may_be_an_id(text: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9._-]{1,80}", text) is not None
+
+
+JOB = Limit("the id of a job, or how one begins or ends", _may_be_an_id)
 BELOW = Limit("a path below the project, without `..`", _is_below)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.schema.key import ABOVE_0, AT_LEAST_0, BELOW, key
+from trainer.schema.key import ABOVE_0, AT_LEAST_0, BELOW, JOB, key
 
 
 def gpu_count(gpu_ranks: Sequence[int | str]) -> int:
@@ -48,12 +48,17 @@ class TargetConfig:
     """Names of variables taken from the client's environment; their values are written nowhere."""
     queue: bool = key(False, supervised=True)
     """Wait on the host until the GPUs are free, first in, first out, instead of refusing when they are not."""
+    after: list[str] = key([], limit=JOB, supervised=True)
+    """Ids of jobs of the same host and root. The job starts once all of them have succeeded, and never when one fails,
+    is stopped or is lost. GPUs are looked at then, as with `queue`."""
     max_restarts: int = key(0, limit=AT_LEAST_0, elsewhere=("torchrun --max-restarts",), supervised=True)
     """How often the host itself starts the job again after a failure, from the newest complete checkpoint."""
     max_runtime_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """The job is asked to save and stop after so many seconds, all its attempts together; None: no limit."""
     stall_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
     """An attempt without a step (a program of your own: without output) for so long ends as failed; None: no limit."""
+    idle_timeout_s: float | None = key(None, limit=ABOVE_0, supervised=True)
+    """An attempt whose GPUs all stay below 5 % use for so long, once its ranks run, ends as failed; None: no limit."""
     log_max_gb: float = key(10.0, limit=AT_LEAST_0, supervised=True)
     """A rank's log that grows beyond this loses its oldest part, and says so; 0: no limit."""
     outputs: list[str] = key([], limit=BELOW, supervised=True)

@@ -166,7 +166,8 @@ class JobGpus:
     """`look` until it is no longer `waiting`; then `visible` and `stdin` are what the job is started with."""
 
     def __init__(self, wanted: Wanted, env: Dict[str, str], handed: Optional[Handed]) -> None:
-        """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again."""
+        """handed: the claim that the agent made; None for a job whose supervisor was killed, see hold_again, and for
+        one that waited for another job, see claim."""
         self.view: Optional[QueueView] = None
         """Why it waits."""
         self._wanted = wanted
@@ -207,6 +208,11 @@ class JobGpus:
             self._look(self._held)
         except AgentError as e:
             self.view = (self.view or QueueView())._replace(trouble=e.message)
+
+    def claim(self) -> None:
+        """For a job that was launched without them: takes them now, or a place in their queue. AgentError when nobody
+        can tell how they are."""
+        self._held = claim_gpus(self._wanted._replace(queue=True), self._env)
 
     def hold_again(self, devices: Sequence[str], visible: str) -> None:
         """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""

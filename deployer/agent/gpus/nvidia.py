@@ -19,7 +19,7 @@ BUSY_MIB = 1024
 """Memory in use, beyond which a GPU counts as busy though no process is seen: it is another container's."""
 _GPU_FIELDS = "--query-gpu=index,uuid,name,memory.total,memory.used"
 _APP_FIELDS = "--query-compute-apps=gpu_uuid,pid,used_memory"
-_CSV = "--format=csv,noheader,nounits"
+CSV = "--format=csv,noheader,nounits"
 
 
 class Gpu(NamedTuple):
@@ -54,19 +54,19 @@ class Holder(NamedTuple):
 
 def list_gpus(env: Dict[str, str], *, timeout_s: float = TIMEOUT_S) -> List[Gpu]:
     """All GPUs; none without nvidia-smi on the environment's PATH. AgentError when nvidia-smi fails or hangs."""
-    query = _start(env, _GPU_FIELDS, _CSV)
+    query = start_smi(env, _GPU_FIELDS, CSV)
     return _gpus_of(query, timeout_s) if query else []
 
 
 def ask(env: Dict[str, str], fields: str) -> Optional[str]:
     """What nvidia-smi says of them, a GPU a line; None without nvidia-smi. AgentError when it fails or hangs."""
-    query = _start(env, fields, _CSV)
+    query = start_smi(env, fields, CSV)
     return _finish(query) if query else None
 
 
 def holders(env: Dict[str, str]) -> List[Holder]:
     """The processes that compute on the GPUs, as far as this session may see them."""
-    query = _start(env, _APP_FIELDS, _CSV)
+    query = start_smi(env, _APP_FIELDS, CSV)
     return _parse_holders(_finish(query)) if query else []
 
 
@@ -120,9 +120,9 @@ def see(
     that does without. `limited`: also when CUDA_VISIBLE_DEVICES of the environment leaves out what is asked for.
     """
     # both at once: without persistence mode each takes about a second
-    of_gpus = _start(env, _GPU_FIELDS, _CSV)
+    of_gpus = start_smi(env, _GPU_FIELDS, CSV)
     try:
-        of_apps = _start(env, _APP_FIELDS, _CSV)
+        of_apps = start_smi(env, _APP_FIELDS, CSV)
     except AgentError:
         if of_gpus is not None:
             of_gpus.kill()
@@ -212,7 +212,7 @@ def _find(text: str, gpus: Sequence[Gpu], env: Dict[str, str], *, hint: str = ""
 
 
 def _find_slice(text: str, gpus: Sequence[Gpu], env: Dict[str, str]) -> Gpu:
-    query = _start(env, "-L")
+    query = start_smi(env, "-L")
     index: Optional[int] = None
     for line in _finish(query).splitlines() if query else []:
         of_gpu = re.match(r"GPU (\d+):", line)
@@ -243,7 +243,7 @@ def users_of(gpu: Gpu, using: Sequence[Holder], *, memory: bool = True) -> str:
 # --- nvidia-smi -------------------------------------------------------------------------------------------------------
 
 
-def _start(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[str]]":
+def start_smi(env: Dict[str, str], *arguments: str) -> "Optional[subprocess.Popen[str]]":
     program = shutil.which("nvidia-smi", path=env.get("PATH", os.defpath))
     if program is None:
         return None

@@ -30,6 +30,7 @@ class Subreaper(NamedTuple):
 
     job: Job
     reap: Callable[[], None]  # takes ended children away
+    apart: Collection[Process] = ()  # children that are none of the job's: one that is ending shows no mark any more
 
 
 def end_all(
@@ -107,7 +108,9 @@ def own_children(subreaper: Optional[Subreaper]) -> List[Process]:
                 pids = [int(pid) for pid in f.read().split()]
         except (ChildProcessError, FileNotFoundError):  # no child; a kernel without this file
             break
-        running = [process for process in map(process_of, pids) if is_running(process)]
+        running = [
+            process for process in map(process_of, pids) if is_running(process) and process not in subreaper.apart
+        ]
         ours = [process for process in running if not is_of_another_job(process.pid, subreaper.job)]
         if ours:
             return ours

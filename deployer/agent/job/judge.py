@@ -157,6 +157,8 @@ def _orphaned(job: Job, status: Status, found: Found, *, rebooted: bool) -> Stat
     next supervisor ends that, and says how the job ended."""
     if found.others:
         return status._replace(state=RUNNING, unsupervised=True)
+    if status.state == QUEUED and status.after and not rebooted:
+        return status._replace(unsupervised=True)  # its next supervisor waits on
     final = _end_of_orphan(job, status, rebooted=rebooted)._replace(phase=None, queue=None)
     try:
         write_status(job, final)
@@ -184,7 +186,8 @@ def _end_of_orphan(job: Job, status: Status, *, rebooted: bool) -> Status:
             ended_at=former.ended_at,
         )
     if rebooted:
-        reason = "the host was rebooted"
+        waited = " while it waited for %s" % ", ".join(status.after) if status.after else ""
+        reason = "the host was rebooted" + waited
     elif status.state == QUEUED:
         reason = "it waited for its GPUs, and its supervisor is gone"
     elif not main_processes(status):

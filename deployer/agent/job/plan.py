@@ -71,6 +71,11 @@ class Policy(NamedTuple):
     log_max_bytes: Optional[int] = None
     outputs: Tuple[str, ...] = ()
     """Paths of the project that the job writes; a client that pulls its results brings them too."""
+    after: Tuple[str, ...] = ()
+    """Jobs that have to succeed first: each an id, or how one begins or ends."""
+    idle_timeout_s: Optional[float] = None
+    notify: Tuple[str, ...] = ()
+    """The hosts of the URLs that are told of it. The URLs themselves are secrets, and stand in no plan."""
 
 
 class Setup(NamedTuple):

@@ -112,6 +112,8 @@ class Status(NamedTuple):
     """Of a stop under way: see supervisor/stop_stages.py."""
     grace_s: Optional[float] = None
     queue: Optional[QueueView] = None
+    after: Tuple[str, ...] = ()
+    """Ids of the jobs that it waits for; of one that ended because of them, those for which it never started."""
     devices: Tuple[str, ...] = ()
     """The GPUs that are claimed for it."""
     stalled: Tuple[StalledRank, ...] = ()

@@ -101,6 +101,8 @@ class Row(NamedTuple):
     attempt: int = 0
     max_attempts: int = 0
     queue: Optional[QueueView] = None
+    after: Tuple[str, ...] = ()
+    """As in Status."""
     damaged: str = ""
     started_at: Optional[str] = None
     ended_at: Optional[str] = None

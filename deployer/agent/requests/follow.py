@@ -116,7 +116,7 @@ def follow_job(
     job: Job, call: Call, reader: read.LogReader, *, once: bool = False, lines: "Optional[LineFilter]" = None
 ) -> None:
     wait_s = POLL_MIN_S
-    shown: "Optional[Tuple[str, int, Optional[QueueView]]]" = None
+    shown: "Optional[Tuple[str, int, Optional[QueueView], Tuple[str, ...]]]" = None
     while not call.cancelled.is_set():
         # the state is read before the logs: a job seen ended has written all that the next look can find
         now = judge(job)
@@ -130,7 +130,7 @@ def follow_job(
                 call.send_data(chunk.data, file=chunk.file, offset=chunk.offset, mark=chunk.mark)
             else:
                 _send_matches(call, reader, _in_time(lines.feed, chunk))
-        news = now.state, now.attempt, now.queue
+        news = now.state, now.attempt, now.queue, now.after
         if news != shown and not once:
             shown = news
             call.send_event("state", to_json(now, sparse=True))

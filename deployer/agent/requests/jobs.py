@@ -23,7 +23,7 @@ from ..job.groups import processes_of
 from ..job.judge import judge
 from ..job.plan import Plan, main_role, process_count
 from ..job.record import plan_of, read_record
-from ..job.status import FINAL, LOST, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
+from ..job.status import FINAL, LOST, QUEUED, TOOL_FAILED, Status, gpus_of, nproc_of, write_status
 from ..job.views import JobView, OfJob, Row
 from ..supervisor import start
 from ..wire.conversation import Call
@@ -117,6 +117,7 @@ def row_of(job: Job, look: Look) -> Row:
         attempt=status.attempt,
         max_attempts=status.max_attempts,
         queue=status.queue,
+        after=status.after,
         damaged=status.damaged or damage,
         started_at=status.started_at,
         ended_at=status.ended_at,
@@ -196,7 +197,12 @@ def adopt_all(root: Root, *, within_s: float) -> None:
 def adopt(job: Job, status: Status) -> None:
     """Gives the job a new supervisor, which watches what still runs; nothing when another agent was first."""
     try:
-        start.adopt(job, attempt=status.attempt)
+        if status.state == QUEUED:  # it has yet to begin
+            from .after import wait_again
+
+            wait_again(job)
+        else:
+            start.adopt(job, attempt=status.attempt)
     except AgentError:
         if judge(job).unsupervised:
             raise

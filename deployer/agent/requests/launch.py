@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional, Tuple
 
 from ..host import disk, environment
 from ..host.errors import AgentError
@@ -57,7 +57,8 @@ def launch(root: Root, call: Call) -> None:
         call.send_event("ack", to_json(Ack(job.id, job.path, already, stopping=True)))
         raise AgentError("host", "the launch was cancelled")
     begun = read_status(job)
-    queued = wanted_gpus(plan) is not None and begun is not None and begun.state == QUEUED
+    waits = begun is not None and begun.state == QUEUED
+    queued = waits and (wanted_gpus(plan) is not None or bool(plan.policy.after))
     call.send_event("ack", to_json(Ack(job.id, job.path, already, queued)))
     if not already:
         spare.make_later(root, plan.tree)
@@ -74,9 +75,10 @@ def launch(root: Root, call: Call) -> None:
 
 def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call: Call) -> bool:
     """Whether this call has started the job; another one may have been faster."""
-    env = _base_env()
+    env = base_env()
     # before anything is shipped for a job that would be refused
-    with _claimed(plan, env) as held, store_in_use(root):
+    after = _awaited(root, plan)
+    with _claimed(plan, env, now=not after) as held, store_in_use(root):
         arrived = bring_trees(Store(root), trees_of(plan), call, ahead=request.ahead)
         try:
             with locked(job, anew=True):
@@ -88,7 +90,7 @@ def _start_once(root: Root, job: Job, plan: Plan, request: "LaunchRequest", call
                         _make_job(root, job, plan, request, arrived)
                         if call.cancelled.is_set():
                             raise AgentError("host", "the launch was cancelled")
-                        starting.go(launch_input(root, plan, request, env, held))
+                        starting.go(launch_input(root, plan, request, env, held, after))
                 except BaseException:
                     if is_new and not start.has_begun(job, 1):  # else somebody was told of it, before a power cut
                         shutil.rmtree(job.path, ignore_errors=True)  # no half job stays, least of all on a full disk
@@ -103,7 +105,8 @@ def slots(root: Root, call: Call) -> Dict[str, Any]:
     plan = plan_in(call.read(LaunchRequest).plan)
     from ..python import find  # a launch leaves that to its supervisor
 
-    env = _base_env()
+    env = base_env()
+    _awaited(root, plan)
     found = {"root": root.path, "job": os.path.join(root.jobs, plan.job_id), "agent": AGENT_DIR}
     wanted = wanted_gpus(plan)
     if wanted is not None:
@@ -132,6 +135,8 @@ class LaunchRequest(NamedTuple):
     secrets: Dict[str, str] = {}
     like: str = ""
     """The id of the job that this one repeats: it gets its --env values too."""
+    notify: Tuple[str, ...] = ()
+    """URLs that are told of it: secrets, too."""
     job: str = ""
     """Of a resume: the id, and the number of the attempt."""
     attempt: int = 1
@@ -151,13 +156,23 @@ def _job(root: Root, job_id: str) -> Job:
         raise AgentError("usage", str(error))
 
 
-def _base_env() -> Dict[str, str]:
+def base_env() -> Dict[str, str]:
     return environment.job_environment(dict(os.environ), environment.container_env())
 
 
-def _claimed(plan: Plan, env: Dict[str, str]) -> "ContextManager[Optional[Held]]":
-    """The plan's GPUs, held while its supervisor is started; None for a plan without."""
-    wanted = wanted_gpus(plan)
+def _awaited(root: Root, plan: Plan) -> Tuple[str, ...]:
+    """The jobs that it has to wait for; none for nearly every job."""
+    if not plan.policy.after:
+        return ()
+    from .after import still_awaited
+
+    return still_awaited(root, plan)
+
+
+def _claimed(plan: Plan, env: Dict[str, str], *, now: bool) -> "ContextManager[Optional[Held]]":
+    """The plan's GPUs, held while its supervisor is started; None for a plan without, and for one that claims them
+    later."""
+    wanted = wanted_gpus(plan) if now else None
     if wanted is None:
         return nullcontext()
     from ..gpus import claim  # a job without GPUs starts sooner
@@ -245,13 +260,19 @@ def _link_include(store: Store, job: Job, include: Include) -> None:
 def start_next(root: Root, job: Job, plan: Plan, *, commit: Callable[[], LaunchRequest]) -> None:
     """Starts the supervisor of a later attempt; `commit` is called once nothing here refuses it any more, and says what
     it is given then."""
-    env = _base_env()
-    with _claimed(plan, env) as held:
-        start.spawn(job, launch_input(root, plan, commit(), env, held))
+    env = base_env()
+    after = _awaited(root, plan)
+    with _claimed(plan, env, now=not after) as held:
+        start.spawn(job, launch_input(root, plan, commit(), env, held, after))
 
 
 def launch_input(
-    root: Root, plan: Plan, request: LaunchRequest, env: Dict[str, str], held: "Optional[Held]"
+    root: Root,
+    plan: Plan,
+    request: LaunchRequest,
+    env: Dict[str, str],
+    held: "Optional[Held]",
+    after: Tuple[str, ...] = (),
 ) -> start.LaunchInput:
     return start.LaunchInput(
         plan=plan,
@@ -261,4 +282,6 @@ def launch_input(
         base_env=env,
         wheels=Store(root).shared(plan.python.wheels, "wheels") if plan.python.wheels else None,
         held=held.handed() if held is not None else None,
+        after=after,
+        notify=request.notify,
     )

@@ -24,6 +24,7 @@ from .turn import Stopped, Turn
 from .watch import Watch
 
 if TYPE_CHECKING:
+    from ..by_itself.idle import IdleGpus
     from ..gpus.claim import JobGpus
 
 
@@ -114,7 +115,7 @@ class Attempt:
         turn.status.save(state=RUNNING, started_at=utc(time.time()), resumed_from=resumed_from)
 
     def _see_through(self, running: Running) -> Ending:
-        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._places)
+        self._watch = Watch(self._turn, self._given.plan, self._number, running, self._places, self._idle())
         evidence = self._watch.to_the_end()
         ending = decide_ending(evidence)
         if ending is not None:
@@ -123,6 +124,23 @@ class Attempt:
             return Ending(LOST, TOOL_FAILED, "the launch did not complete: its supervisor was killed")
         gone = Ending(LOST, TOOL_FAILED, "the job's processes are gone and left no exit record")
         return self._explained(gone, evidence)
+
+    def _idle(self) -> "Optional[IdleGpus]":
+        """What watches the use of its GPUs, where that was asked for."""
+        timeout_s = self._given.plan.policy.idle_timeout_s
+        if timeout_s is None:
+            return None
+        from ..by_itself.idle import IdleGpus
+
+        status = self._turn.status
+
+        def tell(line: str) -> None:
+            say(line)
+            if line not in status.now.warnings:
+                status.save(warnings=(*status.now.warnings, line))
+
+        env = self._given.base_env or dict(os.environ)
+        return IdleGpus(status.now.devices, env, timeout_s, tell=tell)
 
     def _places(self) -> Dict[str, str]:
         """The file systems that it uses."""

@@ -7,8 +7,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Set, Tuple
 
+from ..gpus.view import QueueView
+from ..host.errors import AgentError
 from ..host.killing import SETTLE_S, SWEEP_S, Subreaper, end_all
-from ..host.layout import Job
+from ..host.layout import Job, Root
 from ..host.machine import own_identity
 from ..host.processes import Process, describe
 from ..job import progress
@@ -18,6 +20,7 @@ from ..job.record import known_record
 from ..job.status import (
     FAILED,
     FINAL,
+    LOST,
     PREPARING,
     QUEUED,
     RUNNING,
@@ -35,12 +38,14 @@ from .attempt import Attempt
 from .running import leftovers
 from .start import LaunchInput
 from .status_file import StatusFile, say
-from .turn import Turn
+from .turn import Tell, Turn
 
 if TYPE_CHECKING:
     from ..gpus.claim import JobGpus
     from ..gpus.view import GpuHolder
 
+CLAIM_S, CLAIM_AGAIN_S = 300.0, 10.0
+"""A job that has waited for others asks so long, and so often, for GPUs of which nobody can tell how they are."""
 KEPT_ATTEMPTS = 30
 """How many of the last attempts the status tells of: it must fit into the room that is held for it."""
 
@@ -58,6 +63,8 @@ class JobRun:
         self._turn = Turn(self.status)
         self.gpus = self._gpus()
         self._turn.hooks = [self._limit_runtime, *([self.gpus.keep] if self.gpus is not None else [])]
+        if given.notify or self.plan.policy.notify:
+            self._turn.tell = self._teller()
         self.attempt: Optional[Attempt] = None
         self._swept = 0
         self._seen: Set[Process] = set()
@@ -98,6 +105,8 @@ class JobRun:
             self.gpus.keep()
         if self.gpus is not None and self.gpus.waiting:
             self.status.note(state=QUEUED)
+        if self.given.after:
+            self.status.note(state=QUEUED, after=self.given.after)
         for group in groups_of(self.plan):
             self.status.note_group(group.folder, nproc=group.role.nproc)
         if not self.status.now.groups:  # neither a plan nor a status tells
@@ -110,8 +119,11 @@ class JobRun:
 
     def _live(self) -> Ending:
         """The attempts, up to the last one's ending."""
+        never = self._await_others() if self.given.after else None
+        if never is not None:
+            return never
         if not self.given.adopt and not self._queue():
-            return Ending(STOPPED, None, "stopped on request, while it was queued")
+            return Ending(STOPPED, None, _STOPPED_QUEUED)
         if self.gpus is not None:
             self.status.note(devices=self.gpus.devices)
         ending = self._try(adopted=self.given.adopt)
@@ -126,6 +138,8 @@ class JobRun:
             if stop is not None:
                 reason = stop.reason or "stopped on request"
                 return Ending(STOPPED, ending.code, "%s, before the next attempt; %s" % (reason, ending.reason))
+            if self._turn.tell is not None:
+                self._turn.tell("restart", ending)
             ending = self._try()
         return ending
 
@@ -140,6 +154,56 @@ class JobRun:
         if devices:
             gpus.hold_again(devices, visible_gpus(self.status.now))
         return gpus
+
+    def _await_others(self) -> Optional[Ending]:
+        """Waits for the jobs that have to succeed first, then asks for the GPUs; its ending when it never starts."""
+        from ..by_itself.after import Others
+
+        names = ", ".join(self.given.after)
+        if self.given.adopt and self.plan.secret_names:
+            reason = "it waited for %s, and the supervisor that knew its secrets was killed; resume it" % names
+            return Ending(LOST, TOOL_FAILED, reason)
+        others = Others(Root(os.path.dirname(os.path.dirname(self.job.path))), self.given.after)
+        while self._turn.asked.read() is None:
+            seen = others.look()
+            if seen is not None and seen.never:
+                self.status.note(after=(seen.because,))
+                return Ending(FAILED, TOOL_FAILED, seen.never, log="")
+            if seen is not None and not seen.left:
+                self.given = self.given._replace(adopt=False)
+                return self._claim()
+            if seen is not None and seen.left != self.status.now.after:
+                self.status.save(after=seen.left)
+            self._turn.wait()
+        self.status.note(after=())
+        return Ending(STOPPED, None, "stopped on request, while it waited for %s" % names)
+
+    def _claim(self) -> Optional[Ending]:
+        """The GPUs of a job that has none yet, or a place in their queue; its ending when it gets neither."""
+        wanted = wanted_gpus(self.plan)
+        if wanted is not None:
+            from ..gpus.claim import JobGpus
+
+            gpus, until = JobGpus(wanted, self._env(), None), time.monotonic() + CLAIM_S
+            trouble = _trouble(gpus)
+            while trouble is not None:
+                if time.monotonic() > until:
+                    return Ending(FAILED, TOOL_FAILED, trouble)
+                self.status.save(after=(), queue=QueueView(trouble=trouble))
+                if self._is_stopped_within(CLAIM_AGAIN_S):
+                    return Ending(STOPPED, None, _STOPPED_QUEUED)
+                trouble = _trouble(gpus)
+            self.gpus = gpus
+            self._turn.hooks.append(gpus.keep)
+        state = QUEUED if self.gpus is not None and self.gpus.waiting else PREPARING
+        self.status.save(state=state, after=(), queue=None)
+        return None
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while self._turn.asked.read() is None and time.monotonic() < until:
+            self._turn.wait()
+        return self._turn.asked.read() is not None
 
     def _queue(self) -> bool:
         """Waits for the job's GPUs; False when a stop was asked for meanwhile."""
@@ -227,6 +291,18 @@ class JobRun:
         self._limited = True
         self._turn.ask_to_stop("stopped after --max-runtime %s" % stall.duration(limit_s))
 
+    def _teller(self) -> Optional[Tell]:
+        """None for a supervisor that does not know the URLs."""
+        if not self.given.notify:
+            hosts = ", ".join(self.plan.policy.notify)
+            say("notify: the URL of %s was known to the supervisor that was killed: nobody is told any more" % hosts)
+            return None
+        from ..by_itself.notify import Notifier
+
+        notifier = Notifier(self.given.notify, self.job, self.plan.name, self._env(), say)
+        self._turn.apart = notifier.processes
+        return lambda name, ending=None: notifier.send(name, self.status.now, ending)
+
     # --- end ---
 
     def _env(self) -> Dict[str, str]:
@@ -242,7 +318,7 @@ class JobRun:
             self._find_leftovers,
             term_s=stop.left_s() if stop is not None else SWEEP_S,
             settle_s=0.0 if request is not None and request.force else SETTLE_S,
-            subreaper=Subreaper(self.job, self._turn.children.reap),
+            subreaper=Subreaper(self.job, self._turn.children.reap, self._turn.apart),
             seen=self._seen,
         )
         self._swept += len(told)
@@ -251,7 +327,7 @@ class JobRun:
     def _find_leftovers(self) -> List[Process]:
         if self.gpus is not None:
             self.gpus.keep()  # what is left may compute on them
-        return leftovers(self.job)
+        return [process for process in leftovers(self.job) if process not in self._turn.apart]
 
     def _finish(self, ending: Ending) -> None:
         """Sweeps, then writes the last word."""
@@ -270,6 +346,10 @@ class JobRun:
         if self.gpus is not None:  # before anybody can see the end: the next job may follow at once
             self.gpus.release(ended=not self._remaining)
         self.status.save_last()
+        if self._turn.tell is not None:
+            from ..by_itself.event import last_event
+
+            self._turn.tell(last_event(ending.state), ending)
 
     def _look_at_gpus(self) -> "Tuple[Optional[bool], Sequence[GpuHolder]]":
         """(whether the job's GPUs are free, what holds them); None when it has none or nobody can tell."""
@@ -280,3 +360,15 @@ class JobRun:
         pids = {process.pid for process in self._seen}
         names = gpus_of(self.plan, self.status.now)
         return wait_until_free(names, self._env(), pids, allow_busy=self.plan.allow_busy)
+
+
+_STOPPED_QUEUED = "stopped on request, while it was queued"
+
+
+def _trouble(gpus: "JobGpus") -> Optional[str]:
+    """Asks for them; why that came to nothing."""
+    try:
+        gpus.claim()
+    except AgentError as error:
+        return error.message
+    return None

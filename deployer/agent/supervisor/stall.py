@@ -4,7 +4,7 @@ Stdlib only, Python 3.8: this package runs on the host.
 """
 
 import time
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Optional, Sequence, Tuple
 
 from ..host.layout import Job
 from ..host.processes import is_running
@@ -14,6 +14,10 @@ from ..job.plan import Plan, is_trainer
 from ..job.status import FAILED, StalledRank
 from ..job.stop import StopRequest, new_stop
 from .running import Running
+
+if TYPE_CHECKING:
+    from ..by_itself.event import Name
+    from ..by_itself.idle import IdleGpus
 
 STALL_CODE = 124
 """Of a stalled attempt, as `timeout` ends."""
@@ -48,8 +52,10 @@ class Stall:
     """What is known of one attempt's stall: its `ending` once one was found, the `request` to stop it, and what the
     `ranks` did then."""
 
-    def __init__(self, job: Job, attempt: int, plan: Plan, running: Running) -> None:
+    def __init__(self, job: Job, attempt: int, plan: Plan, running: Running, idle: "Optional[IdleGpus]" = None) -> None:
+        """`idle`: watches the use of its GPUs."""
         self.ending: Optional[Ending] = None
+        self.event: "Name" = "stall"
         self.request: Optional[StopRequest] = None
         self.ranks: Tuple[StalledRank, ...] = ()
         self._job = job
@@ -58,19 +64,37 @@ class Stall:
         self._is_trainer = is_trainer(plan)
         self._timeout_s = plan.policy.stall_timeout_s
         self._watch: Optional[StallWatch] = None
+        self._idle = idle
 
     def find(self) -> bool:
         """Whether the attempt has stalled, told once. Never before all its groups count as running."""
-        if self._timeout_s is None or self.ending is not None:
+        if self.ending is not None:
             return False
-        if self._watch is None:
-            self._watch = StallWatch(self._mark, self._timeout_s)
-        if not self._watch.is_stalled():
+        self.ending = self._no_progress() or self._no_use()
+        if self.ending is None:
             return False
-        self.ending = stalled_ending(self._job, self._timeout_s, is_trainer=self._is_trainer)
         self.ranks = describe_ranks(self._job, self._attempt, self._running.ranks())
         self.request = new_stop(STALL_GRACE_S)
         return True
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+
+    def _no_progress(self) -> Optional[Ending]:
+        if self._timeout_s is None:
+            return None
+        if self._watch is None:
+            self._watch = StallWatch(self._mark, self._timeout_s)
+        if not self._watch.is_stalled():
+            return None
+        return stalled_ending(self._job, self._timeout_s, is_trainer=self._is_trainer)
+
+    def _no_use(self) -> Optional[Ending]:
+        if self._idle is None or self._running.unready() or not self._idle.look():
+            return None
+        self.event = "idle"
+        return idle_ending(self._idle.labels, self._idle.timeout_s)
 
     def _mark(self) -> Any:
         """Changes with the job's progress, and all the time before it runs."""
@@ -87,6 +111,15 @@ def stalled_ending(job: Job, timeout_s: float, *, is_trainer: bool) -> Ending:
     step = progress.last_step(job)
     where = "last step %d" % step if step is not None else "before the first step"
     return Ending(FAILED, STALL_CODE, "no step for %s (%s)" % (duration(timeout_s), where))
+
+
+def idle_ending(labels: Sequence[str], timeout_s: float) -> Ending:
+    from ..by_itself.idle import IDLE_BELOW
+
+    gpus, were = (labels[0], "was") if len(labels) == 1 else (",".join(labels), "were")
+    what = "GPU%s %s %s idle (below %d %%) for %s"
+    plural = "" if len(labels) == 1 else "s"
+    return Ending(FAILED, STALL_CODE, what % (plural, gpus, were, IDLE_BELOW, duration(timeout_s)))
 
 
 def describe_ranks(job: Job, attempt: int, ranks: Sequence[RankRecord]) -> Tuple[StalledRank, ...]:

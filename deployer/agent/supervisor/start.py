@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional, Tuple
 
 from ..gpus.view import Handed
 from ..host.errors import AgentError
@@ -41,6 +41,10 @@ class LaunchInput(NamedTuple):
     """The folder of those that travelled along."""
     held: Optional[Handed] = None
     """Its GPUs, or a place in their queue."""
+    after: Tuple[str, ...] = ()
+    """Ids of the jobs that have to succeed first; it has no GPUs before."""
+    notify: Tuple[str, ...] = ()
+    """URLs that are told of it."""
     adopt: bool = False
     """The job runs already, and its supervisor was killed."""
 

@@ -3,14 +3,25 @@
 Stdlib only, Python 3.8, Linux.
 """
 
-from typing import Callable, List
+from typing import TYPE_CHECKING, Callable, List, Optional, Protocol, Set
 
+from ..host.processes import Process
 from ..job.stop import Asked
 from .children import Children
 from .status_file import StatusFile, say
 
+if TYPE_CHECKING:
+    from ..by_itself.event import Name
+    from ..job.ending import Ending
+
 Hook = Callable[[], None]
 """What is looked after between two turns: called every POLL_S or sooner, quick, and does no more than is due."""
+
+
+class Tell(Protocol):
+    """Tells whom --notify names, if anybody, of an event, and how it ended. It waits for nothing."""
+
+    def __call__(self, name: "Name", ending: "Optional[Ending]" = None) -> None: ...
 
 
 class Stopped(Exception):
@@ -27,6 +38,9 @@ class Turn:
         self.children = Children()
         self.asked = Asked(self.job)
         self.hooks: List[Hook] = []
+        self.tell: Optional[Tell] = None
+        self.apart: Set[Process] = set()
+        """Children of the supervisor that are none of the job's."""
 
     def wait(self) -> None:
         if self.children.wait():

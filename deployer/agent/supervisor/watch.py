@@ -18,6 +18,7 @@ from .stop_stages import Stopping, kill_ranks
 from .turn import Hook, Turn
 
 if TYPE_CHECKING:
+    from ..by_itself.idle import IdleGpus
     from ..host.cgroups import OomWatch
     from ..job.vitals import VitalWatch
 
@@ -29,10 +30,18 @@ SIBLINGS_S = 5.0
 class Watch:
     """One attempt from its start to its end. `stop` is the stop under way, `stall` what is known of one."""
 
-    def __init__(self, turn: Turn, plan: Plan, number: int, running: Running, where: Places) -> None:
-        """`where`: the file systems that it uses, see vitals.places."""
+    def __init__(
+        self,
+        turn: Turn,
+        plan: Plan,
+        number: int,
+        running: Running,
+        where: Places,
+        idle: "Optional[IdleGpus]" = None,
+    ) -> None:
+        """`where`: the file systems that it uses, see vitals.places. `idle`: watches the use of its GPUs."""
         self.stop: Optional[Stopping] = None
-        self.stall = Stall(turn.job, number, plan, running)
+        self.stall = Stall(turn.job, number, plan, running, idle)
         self._turn = turn
         self._number = number
         self._running = running
@@ -41,7 +50,8 @@ class Watch:
         self._host = _HostWatch(running, where, has_gpus=bool(turn.status.now.devices))
         self._logs = _Logs(turn, plan, number, running.groups)
         looks = [self._find_stall, self._drive_stop, self._kill_siblings, self._host.look, self._logs.look]
-        self._hooks: List[Hook] = looks
+        self._hooks: List[Hook] = looks if turn.tell is None else [self._tell_start, *looks]
+        self._has_begun = False
 
     def to_the_end(self) -> Evidence:
         """Comes back when the attempt has ended, or cannot be ended, with all that tells how."""
@@ -51,6 +61,9 @@ class Watch:
             if self.stop is not None and self.stop.phase == "given up":
                 break
             self._turn.wait()
+        self.stall.close()
+        if self._turn.tell is not None and self._running.ranks():
+            self._tell_start(any_rank=True)
         self._logs.look(now=True)
         job = self._turn.job
         return Evidence(
@@ -68,9 +81,17 @@ class Watch:
         assert self._host.vitals is not None
         return self._host.vitals
 
+    def _tell_start(self, *, any_rank: bool = False) -> None:
+        """Once its ranks have begun; of one that was over sooner than anybody looked, once `any_rank` has."""
+        if not self._has_begun and self._turn.tell is not None and (any_rank or not self._running.unready()):
+            self._has_begun = True
+            self._turn.tell("start")
+
     def _find_stall(self) -> None:
         if self.stop is None and self.stall.find():
             self._turn.status.save(stalled=self.stall.ranks)
+            if self._turn.tell is not None:
+                self._turn.tell(self.stall.event, self.stall.ending)
 
     def _drive_stop(self) -> None:
         """For whoever asks, or to end what has stalled; of that the ranks see no flag, for the job may restart."""
@@ -79,7 +100,7 @@ class Watch:
             return
         if self.stop is None:
             flagged = self._is_trainer and self.stall.request is None and self._turn.asked.is_flagged()
-            subreaper = Subreaper(self._turn.job, self._turn.children.reap)
+            subreaper = Subreaper(self._turn.job, self._turn.children.reap, self._turn.apart)
             self.stop = Stopping(self._running, subreaper=subreaper, flagged=flagged)
         phase = self.stop.advance(request)
         if phase != self._turn.status.now.phase:

@@ -238,7 +238,7 @@ def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **o
       deploy.py resume ID --gpus 0,1          on other GPUs
     """
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
-    ways = {name: options.pop(name) for name in ("detach", "as_json")}
+    ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}
     if job_id is not None and "=" in job_id:  # which no id has
@@ -294,7 +294,7 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
     if record is not None and not is_there:
         where = record.ssh or "this machine"
         raise UsageError(f"the files of {record.job_id} are on {where} alone", hint="--with-changes sends this folder")
-    ways = {name: options.pop(name) for name in ("detach", "as_json")}
+    ways = {name: options.pop(name) for name in ("detach", "as_json", "notify")}
     dry_run = options.pop("dry_run")
     ways.update(pulls=not options.pop("no_pull"), pull_limit=parse_size(options.pop("pull_max")) or None)
     changes = {"keys": take_changes(options), **options}

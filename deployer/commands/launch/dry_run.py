@@ -20,6 +20,7 @@ from deployer.plan.launch_plan import (
     render_cwd,
     shell_slots,
 )
+from deployer.plan.notify import Notify
 from deployer.plan.prepare import Prepared
 from deployer.printable import shown
 from trainer.schema import gpu_count
@@ -30,6 +31,7 @@ MOST_NAMED = 5
 def show_plan(
     prepared: Prepared,
     host: Host,
+    whom: Notify,
     *,
     config: str | None,
     remote: bool,
@@ -67,6 +69,8 @@ def show_plan(
         terminal.say(shown(f"# include  {include.path}"))
     if line := named_line(prepared):
         terminal.say(shown(f"#          {line}"))
+    if plan.policy.after:
+        terminal.say(shown(f"# after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"))
     if plan.policy.outputs:
         terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
     if prepared.env_file is not None:
@@ -75,6 +79,10 @@ def show_plan(
         terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
     if plan.setup is not None:
         terminal.say(shown(f"# setup    {plan.setup.command}: before the job, once for what it names"))
+    for place in plan.policy.notify:
+        terminal.say(shown(f"# notify   a URL of {place}"))
+    for command in whom.commands:
+        terminal.say(shown(f"# notify   {command}: on this client, while it follows"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
     wanted = wanted_gpus(plan)

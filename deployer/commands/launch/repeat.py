@@ -11,13 +11,14 @@ from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import Status
 from deployer.commands.launch.asked import tell_note
 from deployer.commands.launch.resume import named_env_file
-from deployer.commands.launch.run import follow_through, with_secrets
+from deployer.commands.launch.run import check_followed, follow_through, with_secrets
 from deployer.connection.host import HERE, Host
 from deployer.errors import UnknownJob, UsageError
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.words import Anew, hidden_names, kept_words, split_program, without_env
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import env_file_of
+from deployer.plan.notify import read_notify, with_urls
 from deployer.plan.options import Options
 from deployer.plan.prepare import Prepared
 from deployer.plan.repeat import Original, plan_again, read_original
@@ -37,23 +38,31 @@ def repeat(
     changes: dict[str, Any],
     words: Sequence[str],
     dry_run: str | None,
+    notify: tuple[str, ...],
     give_up_s: float,
     **ways: Any,
 ) -> int:
     """Launches a job again from the files that it had. `record`: this client's, if it has one; `words`: what the
     command line says beside the id; `ways`: how the new one is followed, for `follow_through`."""
+    whom = read_notify(notify)
+    check_followed(whom, detach=ways["detach"])
     original = _original(host, job_id)
     known = record.secrets if record else ()
+    if waits := changes["keys"].get("target.after"):
+        from deployer.jobs.after import whole_ids
+
+        changes["keys"]["target.after"] = whole_ids(waits, host)
     options = Options(overrides=overrides, **changes)
     env_file = env_file_of(named_env_file(options) or (record.env_file if record else None) or None)
     plan, payload = plan_again(original.job, options, known=known, env_file=env_file, tell=tell_note)
+    plan, payload = with_urls(plan, payload, whom.urls)
     files = f"those of {original.job.job_id}, which are there"
     if dry_run is not None:
         from deployer.commands.launch.dry_run import show_plan
 
         prepared = Prepared(plan, Shipment({}, {}), NOTHING, payload, env_file)
         ways_shown = {"remote": dry_run == "remote", "as_json": ways["as_json"], "files": files, "defaults": {}}
-        show_plan(prepared, host, config=None, **ways_shown)
+        show_plan(prepared, host, whom, config=None, **ways_shown)
         return 0
     terminal.notice(shown(f"{plan.job_id} → {host.name}: {files}"))
 
@@ -71,7 +80,7 @@ def repeat(
         )
 
     own = with_secrets(_record(plan, host, record, words), plan, env_file)
-    return follow_through(start, host, own, bare=is_alone(plan), **ways)
+    return follow_through(start, host, own, bare=is_alone(plan), commands=whom.commands, **ways)
 
 
 def _original(host: Host, job_id: str) -> Original:

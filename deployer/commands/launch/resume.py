@@ -8,12 +8,13 @@ from typing import Any
 from deployer.agent.job.plan import is_alone
 from deployer.agent.job.status import Status
 from deployer.commands.launch.asked import tell_note
-from deployer.commands.launch.run import follow_through, with_secrets
+from deployer.commands.launch.run import check_followed, follow_through, with_secrets
 from deployer.connection.host import Host
 from deployer.jobs.registry import JobRecord, read_records
 from deployer.launch.start import resume_and_follow
 from deployer.plan.env_file import env_file_of
 from deployer.plan.next_attempt import Resumable, beginning, plan_next, read_resumable
+from deployer.plan.notify import read_notify, with_urls
 from deployer.plan.options import Options
 from trainer.config.load import key_of
 
@@ -24,6 +25,7 @@ def resume(
     *,
     overrides: tuple[str, ...],
     changes: dict[str, Any],
+    notify: tuple[str, ...],
     give_up_s: float,
     **ways: Any,
 ) -> int:
@@ -31,11 +33,20 @@ def resume(
 
     `changes`: fields of Options that the command line gives. `ways`: how it is followed, for `follow_through`.
     """
+    whom = read_notify(notify)
+    check_followed(whom, detach=ways["detach"])
     job = read_resumable(host, job_id)
     record = record_of(job, host)
+    if waits := changes["keys"].get("target.after"):
+        from deployer.jobs.after import whole_ids
+
+        changes["keys"]["target.after"] = whole_ids(waits, host)
     options = Options(overrides=overrides, **changes)
     env_file = env_file_of(named_env_file(options) or record.env_file or None)
     plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell_note)
+    if job.plan.policy.notify and not whom.urls:
+        tell_note(f"{', '.join(job.plan.policy.notify)} is told no more: a URL is kept nowhere; --notify names it anew")
+    plan, payload = with_urls(plan, payload, whom.urls)
     record = with_secrets(record, plan, env_file)
     attempt = job.attempt + 1
 
@@ -45,7 +56,7 @@ def resume(
             host.connect, plan, attempt=attempt, payload=payload, view=view, watcher=screen, give_up_s=give_up_s
         )
 
-    return follow_through(start, host, record, bare=is_alone(plan), **ways)
+    return follow_through(start, host, record, bare=is_alone(plan), commands=whom.commands, **ways)
 
 
 def named_env_file(options: Options) -> str:

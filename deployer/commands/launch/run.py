@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployer import terminal
 from deployer.agent.host.layout import PREPARE_LOG, LogName
@@ -38,9 +38,14 @@ from deployer.launch.delta import LastTree
 from deployer.launch.logview import LogView
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import EnvFile
+from deployer.plan.notify import Notify, read_notify, with_urls
+from deployer.plan.options import Asked
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.printable import shown, shown_lines
 from deployer.project.git import git_state
+
+if TYPE_CHECKING:
+    from deployer.launch.notify import Notices
 
 
 def run(
@@ -50,6 +55,7 @@ def run(
     *,
     detach: bool,
     dry_run: str | None,
+    notify: tuple[str, ...],
     no_pull: bool,
     pull_limit: int | None,
     as_json: bool,
@@ -64,9 +70,12 @@ def run(
 ) -> int:
     """Carries out one launch and returns the exit code of the command. `enter`: see `entrance`; `kind`: what the file
     is, where the command line says so; `verb` and `words`: as they were typed; `like`: the launch that it repeats."""
+    whom = read_notify(notify)
+    check_followed(whom, detach=detach)
     chosen = choose(config, overrides, program, kind, options)
     asked, chosen, taken = ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
+    asked = _with_after(asked, host)
     if dry_run is None:
         check_platform(host)
         host.prefetch()
@@ -76,11 +85,14 @@ def run(
     if like is not None:
         names = {*prepared.plan.env_names, *filter(None, like.names)}
         prepared = replace(prepared, plan=prepared.plan._replace(env_names=tuple(sorted(names))))
+    plan, payload = with_urls(prepared.plan, prepared.payload, whom.urls)
+    prepared = replace(prepared, plan=plan, payload=payload)
     if dry_run is not None:
         _warn(prepared)
         show_plan(
             prepared,
             host,
+            whom,
             config=chosen.config,
             remote=dry_run == "remote",
             as_json=as_json,
@@ -102,7 +114,19 @@ def run(
         pull_limit=pull_limit,
         pulls=not no_pull,
         like=like.values_of if like is not None else "",
+        commands=whom.commands,
     )
+
+
+def _with_after(asked: Asked, host: Host) -> Asked:
+    """With whole ids of the jobs that it is to start after, as far as this client knows them."""
+    target = asked.config.target
+    if not target.after:
+        return asked
+    from deployer.jobs.after import whole_ids
+
+    known = replace(target, after=whole_ids(target.after, host))
+    return asked._replace(config=replace(asked.config, target=known))
 
 
 def check_platform(host: Host) -> None:
@@ -166,6 +190,7 @@ def _launch(
     pull_limit: int | None,
     pulls: bool,
     like: str,
+    commands: tuple[str, ...],
 ) -> int:
     plan = prepared.plan
 
@@ -185,9 +210,8 @@ def _launch(
         )
 
     bare = is_alone(plan)
-    return follow_through(
-        start, host, record, bare=bare, detach=detach, as_json=as_json, pull_limit=pull_limit, pulls=pulls
-    )
+    ways: dict[str, Any] = {"detach": detach, "as_json": as_json, "pull_limit": pull_limit, "pulls": pulls}
+    return follow_through(start, host, record, bare=bare, commands=commands, **ways)
 
 
 def hidden_paths(prepared: Prepared, project: Path) -> list[str]:
@@ -212,13 +236,16 @@ def follow_through(
     as_json: bool,
     pull_limit: int | None,
     pulls: bool,
+    commands: tuple[str, ...] = (),
 ) -> int:
     """Starts a job or its next attempt, follows it, brings the results home; the exit code of the command.
 
-    `start` returns the final status, None once the host has acknowledged the job when it gets no view.
+    `start` returns the final status, None once the host has acknowledged the job when it gets no view. `commands` are
+    told how it goes.
     """
     report = Report(host, record, Screen(record), as_json=as_json)
     screen, job_id = report.screen, record.job_id
+    screen.notices = _notices(commands, record, host)
     view = None if detach else log_view(bare=bare, as_json=as_json)
 
     with ending_in_order():
@@ -249,6 +276,8 @@ def follow_through(
             raise BrokenPipeError from error
         finally:
             screen.close()
+        if screen.notices is not None:
+            screen.notices.end(report.final)
         return report.say(_end(report, report.final, pulls=pulls, limit=pull_limit, was_shown=bare))
 
 
@@ -258,6 +287,23 @@ def _leave_unread(screen: Screen) -> None:
         screen.left_behind("nobody reads the output any more")
     else:
         screen.called_off()
+
+
+def check_followed(whom: Notify, *, detach: bool) -> None:
+    """UsageError for a command that nobody would run."""
+    if whom.commands and detach:
+        raise UsageError(
+            "--notify with a command goes without --detach: it runs on the client that follows",
+            hint="a URL is told by the host, whoever follows",
+        )
+
+
+def _notices(commands: tuple[str, ...], record: JobRecord, host: Host) -> Notices | None:
+    if not commands:
+        return None
+    from deployer.launch.notify import Notices
+
+    return Notices(commands, record.job_id, record.name, host.name, lambda line: terminal.notice(shown(line)))
 
 
 def _end(report: Report, final: Status, *, pulls: bool, limit: int | None, was_shown: bool) -> int:
@@ -313,7 +359,7 @@ def tell_end(host: Host, job_id: str, final: Status, *, pulled: bool, was_shown:
     stalled = stall_lines(final)
     for line in stalled:
         terminal.notice(shown(f"  {line}"))
-    if not stalled:
+    if not stalled and not final.after:
         _show_last_lines(host, job_id, final, was_shown=was_shown)
     code = f"code {final.code}"
     terminal.notice(shown(f"{job_id} failed: {reason}" + ("" if code in reason else f" (exit {code})")))

@@ -33,6 +33,8 @@ WORDS: list[tuple[str, dict[str, Any]]] = [
     ("--max-restarts 0", {"target.max_restarts": 0}),
     ("--max-runtime 2h", {"target.max_runtime_s": 7200.0}),
     ("--stall-timeout 1h30m", {"target.stall_timeout_s": 5400.0}),
+    ("--after a-1 --after b-2", {"target.after": ["a-1", "b-2"]}),
+    ("--idle-timeout 30m", {"target.idle_timeout_s": 1800.0}),
     ("--log-max 2.5GB", {"target.log_max_gb": 2.5}),
     ("--log-max 0", {"target.log_max_gb": 0.0}),
 ]

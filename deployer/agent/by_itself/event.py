@@ -1,0 +1,59 @@
+"""What is told of a job to whom --notify names: an event, as the JSON that is sent.
+
+Stdlib only, Python 3.8: both ends use it.
+"""
+
+from typing import Any, Dict, Literal, NamedTuple, Optional
+
+from ..job.status import FAILED, LOST, STOPPED, SUCCEEDED, State
+
+Name = Literal["start", "restart", "stall", "idle", "failure", "end"]
+MAX_WORDS = 500
+
+
+class Event(NamedTuple):
+    id: str
+    name: str
+    event: Name
+    state: State
+    host: str
+    time: str
+    attempt: int = 1
+    code: Optional[int] = None
+    reason: str = ""
+    step: Optional[int] = None
+    loss: Optional[float] = None
+
+
+def last_event(state: State) -> Name:
+    """Of a job that has ended."""
+    return "failure" if state in (FAILED, LOST) else "end"
+
+
+def sentence(event: Event) -> str:
+    """One line for a person."""
+    whats = {
+        "start": "has started",
+        "restart": "starts again, attempt %d" % event.attempt,
+        "stall": "has stalled",
+        "idle": "leaves its GPUs idle",
+        "failure": "is lost" if event.state == LOST else "failed",
+        "end": {SUCCEEDED: "succeeded", STOPPED: "was stopped"}.get(event.state, event.state),
+    }
+    line = "%s %s on %s" % (event.id, whats[event.event], event.host)
+    if event.step is not None:
+        line += ", step %d" % event.step
+    if event.loss is not None:
+        line += ", loss %.4g" % event.loss
+    return _plain(line + (": " + event.reason if event.reason and event.state != SUCCEEDED else ""))
+
+
+def body_of(event: Event) -> Dict[str, Any]:
+    """What is sent. Slack shows `text`, Discord `content`."""
+    told = event._replace(reason=_plain(event.reason))._asdict()
+    return {**told, "text": sentence(event), "content": sentence(event)}
+
+
+def _plain(text: str) -> str:
+    """One line of what can be printed; a job's own words may be in it."""
+    return "".join(c if c.isprintable() else " " for c in text)[:MAX_WORDS]

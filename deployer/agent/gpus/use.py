@@ -1,0 +1,75 @@
+"""How much each GPU is used, as nvidia-smi tells: asked without waiting for it, by who has other things to do.
+
+Stdlib only, Python 3.8, Linux.
+"""
+
+import os
+import time
+from typing import Dict, List, NamedTuple, Optional
+
+from ..host.layout import RUN_DIR_ENV, SUPERVISOR_ENV
+from .nvidia import CSV, TIMEOUT_S, start_smi
+
+_FIELDS = "--query-gpu=index,uuid,utilization.gpu"
+_MOST_BYTES = 1 << 20
+
+
+class Use(NamedTuple):
+    """`percent` is None for what the driver does not tell, as of a GPU in MIG mode."""
+
+    label: str
+    uuid: str
+    percent: Optional[int]
+
+
+def parse_use(text: str) -> List[Use]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
+    return [Use(index, uuid, _percent(use)) for index, uuid, use in rows if index.isdigit()]
+
+
+def _percent(cell: str) -> Optional[int]:
+    return int(cell) if cell.isdigit() and len(cell) < 4 else None
+
+
+class Question:
+    """One question to nvidia-smi, whose process is none of the job's."""
+
+    def __init__(self, env: Dict[str, str]) -> None:
+        """AgentError where it cannot be started."""
+        own = {name: value for name, value in env.items() if name != SUPERVISOR_ENV}
+        # by its mark it is no job's, so no sweep of one ends it or counts it
+        self._program = start_smi({**own, RUN_DIR_ENV: os.devnull}, _FIELDS, CSV)
+        self._text = b""
+        self._until = time.monotonic() + TIMEOUT_S
+        if self._program is not None and self._program.stdout is not None:
+            os.set_blocking(self._program.stdout.fileno(), False)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is an nvidia-smi."""
+        return self._program is not None
+
+    def answer(self) -> Optional[List[Use]]:
+        """None as long as there is no answer; empty for one that came to nothing."""
+        if self._program is None or self._program.stdout is None:
+            return []
+        try:
+            data = os.read(self._program.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            if time.monotonic() < self._until:
+                return None
+            self.close()
+            return []
+        self._text += data
+        if data and len(self._text) < _MOST_BYTES:
+            return None
+        self.close()
+        return parse_use(self._text.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Lets go of it, whatever it does."""
+        program, self._program = self._program, None
+        if program is not None and program.stdout is not None:
+            program.kill()  # of one that has ended nothing
+            program.stdout.close()
+            program.poll()
