@@ -22,11 +22,11 @@ from deployer.commands.look import cli as look_cli
 from deployer.commands.options import CONTEXT, Commands
 from deployer.commands.training import COMMANDS as TRAINING
 from deployer.commands.training import FORWARDED
+from deployer.error_json import error_as_json
 from deployer.errors import FerryError, Interrupted, LostConnection, ThisMachine, Unforeseen, UsageError
 from deployer.printable import shown, shown_lines
 from deployer.terminal import (
     drop_unwritten,
-    error_as_json,
     invoked_as,
     notice,
     say,

@@ -1,4 +1,4 @@
-"""With which codes a command ends, as data: `--help`, README.md and a test that walks them follow."""
+"""With which codes a command ends, as data: `--help`, docs/using.md and a test that walks them follow."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    """The table of README.md."""
+    """The table of docs/using.md."""
     rows = [f"| {one.code} | {one.meaning} |" for one in EXIT_CODES]
     return "\n".join(["| code | |", "|---|---|", *rows, f"| other | {OWN} |"])

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,20 +185,6 @@ def show_error(error: FerryError) -> None:
         _write(_style(Shown("hint: "), bold=True), shown(as_invoked(error.hint)), err=True)
 
 
-def error_as_json(error: FerryError) -> dict[str, Any]:
-    """As a script reads it. Where the hint ends with a command, that is `next` too."""
-    told = {**error.as_json(), "hint": as_invoked(error.hint) or None}
-    if told["next"] is None and (line := _COMMAND_AT_END.search(error.hint)) is not None:
-        with suppress(ValueError):
-            told["next"] = shlex.split(line[1])
-    return told
-
-
-_COMMAND_AT_END = re.compile(
-    r"(?:did you mean|go on with|bring them with): (?:\S+ )?(?:\S+/)?(?:deploy\.py|torchferry) ([^…]+)$"
-)
-
-
 def show_click_error(error: click.ClickException) -> None:
     """What click says of a command line that it does not understand."""
     said = io.StringIO()
@@ -346,13 +332,7 @@ class Canvas:
 def canvas() -> Canvas:
     """A terminal's size, or that of COLUMNS and LINES; 100 by 30 where nobody says."""
     size = shutil.get_terminal_size((100, 30))
-    try:
-        "⣿┤━•".encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        plain = True
-    else:
-        plain = False
-    return Canvas(size.columns, size.lines, colour=escapes() and sys.stdout.isatty(), plain=plain)
+    return Canvas(size.columns, size.lines, colour=escapes() and sys.stdout.isatty(), plain=not is_unicode())
 
 
 def drawing(lines: Sequence[str]) -> None:

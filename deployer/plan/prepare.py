@@ -85,16 +85,11 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
         warnings = _check_program(command, project, code=code, includes=list(includes))
     elif options.text is not None:
         check_first_rows(config, project)
-    if options.wheels and not Path(options.wheels).is_dir():
-        raise UsageError(f"--wheels {options.wheels} is no folder of this machine")
-    wheels = manifest.scan_include(Path(options.wheels), hash_cache=_hash_cache()) if options.wheels else None
+    wheels = _scan_wheels(options.wheels) if options.wheels else None
     warnings += [f"--include {path}: {warning}" for path, scan in includes.items() for warning in scan.warnings]
     warnings += [f"--wheels {options.wheels}: {warning}" for warning in (wheels.warnings if wheels else ())]
     code = replace(code, warnings=(*code.warnings, *warnings))
-    files = {entry.path.removeprefix("code/"): entry.hash for entry in entries}
-    for path, scan in includes.items():
-        alone = (project / path).is_file()
-        files |= {path if alone else f"{path}/{entry.path}": entry.hash for entry in scan.entries}
+    files = _hashes(project, entries, includes)
     python = python_spec(config, command, project=project, files=files, named=options.requirements)
     trees = {root_hash(entries): tuple(sorted(entries))}
     for scan in (*includes.values(), *([wheels] if wheels else [])):
@@ -121,6 +116,21 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     plan = plan._replace(secret_names=tuple(sorted(payload.get("secrets", ()))))
     sizes = tuple((path, includes[path].total_bytes) for path in named if path in includes)
     return Prepared(plan, Shipment(trees, sources), code, payload, env_file, sizes)
+
+
+def _scan_wheels(folder: str) -> Scan:
+    if not Path(folder).is_dir():
+        raise UsageError(f"--wheels {folder} is no folder of this machine")
+    return manifest.scan_include(Path(folder), hash_cache=_hash_cache())
+
+
+def _hashes(project: Path, entries: Sequence[Entry], includes: Mapping[str, Scan]) -> dict[str, str]:
+    """Path in the project -> hash, of every file that travels."""
+    files = {entry.path.removeprefix("code/"): entry.hash for entry in entries}
+    for path, scan in includes.items():
+        alone = (project / path).is_file()
+        files |= {path if alone else f"{path}/{entry.path}": entry.hash for entry in scan.entries}
+    return files
 
 
 def _paths_of(env_file: EnvFile | None, project: Path, includes: Sequence[str]) -> list[str]:

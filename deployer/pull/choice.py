@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deployer.agent.host.layout import CHECKPOINT_MARKER, TIMES_FILE
-from deployer.agent.requests.names import covers
-from deployer.agent.requests.view import CODE
+from deployer.agent.requests.files.names import covers
+from deployer.agent.requests.files.view import CODE
 from deployer.errors import UsageError
 from deployer.pull.pieces import RemoteFile
 

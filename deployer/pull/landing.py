@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deployer.agent.requests.view import DIGEST_BYTES
+from deployer.agent.requests.files.view import DIGEST_BYTES
 from deployer.errors import ThisMachine
 
 GATHERING = ".pulling"

@@ -9,7 +9,7 @@ from typing import Any
 
 from deployer.agent.host.files import is_path_below
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.requests.view import LINKS, FileRow, Names, Stays
+from deployer.agent.requests.files.view import LINKS, FileRow, Names, Stays
 from deployer.connection.call import Call
 from deployer.errors import HostError
 from deployer.pull.choice import ABSENT, DAMAGED, LINK, LeftOut, Wish, name_of

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.view import DIGEST_BYTES
-from deployer.agent.requests.view import Piece as AskedPiece
+from deployer.agent.requests.files.view import DIGEST_BYTES
+from deployer.agent.requests.files.view import Piece as AskedPiece
 from deployer.pull.landing import GATHERING, CannotWrite, Landing, digest_of
 
 PIECE_BYTES = 1 << 20

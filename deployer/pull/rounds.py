@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.view import FilesRequest, Stays
+from deployer.agent.requests.files.view import FilesRequest, Stays
 from deployer.connection.host import Host, Patience, Tell
 from deployer.connection.link import Link
 from deployer.errors import ConnectError, FerryError, LostConnection

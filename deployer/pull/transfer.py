@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from deployer.agent.host.typed import Damage, from_json
-from deployer.agent.requests.view import DIGEST_BYTES, PieceEnd
+from deployer.agent.requests.files.view import DIGEST_BYTES, PieceEnd
 from deployer.connection.call import Call
 from deployer.connection.host import Host, Patience
 from deployer.connection.link import Link

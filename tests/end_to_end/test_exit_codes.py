@@ -1,4 +1,4 @@
-"""Every exit code that `--help` and README.md name, by a command that ends with it."""
+"""Every exit code that `--help` and docs/using.md name, by a command that ends with it."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_command_ends_with_each_named_code(ferry: Ferry, code: int) -> None:
     assert ENDS[code](ferry) == code
 
 
-def test_help_and_readme_name_them_all(ferry: Ferry) -> None:
-    assert as_markdown() in (REPO / "README.md").read_text()
+def test_help_and_manual_name_them_all(ferry: Ferry) -> None:
+    assert as_markdown() in (REPO / "docs" / "using.md").read_text()
     said = " ".join(ferry.run("--help").stdout.decode().split())
     for one in EXIT_CODES:
         assert f" {one.code} {one.meaning.replace('`', '')}" in said

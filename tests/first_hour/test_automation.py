@@ -20,9 +20,9 @@ import pytest
 import deployer
 from deployer.api.values import JobFailed
 from deployer.cli import cli
+from deployer.error_json import error_as_json
 from deployer.errors import FerryError, HostError, LostConnection, UnknownJob, UsageError
 from deployer.exit_codes import as_markdown
-from deployer.terminal import error_as_json
 from tests.support.ferry import REPO, Ferry
 from tests.support.sshd import SshServer
 

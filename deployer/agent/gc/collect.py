@@ -16,7 +16,7 @@ from ..host.locks import store_alone, take_lock
 from ..host.typed import to_json
 from ..job.judge import judge
 from ..job.status import FINAL
-from ..requests.view import Stays
+from ..requests.files.view import Stays
 from ..wire.conversation import Call
 from .choose import (
     AGENT,
@@ -66,7 +66,7 @@ def gc(root: Root, call: Call) -> None:
 
 
 def _unfetched(root: Root, jobs: Sequence[JobItem]) -> Dict[str, Optional[Stays]]:
-    from ..requests.fetched import never_fetched  # walks through folders: only where somebody wants to know
+    from ..requests.files.fetched import never_fetched  # walks through folders: only where somebody wants to know
 
     return {job.id: never_fetched(root, root.job(job.id)) for job in jobs[:MOST_LOOKED_INTO]}
 

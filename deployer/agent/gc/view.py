@@ -5,7 +5,7 @@ Stdlib only, Python 3.8: both ends use it.
 
 from typing import NamedTuple, Optional, Tuple
 
-from ..requests.view import Stays
+from ..requests.files.view import Stays
 
 
 class GoneJob(NamedTuple):

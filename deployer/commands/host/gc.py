@@ -5,7 +5,7 @@ from __future__ import annotations
 from deployer import terminal
 from deployer.agent.gc.view import GcReport
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.view import Stays
+from deployer.agent.requests.files.view import Stays
 from deployer.connection.host import Host
 from deployer.errors import UsageError
 from deployer.printable import cells, shown

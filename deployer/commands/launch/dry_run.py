@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from deployer import terminal
@@ -62,27 +62,8 @@ def show_plan(
     terminal.say(shown(f"# files    {files or files_line(prepared)}"))
     if config is not None and config.endswith(".py"):
         terminal.say(shown(f"# config   {config}: Python, executed here to read it"))
-    for where in dict.fromkeys(defaults.values()):
-        names = ", ".join(name for name, place in defaults.items() if place == where)
-        terminal.say(shown(f"# defaults {names} from {where}"))
-    for include in plan.includes:
-        terminal.say(shown(f"# include  {include.path}"))
-    if line := named_line(prepared):
-        terminal.say(shown(f"#          {line}"))
-    if plan.policy.after:
-        terminal.say(shown(f"# after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"))
-    if plan.policy.outputs:
-        terminal.say(shown(f"# outputs  {', '.join(plan.policy.outputs)}: come home with the results"))
-    if prepared.env_file is not None:
-        terminal.say(shown(f"# env file {prepared.env_file.named}: it does not travel, its values are secrets"))
-    if plan.secret_names:
-        terminal.say(shown(f"# secrets  {', '.join(plan.secret_names)}: to the job's environment only"))
-    if plan.setup is not None:
-        terminal.say(shown(f"# setup    {plan.setup.command}: before the job, once for what it names"))
-    for place in plan.policy.notify:
-        terminal.say(shown(f"# notify   a URL of {place}"))
-    for command in whom.commands:
-        terminal.say(shown(f"# notify   {command}: on this client, while it follows"))
+    for line in _lines_of(prepared, whom, defaults):
+        terminal.say(shown(f"# {line}"))
     if why:
         terminal.say(shown(f"# $PYTHON  {why}"))
     wanted = wanted_gpus(plan)
@@ -95,6 +76,31 @@ def show_plan(
         terminal.say(shown(f"GPUS={','.join(map(str, range(gpu_count(wanted.gpus))))}"))
     for way in ways:
         terminal.say_script(f"{way.cwd}\n{way.command}")
+
+
+def _lines_of(prepared: Prepared, whom: Notify, defaults: Mapping[str, str]) -> Iterator[str]:
+    """What a launch has beside its command, where it has any of it."""
+    plan = prepared.plan
+    for where in dict.fromkeys(defaults.values()):
+        yield f"defaults {', '.join(name for name, place in defaults.items() if place == where)} from {where}"
+    for include in plan.includes:
+        yield f"include  {include.path}"
+    if line := named_line(prepared):
+        yield f"         {line}"
+    if plan.policy.after:
+        yield f"after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"
+    if plan.policy.outputs:
+        yield f"outputs  {', '.join(plan.policy.outputs)}: come home with the results"
+    if prepared.env_file is not None:
+        yield f"env file {prepared.env_file.named}: it does not travel, its values are secrets"
+    if plan.secret_names:
+        yield f"secrets  {', '.join(plan.secret_names)}: to the job's environment only"
+    if plan.setup is not None:
+        yield f"setup    {plan.setup.command}: before the job, once for what it names"
+    for place in plan.policy.notify:
+        yield f"notify   a URL of {place}"
+    for command in whom.commands:
+        yield f"notify   {command}: on this client, while it follows"
 
 
 class _Way(NamedTuple):

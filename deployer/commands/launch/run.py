@@ -82,22 +82,14 @@ def run(
         _ask(unusual_project(Path.cwd()), yes=chosen.yes, as_json=as_json)
         host.load()
     prepared = prepare(asked, options=chosen, project=Path.cwd())
-    if like is not None:
-        names = {*prepared.plan.env_names, *filter(None, like.names)}
-        prepared = replace(prepared, plan=prepared.plan._replace(env_names=tuple(sorted(names))))
     plan, payload = with_urls(prepared.plan, prepared.payload, whom.urls)
+    if like is not None:
+        plan = plan._replace(env_names=tuple(sorted({*plan.env_names, *filter(None, like.names)})))
     prepared = replace(prepared, plan=plan, payload=payload)
     if dry_run is not None:
         _warn(prepared)
-        show_plan(
-            prepared,
-            host,
-            whom,
-            config=chosen.config,
-            remote=dry_run == "remote",
-            as_json=as_json,
-            defaults=places(taken, host),
-        )
+        how: dict[str, Any] = {"config": chosen.config, "remote": dry_run == "remote", "as_json": as_json}
+        show_plan(prepared, host, whom, defaults=places(taken, host), **how)
         return 0
     _ask(large_files(prepared.code), yes=chosen.yes, as_json=as_json)
     _describe(prepared, host)

@@ -13,6 +13,7 @@ from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.agent.job.views import StopReport
 from deployer.commands.in_words import state_line
 from deployer.connection.host import Host
+from deployer.error_json import error_as_json
 from deployer.errors import FerryError, UnknownJob, UsageError
 from deployer.jobs.registry import forget
 from deployer.jobs.requests import End, stop_jobs
@@ -64,7 +65,7 @@ def _forget(end: End, host: Host, job_id: str) -> End:
 
 def _as_json(job_id: str, end: End) -> dict[str, Any]:
     if isinstance(end, FerryError):
-        return {"id": job_id, "error": terminal.error_as_json(end)}
+        return {"id": job_id, "error": error_as_json(end)}
     status = end.status
     return {
         "id": end.job_id,

@@ -10,7 +10,7 @@ from pathlib import Path
 from deployer import terminal
 from deployer.agent.host.typed import to_json
 from deployer.agent.job.status import FINAL
-from deployer.agent.requests.view import Stays
+from deployer.agent.requests.files.view import Stays
 from deployer.commands.screen import ending_in_order
 from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, FerryError, LostConnection, NotHome

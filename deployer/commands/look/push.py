@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deployer import terminal
 from deployer.agent.host.typed import to_json
-from deployer.agent.requests.view import Pushed
+from deployer.agent.requests.files.view import Pushed
 from deployer.agent.store.tree import LINK, Entry, blobs_of
 from deployer.connection.host import Host, Patience
 from deployer.errors import ConnectError, HostError, LostConnection, UsageError

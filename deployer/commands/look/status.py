@@ -14,6 +14,7 @@ from deployer.commands.in_words import attempt_line, live_state, silence_line, s
 from deployer.commands.rows import row_as_json
 from deployer.commands.screen import last_words, missed_lines, next_commands, next_lines
 from deployer.connection.host import Host
+from deployer.error_json import error_as_json
 from deployer.errors import ConnectError, FerryError, LostConnection
 from deployer.jobs.registry import recall_rows
 from deployer.jobs.requests import read_status
@@ -79,7 +80,7 @@ def _show_last_seen(host: Host, job_id: str, error: FerryError, *, as_json: bool
         return
     row = unreachable(seen, error)
     if as_json:
-        terminal.say_json({**row_as_json(row), "error": terminal.error_as_json(error)})
+        terminal.say_json({**row_as_json(row), "error": error_as_json(error)})
         error.is_in_json = True
     else:
         rows = [cells("state", state_of(row)), cells("where", host.name), cells("seen", row.seen_at)]

@@ -11,20 +11,20 @@ import shutil
 import stat
 from typing import Dict, Iterable, List, NamedTuple, Sequence
 
-from ..host.disk import fail, free_bytes, megabytes, no_room
-from ..host.errors import AgentError
-from ..host.files import blake2b, is_path_below, open_regular, put_in_place, remove
-from ..host.layout import CHECKPOINT_MARKER, Job, Root
-from ..host.locks import store_in_use
-from ..host.typed import Damage, to_json
-from ..store import tree
-from ..store.blob import BlobWriter
-from ..store.bring import body_of
-from ..store.content import check_tree
-from ..wire.conversation import Call
-from ..wire.frames import Frame
+from ...host.disk import fail, free_bytes, megabytes, no_room
+from ...host.errors import AgentError
+from ...host.files import blake2b, is_path_below, open_regular, put_in_place, remove
+from ...host.layout import CHECKPOINT_MARKER, Job, Root
+from ...host.locks import store_in_use
+from ...host.typed import Damage, to_json
+from ...store import tree
+from ...store.blob import BlobWriter
+from ...store.bring import body_of
+from ...store.content import check_tree
+from ...wire.conversation import Call
+from ...wire.frames import Frame
+from ..jobs import find_folder
 from .fetched import note_fetched
-from .jobs import find_folder
 from .view import Pushed
 
 KEPT = re.compile(

@@ -7,12 +7,12 @@ Stdlib only, Python 3.8: this package runs on the host.
 import os
 from typing import NamedTuple, Optional, Sequence, Tuple
 
-from ..host.files import is_path_below, write_json
-from ..host.layout import Job, Root
-from ..host.typed import Damage, read_typed, to_json
-from ..job.record import known_plan
-from ..wire.conversation import Call
-from .jobs import find_folder
+from ...host.files import is_path_below, write_json
+from ...host.layout import Job, Root
+from ...host.typed import Damage, read_typed, to_json
+from ...job.record import known_plan
+from ...wire.conversation import Call
+from ..jobs import find_folder
 from .stays import what_stays
 from .view import Stays
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from deployer.agent.requests.names import covers, is_pattern, matching
+from deployer.agent.requests.files.names import covers, is_pattern, matching
 
 NAMES = "a", "b.pt", "ab", ".hid", "[x]", "plots"
 PATTERNS = (

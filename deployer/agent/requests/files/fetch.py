@@ -8,13 +8,13 @@ import os
 import stat
 from typing import Dict, Iterator, List, Optional, Set
 
-from ..host.errors import AgentError
-from ..host.files import blake2b, is_path_below
-from ..host.layout import CHECKPOINT_MARKER, Job, Root
-from ..host.typed import to_json
-from ..job.record import known_plan
-from ..wire.conversation import Call
-from .jobs import find_folder
+from ...host.errors import AgentError
+from ...host.files import blake2b, is_path_below
+from ...host.layout import CHECKPOINT_MARKER, Job, Root
+from ...host.typed import to_json
+from ...job.record import known_plan
+from ...wire.conversation import Call
+from ..jobs import find_folder
 from .names import is_pattern, matching
 from .view import CODE, DIGEST_BYTES, LINKS, FetchRequest, FileRow, FilesRequest, Names, Piece, PieceEnd
 

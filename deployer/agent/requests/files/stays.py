@@ -8,15 +8,15 @@ import re
 import stat
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from ..host.errors import AgentError
-from ..host.files import blake2b
-from ..host.layout import Job, Root
-from ..job.plan import Plan
-from ..job.record import known_record
-from ..job.status import LOST, Status, read_word, slot_of
-from ..python.made import MADE
-from ..store.content import Store
-from ..store.tree import Entry, folders_of
+from ...host.errors import AgentError
+from ...host.files import blake2b
+from ...host.layout import Job, Root
+from ...job.plan import Plan
+from ...job.record import known_record
+from ...job.status import LOST, Status, read_word, slot_of
+from ...python.made import MADE
+from ...store.content import Store
+from ...store.tree import Entry, folders_of
 from .view import Stays
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
