@@ -32,6 +32,8 @@ LINES = [  # what is typed, and what is to be typed here
     ("attach job-1", "logs --follow job-1"),
     ("tail -f -n 5 job-1", "logs --follow --tail 5 job-1"),
     ("restart job-1", "resume job-1"),
+    ("rerun job-1", "repeat job-1"),
+    ("port-forward job-1 8888", "tunnel job-1 8888"),
     ("retry job-1 --lr 1e-4", "resume job-1 optim.learning_rate=1e-4"),
     ("download job-1 out", "pull job-1 out"),
     ("rsync -av job-1:out/w.pt .", "pull --to . job-1 out/w.pt (without -av)"),
