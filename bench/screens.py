@@ -6,10 +6,12 @@ python bench/screens.py            writes docs/screens/
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ SETTINGS = [
     *("model.hidden_size=64", "model.intermediate_size=192", "model.num_layers=2"),
 ]
 MOST_BYTES = 150_000
+WATCHED_S = 30.0
+"""For a run to begin, and for top to have seen some of it."""
 CLIENT = "import sys; sys.argv[0] = 'torchferry'; from deployer.cli import main; sys.exit(main())"
 
 
@@ -38,12 +42,15 @@ class User:
     def project(self) -> Path:
         return self.home / "project"
 
+    @property
+    def env(self) -> dict[str, str]:
+        env = {**os.environ, "HOME": str(self.home), "PYTHONPATH": str(REPO), "NO_COLOR": "1", "COLUMNS": "100"}
+        return {**env, "LINES": "32", "TORCHFERRY_STATE_DIR": str(self.home / "state"), "PYTHONUTF8": "1"}
+
     def run(self, *words: str) -> str:
         """The output of `torchferry` with these words; its errors are this program's."""
-        env = {**os.environ, "HOME": str(self.home), "PYTHONPATH": str(REPO), "NO_COLOR": "1", "COLUMNS": "100"}
-        env |= {"LINES": "32", "TORCHFERRY_STATE_DIR": str(self.home / "state"), "PYTHONUTF8": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", CLIENT, *words], cwd=self.project, env=env, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CLIENT, *words], cwd=self.project, env=self.env, stdout=subprocess.PIPE, text=True
         )
         if done.returncode:
             sys.exit(f"torchferry {' '.join(words)} ended with {done.returncode}")
@@ -59,6 +66,7 @@ def main() -> None:
         for name in RUNS:
             train(user, name)
         show(user)
+        show_running(user)
     for file in sorted(SCREENS.iterdir()):
         size = file.stat().st_size
         print(f"{file.relative_to(REPO)}  {size:,} B")
@@ -66,11 +74,10 @@ def main() -> None:
             sys.exit(f"{file.name} has more than {MOST_BYTES:,} bytes")
 
 
-def train(user: User, name: str) -> None:
-    rate = f"optim.learning_rate={RUNS[name]}"
-    user.run(
-        CONFIG, "--python", sys.executable, "--name", name, "--no-pull", "--env", "OMP_NUM_THREADS=1", *SETTINGS, rate
-    )
+def train(user: User, name: str, *more: str) -> None:
+    rate = f"optim.learning_rate={RUNS.get(name, '1e-3')}"
+    words = ("--python", sys.executable, "--name", name, "--no-pull", "--env", "OMP_NUM_THREADS=1")
+    user.run(CONFIG, *words, *SETTINGS, rate, *more)
 
 
 def show(user: User) -> None:
@@ -81,6 +88,28 @@ def show(user: User) -> None:
     user.run("report", names[0], "-o", str(page))
     for file, scheme in (("report.png", "1"), ("report-dark.png", "0")):
         picture(page, SCREENS / file, scheme)
+
+
+def show_running(user: User) -> None:
+    """What ps and top show while a third run is under way."""
+    if shutil.which("tmux") is None:
+        print("no tmux: ps.txt and top.txt stay as they are")
+        return
+    train(user, "long", "train.steps=100000", "--detach")
+    time.sleep(WATCHED_S)
+    write("ps.txt", ["ps"], user.run("ps"))
+    socket, words = str(user.home / "tmux"), shlex.join([sys.executable, "-c", CLIENT, "top"])
+    tmux = ["tmux", "-u", "-S", socket]
+    subprocess.run(
+        [*tmux, "new-session", "-d", "-x", "100", "-y", "32", words], cwd=user.project, env=user.env, check=True
+    )
+    try:
+        time.sleep(WATCHED_S)
+        screen = subprocess.run([*tmux, "capture-pane", "-p"], env=user.env, check=True, capture_output=True, text=True)
+        write("top.txt", ["top"], screen.stdout)
+    finally:
+        subprocess.run([*tmux, "kill-server"], env=user.env, check=True)
+        user.run("stop", "long", "--force")
 
 
 def write(file: str, words: Sequence[str], shown: str) -> None:
