@@ -155,7 +155,7 @@ def test_load_of_gpus_as_nvidia_smi_tells_it(tmp_path: Path) -> None:
         "1, A2, [N/A], 5, 15356, [N/A], 60.00, 40",
         "odd",
     ]
-    assert read_load(fake_smi(tmp_path, gpus="\n".join(rows))) == (
+    assert read_load(fake_smi(tmp_path, use="\n".join(rows))) == (
         GpuLoad("0", "NVIDIA H100,SXM", 97.0, 70000.0, 81559.0, 650.31, 700.0, 64.0),
         GpuLoad("1", "A2", None, 5.0, 15356.0, None, 60.0, 40.0),
     )
