@@ -54,7 +54,7 @@ def state_of(row: SeenJob) -> str:
 def live_state(job: Row | Status) -> str:
     """The state with what a person should know beside it."""
     if job.state == FAILED:
-        return f"{FAILED}({job.code})"
+        return FAILED if job.code is None else f"{FAILED}({job.code})"  # as this client noted it
     if job.state in FINAL:
         return job.state
     notes = [

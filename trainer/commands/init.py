@@ -45,7 +45,7 @@ gpus: auto:1  # auto:4: the four freest; 0,1: these; on a machine without: devic
 """
 TASK_FILE = "torchferry.yaml"
 PROGRAMS = ("train.py", "main.py")
-"""What is taken for the program of a folder, the first that is there."""
+"""What is taken for the program of a folder, the first that is there; else its only one."""
 EVERY_KIND = (*KINDS, "task")
 
 
@@ -87,7 +87,9 @@ def init(kind: str, model: str | None, data: str | None, out: str | None, debug:
 
 
 def _program_here() -> str:
-    return next((name for name in PROGRAMS if Path(name).is_file()), PROGRAMS[0])
+    usual = next((name for name in PROGRAMS if Path(name).is_file()), None)
+    there = sorted(path.name for path in Path().glob("*.py"))
+    return usual or (there[0] if len(there) == 1 else PROGRAMS[0])
 
 
 def _look_at_task(program: str, file: str) -> str:

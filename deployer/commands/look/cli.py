@@ -261,7 +261,7 @@ def push(
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("job_id", metavar="ID")
+@click.argument("job_id", metavar="[ID]", required=False)
 @at_a_place
 @click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port here [6006, else any free one].")
 @click.option(
@@ -270,19 +270,20 @@ def push(
 @click.option("--on-host", is_flag=True, help="Run it on the host, with the job's Python [where this one lacks it].")
 @click.option("--to", "target", metavar="DIR", help="Folder for the results [results/ID].")
 @JSON
-def tensorboard(job_id: str, target: str | None, **options: Any) -> None:
+def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
     """Show a job's curves live in TensorBoard, until Ctrl-C.
 
     The event files that a job writes with run.trackers=[tensorboard], or a program of your own to
     $TORCHFERRY_RUN_DIR/tensorboard, come home again and again while it runs, and TensorBoard of this Python reads them.
-    Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there.
+    Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there. Without ID the job that
+    was launched last from here.
     """
     from deployer.commands.look import tensorboard as command
 
     place = {name: options.pop(name) for name in ("ssh", "root", *ACCESS)}
     host, record = find_host(job_id, **place)
-    job_id, folder = (record.job_id, target or record.results) if record else (job_id, target)
-    sys.exit(command.tensorboard(host, job_id, target=Path(folder) if folder else None, **options))
+    folder = target or (record.results if record else None)
+    sys.exit(command.tensorboard(host, id_of(job_id, record), target=Path(folder) if folder else None, **options))
 
 
 @click.command(cls=Command, context_settings=CONTEXT)

@@ -10,18 +10,19 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.ferry import REPO
-from trainer.commands.init import CONFIGS, init, render
+from trainer.commands.init import init
 from trainer.commands.keys import keys
 from trainer.config.keys import known_keys
 from trainer.config.load import load_config
 from trainer.errors import UserError
+from trainer.schema.first_config import KINDS, render
 
 
 def shown(*words: str) -> Result:
     return CliRunner().invoke(keys, list(words))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("name", "run"), [("my.yaml", "my"), ("1e3.yaml", "1e3"), ("-a: b.yaml", "a-b"), ("ü.yaml", None)]
 )
