@@ -85,7 +85,7 @@ class Truth:
         self.hides_lease = False
         """Somebody has taken a lease's name or words away: until its supervisor gives it others nobody can see it."""
         world.kernel.seen.append(self.hear)
-        self.ledger = Ledger(world, self.broken)
+        self.ledger = Ledger(world, self.broken, self._is_stopping)
 
     def broken(self, what: str) -> None:
         """Ends the schedule, from wherever it was seen."""
@@ -109,6 +109,11 @@ class Truth:
                 del of[key]  # type: ignore[attr-defined]
         self.stop_asked_ns.pop(folder, None)
         self.attempts.forget(folder)
+
+    def _is_stopping(self, folder: str) -> bool:
+        """Somebody waits for its stop, or has left the request where its supervisor looks."""
+        waits = any(ns > self.world.kernel.now_ns for ns in self.attempts.stops_ns[folder].values())
+        return waits or self.world.kernel.disk.find(f"{folder}/control/stop.json") is not None
 
     def of(self, folder: str) -> list[Process]:
         """The processes that carry the job's marks, its supervisors apart."""

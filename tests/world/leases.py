@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.world.linux.kernel import S
@@ -38,11 +39,13 @@ def names_of_claims(world: World) -> list[tuple[str, Inode]]:
 
 
 class Ledger:
-    """Every claim as it appears. `broken` is told what is not in order."""
+    """Every claim as it appears. `broken` is told what is not in order; `is_stopping`: of a job's folder, whether
+    somebody has asked for a stop, after which it waits for nothing."""
 
-    def __init__(self, world: World, broken: Any) -> None:
+    def __init__(self, world: World, broken: Any, is_stopping: Callable[[str], bool]) -> None:
         self.world = world
         self.broken = broken
+        self.is_stopping = is_stopping
         self.tickets: dict[str, int] = {}
         """Job -> the number that it drew."""
         self.drawn: dict[str, Claim] = {}
@@ -76,13 +79,21 @@ class Ledger:
     def _without_ticket(self, others: list[Claim]) -> list[Claim]:
         """Those that wait, and have let go of what says so."""
         words = [p.env[SUPERVISES] for p in self.world.processes() if SUPERVISES in p.env]
-        alive = {word.rpartition("/")[2] for word in words}
+        alive = {word.rpartition("/")[2] for word in words if not self.is_stopping(word)}
         shown = {claim.job for claim in others}
         return [claim for job, claim in self.drawn.items() if job in alive - shown - self.had]
+
+    def _is_again(self, lease: Claim) -> bool:
+        """Whether a supervisor shows what its job has had all the time: it has no ticket to give for it."""
+        current = self.world.kernel.current
+        by_supervisor = current is not None and SUPERVISES in current.process.env
+        has_ticket = any(claim.kind == "ticket" and claim.job == lease.job for claim in self._held())
+        return lease.job in self.had and by_supervisor and not has_ticket
 
     def _check(self, inode: Inode, lease: Claim) -> None:
         others = [claim for claim in self._held() if claim.job != lease.job]
         mine = 0 if lease.job in self.had else self.tickets.get(lease.job, 1 << 60)
+        is_again = self._is_again(lease)
         self.had.add(lease.job)
         before = [other for other in others if other.kind == "ticket" and other.number < mine]
         before += [claim for claim in self._without_ticket(others) if claim.number < mine]
@@ -101,5 +112,5 @@ class Ledger:
         gpus = self.world.gpus
         for index, since_ns in gpus.since_ns.items():
             is_old = self.world.kernel.now_ns - since_ns > SEEN_S * S
-            if index in gpus.strangers and is_old and gpus.uuids[index] in lease.devices:
+            if index in gpus.strangers and is_old and gpus.uuids[index] in lease.devices and not is_again:
                 self.broken(f"{lease.job} has got GPU {index}, on which a stranger computes")

@@ -242,12 +242,16 @@ class Run:
         return done and self.kernel.now_ns >= self.ends_ns
 
     def _heal(self) -> dict[str, Any]:
-        """Somebody looks from time to time, as people do, until every job has ended."""
+        """Somebody looks from time to time, as people do, until every job has ended. A collection whose client has gone
+        goes on: what it took while somebody looked is no job any more."""
         looks: list[dict[str, Any]] = []
+        taken = Counter(self.truth.folders)
 
         def look() -> None:
-            while not looks or any(row.state not in FINAL for row in looks[-1].values()):
+            nonlocal taken
+            while not looks or taken != self.truth.folders or any(row.state not in FINAL for row in looks[-1].values()):
                 self.kernel.sleep(10 if looks else 0)
+                taken = Counter(self.truth.folders)
                 looks.append({row.id: row for uid in self.uids for row in self.clients.ps(uid=uid)})
 
         somebody = self.world.start("somebody", look)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +32,7 @@ STATE_FILE = "state.json"
 METADATA_FILE = ".metadata"  # written last by torch.distributed.checkpoint
 STEP_NAME = re.compile(r"step_(\d{6,18})")
 SHARD_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
+REPLACED_NAME = re.compile(r"\.tmp_(step_\d{6,18})_replaced")
 RANDOM_NAME = re.compile(r"random_(\d{1,9})\.pt")
 Manifest = dict[str, list[int]]
 """{file name: [bytes, CRC-32]}."""
@@ -69,9 +70,22 @@ def is_complete(path: Path) -> bool:
     return (path / CHECKPOINT_MARKER).exists() and (path / METADATA_FILE).exists()
 
 
-def incomplete_in(folder: Path) -> dict[int, Path]:
-    """The folders with a checkpoint's final name that are not complete, by step, ascending."""
-    return {step: path for step, path in _named(folder).items() if not is_complete(path)}
+def settle(folder: Path) -> dict[int, Path]:
+    """Give back the name of each checkpoint whose replacement broke off, and return the folders with a checkpoint's
+    final name that are not complete, by step, ascending. Only for who has taken the run folder."""
+    paths = _listed(folder)
+    back = [final for path in paths if (final := _put_back(path)) is not None]
+    return {step: path for step, path in _steps_of([*paths, *back]).items() if not is_complete(path)}
+
+
+def _put_back(path: Path) -> Path | None:
+    """Of a checkpoint that stood where the next one of its step was to be, and nothing stands there: retention may have
+    deleted all before it."""
+    match = REPLACED_NAME.fullmatch(path.name)
+    if match is None or (final := path.with_name(match[1])).exists() or not is_complete(path):
+        return None
+    path.rename(final)
+    return final
 
 
 def missing(path: Path) -> str:
@@ -91,7 +105,8 @@ def set_aside(path: Path) -> Path:
 
 def make_empty(folder: Path) -> None:
     for killed in folder.parent.glob(".tmp_step_*"):  # an earlier start may have been killed while writing one
-        remove_tree(killed)
+        if _put_back(killed) is None:
+            remove_tree(killed)
     folder.mkdir(parents=True)
 
 
@@ -107,8 +122,12 @@ def commit(aside: Path, final: Path, info: dict[str, Any], at: Callable[[str], N
     replaced = aside.with_name(f"{aside.name}_replaced")
     if final.exists():  # an incomplete folder of the same step, or a complete one of a run started over
         final.rename(replaced)  # in one piece: half deleted it could still look complete
-        at("replaced")
-    aside.rename(final)
+        at("replaced")  # who is killed here leaves what `settle` gives back
+    try:
+        aside.rename(final)
+    except OSError:
+        _put_back(replaced)
+        raise
     sync_folder(final.parent)
     at("renamed")
     remove_tree(replaced)
@@ -184,9 +203,16 @@ def remove(path: Path) -> None:
 def _named(folder: Path) -> dict[int, Path]:
     """Raises OSError where a folder that is there cannot be listed: its run would begin anew, and delete what it has.
     Path.glob finds nothing in such a folder since Python 3.12."""
-    paths: list[Path] = []
+    return _steps_of(_listed(folder))
+
+
+def _listed(folder: Path) -> list[Path]:
     with suppress(FileNotFoundError, NotADirectoryError):
-        paths = list(folder.iterdir())
+        return list(folder.iterdir())
+    return []
+
+
+def _steps_of(paths: Iterable[Path]) -> dict[int, Path]:
     found = {int(match[1]): path for path in paths if (match := STEP_NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 

@@ -15,11 +15,11 @@ from torch import nn
 from trainer.checkpoint.errors import DAMAGED, CheckpointError, cannot_load, on_all
 from trainer.checkpoint.folders import (
     STATE_FILE,
-    incomplete_in,
     is_complete,
     missing,
     newest_complete,
     set_aside,
+    settle,
     steps_in,
 )
 from trainer.checkpoint.load import Resumed, load, verify
@@ -47,7 +47,7 @@ class Choice:
 
     paths: list[Path] = field(default_factory=list)
     incomplete: list[Path] = field(default_factory=list)
-    """Newer than the first of `paths`, or without any of these, and passed over."""
+    """Those of them that are newer than what the run goes on from are passed over, and told."""
 
 
 @dataclass(frozen=True)
@@ -204,12 +204,11 @@ def render_horizon(config: Config, *, step: int, before: int | None, now: int, p
 
 def _own(folder: Path) -> Choice:
     try:
-        paths, incomplete = list(reversed(steps_in(folder).values())), incomplete_in(folder)
+        incomplete = settle(folder)
+        return Choice(list(reversed(steps_in(folder).values())), list(incomplete.values()))
     except OSError as error:
         reason = f"cannot list the checkpoints in {folder}: {error.strerror}"
         raise CheckpointError(f"{reason}. Make it readable, or start anew in another --run-dir") from error
-    newest = int(paths[0].name.removeprefix("step_")) if paths else -1
-    return Choice(paths, [path for step, path in incomplete.items() if step > newest])
 
 
 def _inside(run_dir: Path) -> Path:
@@ -269,11 +268,16 @@ def _check_state(path: Path, saved: Any, state: ExtraState | None) -> None:
 
 def _notes(path: Path | None, choice: Choice, failures: list[tuple[Path, CheckpointError]], dist: Dist) -> list[str]:
     reasons = {bad: f"cannot load {bad}: {_reason(bad, error)}" for bad, error in failures}
-    reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in choice.incomplete}
+    passed = [bad for bad in choice.incomplete if path is None or _step_of(bad) > _step_of(path)]
+    reasons |= {bad: f"{bad} is not complete: {missing(bad)}" for bad in passed}
     aside = on_rank0(dist, lambda: {bad: set_aside(bad) for bad in reasons})
     told = [f"warning: {reason}; it is {aside[bad].name} now" for bad, reason in reasons.items()]
     goes_on = f"going on from {path.name}, the one before" if path else "beginning anew: there is no other checkpoint"
     return [*told, goes_on] if told else []
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _unsealed(path: Path) -> str:

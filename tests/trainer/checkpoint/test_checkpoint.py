@@ -19,7 +19,7 @@ from tests.support.saves import Tied, save, start, step
 from tests.support.tiny import ALONE
 from trainer.checkpoint import write
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.folders import newest_complete
+from trainer.checkpoint.folders import commit, newest_complete, settle
 from trainer.checkpoint.load import load, load_model, read_full, read_info
 from trainer.checkpoint.resume import choose
 from trainer.checkpoint.retention import Keep, prune, to_delete
@@ -89,6 +89,33 @@ def test_save_over_a_complete_checkpoint_never_leaves_a_half_deleted_one(tmp_pat
     monkeypatch.undo()
     save(tmp_path, 2, model, optimizer, {}, ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_checkpoint_whose_replacement_was_killed_gets_its_name_back(tmp_path):
+    model, optimizer = start(ALONE)
+    save(tmp_path, 1, model, optimizer, {"start": 1}, ALONE)
+    replaced = tmp_path / ".tmp_step_000001_replaced"
+    (tmp_path / "step_000001").rename(replaced)  # and the new one has not got its name
+    assert newest_complete(tmp_path) is None
+    assert settle(tmp_path) == {}
+    assert read_info(newest_complete(tmp_path)).extra == {"start": 1}
+    (tmp_path / "step_000001").rename(replaced)
+    save(tmp_path, 2, model, optimizer, {}, ALONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_checkpoint_that_cannot_be_replaced_stays(tmp_path):
+    save(tmp_path, 1, *start(ALONE), {"start": 1}, ALONE)
+    aside = tmp_path / ".tmp_step_000001"
+    aside.mkdir()
+
+    def lose(point: str) -> None:
+        if point == "replaced":
+            shutil.rmtree(aside)
+
+    with pytest.raises(FileNotFoundError):
+        commit(aside, tmp_path / "step_000001", {}, lose)
+    assert read_info(newest_complete(tmp_path)).extra == {"start": 1}
 
 
 def test_loaded_optimizer_keeps_the_settings_it_was_built_with(tmp_path):

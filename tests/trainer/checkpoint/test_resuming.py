@@ -127,6 +127,17 @@ def test_incomplete_checkpoints_alone_are_set_aside_and_told_and_the_run_begins_
     assert all((run_dir / "checkpoints" / f".bad_step_{step:06d}" / "random_0.pt").exists() for step in (2, 4))
 
 
+def test_incomplete_checkpoint_below_a_damaged_one_is_set_aside_and_told_too(rows, run_dir, capfd):
+    second, third = (run_dir / "checkpoints" / f"step_{step:06d}" for step in (4, 6))
+    shutil.copytree(second, third)  # of another step than its name's
+    (second / "COMPLETE").unlink()
+    assert resume(ALONE, rows, [str(run_dir)], {"backend": "pytorch"}) == 2
+    told = capfd.readouterr().out
+    assert "step_000004 is not complete: it has no COMPLETE file; it is .bad_step_000004 now" in told
+    assert "it is .bad_step_000006 now" in told and "going on from step_000002" in told
+    assert (run_dir / "checkpoints" / ".bad_step_000004" / "random_0.pt").exists()
+
+
 def test_checkpoint_is_set_aside_also_where_one_that_was_set_aside_has_been_removed(tmp_path):
     for name in ("step_000004", ".bad_step_000004_1"):
         (tmp_path / name).mkdir()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = f"{RUN_DIR}/checkpoints"
 STEP = re.compile(r"step_(\d{6})")
 BAD = re.compile(r"\.bad_step_(\d{6})(_\d+)?")
+REPLACED = re.compile(r"\.tmp_step_(\d{6})_replaced")
 REMOVED = re.compile(r"\.tmp_step_(\d{6})_removed")
 SAVED = re.compile(rf"saved {CHECKPOINTS}/step_(\d{{6}}) \(")
 WHOLE = ("outcome.json", "failure.json", "config.yaml")
@@ -155,6 +156,13 @@ class Truth:
     def complete(self) -> dict[int, Inode]:
         return {s: f for s, f in self.folders().items() if "COMPLETE" in f.names and ".metadata" in f.names}
 
+    def replaced(self) -> dict[int, Inode]:
+        """What the next start has to give its name back: whole, and the save that replaced it broke off."""
+        here, there = self.world.kernel.disk.find(CHECKPOINTS), self.folders()
+        names = here.names if here is not None else {}
+        found = {int(match[1]): inode for name, inode in names.items() if (match := REPLACED.fullmatch(name))}
+        return {step: inode for step, inode in found.items() if step not in there and self.is_whole(inode, step)}
+
     def is_whole(self, folder: Inode, step: int) -> bool:
         return not self.why_not_whole(folder, step)
 
@@ -214,7 +222,7 @@ class Truth:
         for step, ino in self.told.items():
             # what may not be set aside is looked at when it is
             is_excused = latest >= step or ino in self.damaged or ino in self.aside
-            if not is_excused and not any(there >= step for there in self.whole()):
+            if not is_excused and not any(there >= step for there in (*self.whole(), *self.replaced())):
                 self.broken(f"{when} step {step} was told as saved, and there are {self.whole()} to resume from")
 
     def _check_aside(self, when: str) -> None:
@@ -274,7 +282,7 @@ class Truth:
     def _choosing(self, process: Process) -> None:
         start = process.env[START]
         if start not in self.found:
-            self.found[start] = self.folders()
+            self.found[start] = {**self.replaced(), **self.folders()}
             self.check_all_whole(f"when start {start} chooses")
 
     def is_one_resuming(self) -> bool:

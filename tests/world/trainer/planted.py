@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tests.world.planted import Planted
 
-COMMIT = """    write_synced(aside / CHECKPOINT_MARKER, render_marker(state))
-    sync_folder(aside)
-    at("marker")
-"""
+NAMED = '    at("renamed")\n'
 
 PLANTED = {
     "marker before the shards are synced": Planted(
@@ -24,15 +21,15 @@ PLANTED = {
     ),
     "name before the marker": Planted(
         "trainer.checkpoint.folders",
-        "    aside.rename(final)\n    sync_folder(final.parent)\n",
-        "    (aside / CHECKPOINT_MARKER).unlink()\n    aside.rename(final)\n    sync_folder(final.parent)\n"
-        "    write_synced(final / CHECKPOINT_MARKER, render_marker(state))\n",
+        "    try:\n        aside.rename(final)\n",
+        "    (aside / CHECKPOINT_MARKER).unlink()\n    try:\n        aside.rename(final)\n",
         seed=0,
+        more=((NAMED, "    write_synced(final / CHECKPOINT_MARKER, render_marker(state))\n" + NAMED),),
     ),
     "name that is not synced before an older one is deleted": Planted(
         "trainer.checkpoint.folders",
-        "    aside.rename(final)\n    sync_folder(final.parent)\n",
-        "    aside.rename(final)\n",
+        "    sync_folder(final.parent)\n" + NAMED,
+        NAMED,
         seed=18,
     ),
     "retention before the new one is complete": Planted(
@@ -64,7 +61,19 @@ PLANTED = {
         seed=9,
     ),
     "newest one or none": Planted(
-        "trainer.checkpoint.resume", "    return Choice(paths, [path", "    return Choice(paths[:1], [path", seed=2
+        "trainer.checkpoint.resume",
+        "Choice(list(reversed(steps_in(folder).values())), ",
+        "Choice(list(reversed(steps_in(folder).values()))[:1], ",
+        seed=2,
+    ),
+    "incomplete one passed over in silence below a damaged one": Planted(
+        "trainer.checkpoint.resume",
+        "if path is None or _step_of(bad) > _step_of(path)]\n",
+        "if _step_of(bad) > max((_step_of(one) for one in choice.paths), default=-1)]\n",
+        seed=5027608,
+    ),
+    "replaced one that nobody gives back": Planted(
+        "trainer.checkpoint.folders", "    path.rename(final)\n    return final\n", "    return None\n", seed=5050274
     ),
     "damaged one passed over in silence": Planted(
         "trainer.checkpoint.resume",

@@ -217,6 +217,7 @@ def _recipe(config: Any, run_dir: Any, dist: Any) -> int:
         log=log,
         state=None,
         evaluate=_evaluate,
+        sample=None,
         extra={**(resumed.extra if resumed else {}), "shape": {"kind": "world"}},
         start_step=resumed.step if resumed else 0,
         is_due=lambda step, every: step == plan.steps or (every > 0 and step % every == 0),
