@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.by_itself.after import Others, decide
+from deployer.agent.by_itself.after import Others, Verdict, decide
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import Status
@@ -82,6 +82,28 @@ def test_others_are_looked_at_once_a_second_and_one_that_was_started_again_is_wa
     clock[0] = 2.0
     seen = others.look()
     assert seen is not None and seen.left == () and not seen.never
+
+
+def test_job_that_was_collected_after_its_success_has_succeeded(tmp_path: Path) -> None:
+    for job_id in ("a", "b"):
+        run_job(tmp_path, job_id, make_plan(python("pass")))
+    path = tmp_path / "jobs" / "b" / "status.json"
+    text = path.read_text()
+    path.write_text(text.replace('"succeeded"', '"running"').replace('"machine_id": "', '"machine_id": "x'))
+    clock = [0.0]
+    others = Others(Root(str(tmp_path)), ["a", "b"], now=lambda: clock[0])
+    seen = others.look()
+    assert seen is not None and seen.left == ("b",)
+    shutil.rmtree(tmp_path / "jobs" / "a")
+    clock[0] = 1.0
+    seen = others.look()
+    assert seen is not None and seen == Verdict(left=("b",))
+    path.write_text(text)
+    clock[0] = 2.0
+    assert others.look() == Verdict()
+    # one that nobody has seen succeed is lost all the same
+    never = Others(Root(str(tmp_path)), ["a"]).look()
+    assert never is not None and never.because == "a"
 
 
 # --- carried out ------------------------------------------------------------------------------------------------------
