@@ -14,6 +14,7 @@ from deployer.agent.by_itself.after import Others, Verdict, decide
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import Status
+from deployer.commands.screen import next_lines
 from deployer.jobs.registry import JobRecord, write_record
 from tests.support.ferry import Ferry
 from tests.support.jobs import kill_supervisor, make_job, make_plan, python, run_job, wait_for
@@ -104,6 +105,13 @@ def test_job_that_was_collected_after_its_success_has_succeeded(tmp_path: Path) 
     # one that nobody has seen succeed is lost all the same
     never = Others(Root(str(tmp_path)), ["a"]).look()
     assert never is not None and never.because == "a"
+
+
+def test_next_commands_hold_no_word_of_the_host_but_an_id() -> None:
+    never = Status("failed", code=125, after=("a-1",))
+    assert next_lines("b-1", never) == ["status a-1", "resume b-1 --after a-1"]
+    for word in ("{1}", "x; rm -rf ~", "", "-x"):
+        assert next_lines("b-1", never._replace(after=(word,))) == []
 
 
 # --- carried out ------------------------------------------------------------------------------------------------------
