@@ -122,7 +122,7 @@ def _last_known(run: Run) -> Status | None:
 
 def _page(job: Job, folder: Path) -> str:
     run, status = job.run, job.status
-    facts = read_facts(run.name, run.read, run.metrics(), status)
+    facts = read_facts(run.name, run.read, run.metrics(), status, read_end=run.read_end)
     if run.from_host and run.host is not None and (names := profile_names(facts.config)):
         with suppress(*UNREACHABLE):
             bring_some(run.host, run.name, names, folder, most=MOST, tell=terminal.notice)

@@ -54,6 +54,14 @@ class Run:
                 return read_whole(str(place), most)
         return None
 
+    def read_end(self, path: str, most: int) -> bytes | None:
+        """The same of its end."""
+        for place in (self.folder / path, self.folder / "code" / path):
+            with suppress(OSError, ValueError), open_regular(str(place)) as file:
+                file.seek(max(0, file.seek(0, 2) - most))
+                return file.read(most)
+        return None
+
     def metrics(self) -> Metrics | None:
         """None for a run that has written none."""
         name = self.folder.name if self.folder.is_file() else METRICS
