@@ -20,7 +20,7 @@ from deployer.printable import shown
 from deployer.pull.some import bring_some
 
 METRICS = "metrics.jsonl"
-UNREACHABLE = (ConnectError, LostConnection, HostError)
+NO_ANSWER = (ConnectError, LostConnection, HostError)
 
 FindHost = Callable[[str], tuple[Host, JobRecord | None]]
 """The host of a job by its id, and this client's record of it. UnknownJob."""
@@ -110,7 +110,7 @@ def open_run(word: str, found: Found, paths: Sequence[str], folder: Path, *, ane
         return Run(job_id, home, host, record)
     try:
         lacks = bring_some(host, job_id, paths, folder, most=MAX_BYTES, tell=terminal.notice)
-    except (*UNREACHABLE, UnknownJob) as error:  # the host may have cleaned up
+    except (*NO_ANSWER, UnknownJob) as error:  # the host may have cleaned up
         if home is None or not home.is_dir():
             raise
         return Run(job_id, home, host, record, trouble=error.message)
