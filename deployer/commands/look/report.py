@@ -73,10 +73,10 @@ class Job(NamedTuple):
     """Its folder on its host."""
 
 
-def report(word: str, find_host: FindHost, *, output: str | None, as_json: bool) -> None:
+def report(word: str | None, find_host: FindHost, *, output: str | None, as_json: bool) -> None:
     found = locate(word, find_host)
     with tempfile.TemporaryDirectory(prefix="torchferry-report-") as folder:
-        job = _open(word, found, Path(folder))
+        job = _open(word or "", found, Path(folder))
         page = _page(job, Path(folder)).encode("utf-8", "replace")
     file = output or f"{_file_name(job.run.name)}.html"
     try:

@@ -22,8 +22,8 @@ from deployer.pull.some import bring_some
 METRICS = "metrics.jsonl"
 NO_ANSWER = (ConnectError, LostConnection, HostError)
 
-FindHost = Callable[[str], tuple[Host, JobRecord | None]]
-"""The host of a job by its id, and this client's record of it. UnknownJob."""
+FindHost = Callable[[str | None], tuple[Host, JobRecord | None]]
+"""The host of a job by its id, and this client's record of it; without an id of the newest job. UnknownJob."""
 
 
 Found = tuple[Host, JobRecord | None] | Path
@@ -74,8 +74,11 @@ class Run:
         return None
 
 
-def locate(word: str, find_host: FindHost) -> Found:
-    """What a word of the command line means: a job, by its id, else a run's folder or metrics file here."""
+def locate(word: str | None, find_host: FindHost) -> Found:
+    """What a word of the command line means: a job, by its id, else a run's folder or metrics file here; no word means
+    the newest job, which has a record."""
+    if word is None:
+        return find_host(None)
     path = Path(word)
     if "/" in word or word.endswith(".jsonl"):
         return _checked(path, word)
