@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from deployer import terminal
 from deployer.agent.gpus.view import QueueView
-from deployer.agent.host.layout import LogName
+from deployer.agent.host.layout import JOB_ID, LogName
 from deployer.agent.job.status import FAILED, FINAL, LOST, PREPARING, QUEUED, RUNNING, STOPPED, State, Status
 from deployer.agent.job.views import Ack
 from deployer.agent.logs.identity import Change
@@ -291,23 +291,24 @@ def last_words(job_id: str, final: Status, host: Host) -> list[str]:
 
 def next_commands(job_id: str, final: Status | None = None, *, without: str = "") -> None:
     """Says what can be done next with a job; not `without`, the command that was just carried out."""
-    for line in next_lines(final):
-        if line != f"{without} {{}}":
-            terminal.notice(shown(f"  {terminal.invoked_as()} {line.format(job_id)}"))
+    for line in next_lines(job_id, final):
+        if line != f"{without} {job_id}":
+            terminal.notice(shown(f"  {terminal.invoked_as()} {line}"))
 
 
-def next_lines(final: Status | None) -> list[str]:
-    """Commands for a job that runs, or that has ended with the status `final`; `{}` stands for its id."""
+def next_lines(job_id: str, final: Status | None) -> list[str]:
+    """Commands for a job that runs, or that has ended with the status `final`."""
     if final is None:
-        return ["logs {} -f", "status {}", "stop {}", "pull {}"]
+        return [f"logs {job_id} -f", f"status {job_id}", f"stop {job_id}", f"pull {job_id}"]
     if final.state == FAILED and final.after:  # it never started
-        return [f"status {final.after[0]}", f"resume {{}} --after {final.after[0]}"]
+        because = final.after[0]
+        # a host's word, in what people paste
+        return [f"status {because}", f"resume {job_id} --after {because}"] if JOB_ID.match(because) else []
     if final.state == FAILED:
         which = telling_log(final)
-        lines = ["status {}" if which is None else " ".join(["logs", "{}", *which]), "exec {} -- ls -l", "pull {}"]
-        if final.first_failing_rank is None and not final.started_at and not final.log:  # its preparation failed
-            lines[0] = "status {}"
-        return lines
+        is_unprepared = final.first_failing_rank is None and not final.started_at and not final.log
+        first = ["status", job_id] if which is None or is_unprepared else ["logs", job_id, *which]
+        return [" ".join(first), f"exec {job_id} -- ls -l", f"pull {job_id}"]
     if final.state in (LOST, STOPPED):
-        return ["logs {}", "resume {}", "pull {}"]
-    return ["logs {}", "pull {}"]
+        return [f"logs {job_id}", f"resume {job_id}", f"pull {job_id}"]
+    return [f"logs {job_id}", f"pull {job_id}"]

@@ -9,7 +9,6 @@ from typing import Literal
 from deployer.curves.metrics import Metrics, Series
 
 Along = Literal["step", "time", "tokens"]
-ALONG: tuple[Along, ...] = ("step", "time", "tokens")
 
 SINCE_START = ("elapsed_s", "time_s", "wall_s", "elapsed", "_runtime")
 """Keys of programs that write the seconds since their start."""

@@ -79,17 +79,10 @@ class Tunnel:
         self._links = _Links(host, link)
         threading.Thread(target=self._accept, name="tunnel-accept", daemon=True).start()
 
-    @property
-    def link(self) -> Link | None:
-        """The conversation with the host; None while there is none."""
-        return self._links.first
-
-    def serve(self, *, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Makes a connection that breaks again. LostConnection when none comes about any more. `meanwhile` is called
-        several times a second."""
+    def serve(self) -> None:
+        """Makes a connection that breaks again. LostConnection when none comes about any more."""
         while True:
             time.sleep(LOOK_S)
-            meanwhile()
             link = self._links.first
             if link is not None and link.loss is not None:
                 self._links.take_away()
@@ -99,12 +92,7 @@ class Tunnel:
         while True:
             self._patience.wait(error)
             try:
-                link = self._host.connect()
-                link.wait_ready()
-                if link.loss is not None:
-                    raise link.loss
-                if self._again is not None:
-                    self.remote = self._again(link)
+                link = self._connect()
             except (LostConnection, ConnectError) as again:
                 error = again
                 continue
@@ -112,6 +100,19 @@ class Tunnel:
             self._tell(shown("connected again"))
             self._links.put(link)
             return
+
+    def _connect(self) -> Link:
+        link = self._host.connect()
+        try:
+            link.wait_ready()
+            if link.loss is not None:
+                raise link.loss
+            if self._again is not None:
+                self.remote = self._again(link)
+        except BaseException:
+            link.close()
+            raise
+        return link
 
     def close(self) -> None:
         self._listener.close()
@@ -187,26 +188,56 @@ class _Links:
         self.first: Link | None = first
         self._carried: dict[Link, int] = {first: 0}
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._dials = False
 
     def borrow(self) -> Link:
-        """One that takes a connection more; waits while the host cannot be reached."""
+        """One that takes a connection more; waits while the host cannot be reached. Where all are full one caller logs
+        in, without the lock: who gives back, or closes, waits for no login."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self.first is not None and self.first.loss is None))
+            self._changed.wait_for(lambda: self._closed or (self._is_up() and not (self._dials and self._is_full())))
             if self._closed:
                 raise LostConnection("the tunnel was closed")
             self._carried = {link: n for link, n in self._carried.items() if n or link.loss is None}
-            free = [link for link, n in self._carried.items() if n < EACH_LINK and link.loss is None]
-            link = free[0] if free else self._host.connect()
-            self._carried[link] = self._carried.get(link, 0) + 1
-            return link
+            if not self._is_full():
+                return self._lend(self._free()[0])
+            self._dials = True
+        link = None
+        try:
+            link = self._host.connect()
+        finally:
+            with self._changed:
+                self._dials = False
+                self._changed.notify_all()
+                is_late = self._closed
+                if link is not None and not is_late:
+                    self._lend(link)
+        if is_late:
+            link.close()
+            raise LostConnection("the tunnel was closed")
+        return link
+
+    def _is_up(self) -> bool:
+        return self.first is not None and self.first.loss is None
+
+    def _free(self) -> list[Link]:
+        return [link for link, n in self._carried.items() if n < EACH_LINK and link.loss is None]
+
+    def _is_full(self) -> bool:
+        return not self._free()
+
+    def _lend(self, link: Link) -> Link:
+        self._carried[link] = self._carried.get(link, 0) + 1
+        return link
 
     def give_back(self, link: Link) -> None:
         with self._changed:
             self._carried[link] = self._carried.get(link, 1) - 1
-            if not self._carried[link] and link is not self.first:
+            is_idle = not self._carried[link] and link is not self.first
+            if is_idle:
                 del self._carried[link]
-                link.close()
+            self._changed.notify_all()
+        if is_idle:
+            link.close()
 
     def take_away(self) -> None:
         """Who wants a conversation from now on waits for the next `put`."""

@@ -57,22 +57,32 @@ def pull(
     wish: Wish | None = None,
     progress: Progress = lambda done, total: None,
     tell: Tell = lambda text: None,
+    is_kept: bool = True,
 ) -> Pulled:
     """Copies a job's results into `target`; each file, and each checkpoint, is there whole and verified or not at all.
 
     What is there unchanged is kept, what only grew is topped up, and what an earlier pull left half done goes on where
     it stopped. Broken connections are made again; LostConnection when none comes about any more. What cannot be had, or
-    written here, is left out and the rest comes, small files first; CannotWrite when nothing can be written.
+    written here, is left out and the rest comes, small files first; CannotWrite when nothing can be written. The host
+    notes what is home, if it `is_kept` here.
     """
     with Landing(target) as landing:
-        return _Pull(host, job_id, landing, wish or Wish(), progress=progress, tell=tell).run()
+        return _Pull(host, job_id, landing, wish or Wish(), progress=progress, tell=tell, is_kept=is_kept).run()
 
 
 class _Pull:
     """One pull: rounds of listing what there is and fetching what is not here."""
 
     def __init__(
-        self, host: Host, job_id: str, landing: Landing, wish: Wish, *, progress: Progress, tell: Tell
+        self,
+        host: Host,
+        job_id: str,
+        landing: Landing,
+        wish: Wish,
+        *,
+        progress: Progress,
+        tell: Tell,
+        is_kept: bool,
     ) -> None:
         self._host = host
         self._job_id = job_id
@@ -80,6 +90,7 @@ class _Pull:
         self._wish = wish
         self._progress = progress
         self._patience = Patience(tell)
+        self._is_kept = is_kept
         self._connected = False
         self._failures: dict[str, str] = {}  # unit, or file of its own -> why it could not be had
         self._given_up: set[str] = set()  # those of them that are not tried again
@@ -94,7 +105,7 @@ class _Pull:
                 folds_case = self._landing.folds_case()
                 kept, left_out = choose(listing.files, self._wish, outputs=listing.outputs, folds_case=folds_case)
                 failed = self._fetch(link, [file for file in kept if _whole(file) not in self._given_up])
-                if self._fetched_files:
+                if self._fetched_files and self._is_kept:
                     self._note(link, [file for file in kept if _whole(file) not in failed | self._given_up])
             finally:
                 link.close()

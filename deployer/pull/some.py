@@ -16,5 +16,6 @@ def bring_some(
 ) -> dict[str, str]:
     """Brings the files of these paths, or below them, as far as they are there and within `most` bytes together; each
     lands in `folder` as `pull` would have it. Why each other one is not here."""
-    pulled = pull(host, job_id, target=folder, wish=Wish(paths=tuple(paths), max_bytes=most, streams=1), tell=tell)
+    wish = Wish(paths=tuple(paths), max_bytes=most, streams=1)
+    pulled = pull(host, job_id, target=folder, wish=wish, tell=tell, is_kept=False)
     return {left.name: left.reason for left in pulled.left_out if left.reason != ABSENT}

@@ -7,19 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import yaml
-
 from deployer.agent.host.typed import Damage, from_json, load_json, parse
 from deployer.agent.job.plan import Plan, parse_plan
 from deployer.agent.job.record import Record
 from deployer.agent.job.status import Status
 from deployer.curves.metrics import Metrics
+from trainer.config.fields import Misfit, Word, fit_scalar
 from trainer.config.files import parse_yaml
 from trainer.config.load import ConfigError, config_to_dict
 from trainer.schema import Config
 
 Read = Callable[[str, int], bytes | None]
-"""The beginning of a file of the run; None without one."""
+"""So many bytes of a file of the run, of its beginning or of its end; None without one."""
 
 MAX_FILE = 8 << 20
 MAX_SAMPLES = 400
@@ -109,14 +108,17 @@ class Facts:
     damages: list[str] = field(default_factory=list)
 
 
-def read_facts(name: str, read: Read, metrics: Metrics | None, status: Status | None) -> Facts:
-    """What the files say, but for the profiles; a file that is not understood is a line of `damages`."""
+def read_facts(
+    name: str, read: Read, metrics: Metrics | None, status: Status | None, *, read_end: Read | None = None
+) -> Facts:
+    """What the files say, but for the profiles; a file that is not understood is a line of `damages`. `read_end` gives
+    the end of a file where `read` gives the beginning; without it no file is so long."""
     facts = Facts(name, status=status, metrics=metrics)
     _guarded(facts, "job.json", lambda: _take_record(facts, read))
     _guarded(facts, "outcome.json", lambda: _take_outcome(facts, read))
     _guarded(facts, "config.yaml", lambda: _take_config(facts, read))
     facts.patch = _patch(read("git.patch", MAX_FILE))
-    facts.samples = _samples(read("samples.jsonl", MAX_FILE))
+    facts.samples = _samples((read_end or read)("samples.jsonl", MAX_FILE))
     return facts
 
 
@@ -135,7 +137,7 @@ def take_profiles(facts: Facts, read: Read) -> None:
 def _guarded(facts: Facts, file: str, take: Callable[[], None]) -> None:
     try:
         take()
-    except (Damage, ConfigError, yaml.YAMLError) as error:
+    except (Damage, ConfigError) as error:
         facts.damages.append(f"{file} is not understood: {error}")
 
 
@@ -160,13 +162,24 @@ def _take_config(facts: Facts, read: Read) -> None:
         data = facts.plan.config_yaml.encode("utf-8", "replace")
     if data is None:
         return
-    parse_yaml(data, "config.yaml")  # refuses what would become too large
+    tree, _ = parse_yaml(data, "config.yaml")
     values: dict[str, object] = {}
-    _flatten(yaml.safe_load(data), "", values)
+    _flatten(_plain(tree), "", values)
     defaults: dict[str, object] = {}
     _flatten(config_to_dict(Config()), "", defaults)
     changed = {key: value for key, value in values.items() if key not in defaults or defaults[key] != value}
     facts.config = ConfigFacts(values, changed)
+
+
+def _plain(value: object) -> object:
+    """As the trainer reads it where its schema does not tell the type: no dates, and no numbers without an end."""
+    if isinstance(value, Word):
+        with suppress(Misfit):
+            return fit_scalar(value, bool | int | float | str | None)
+        return value.text
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _flatten(tree: object, key: str, found: dict[str, object]) -> None:

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 
 from deployer.agent.job.status import FAILED, FINAL, LOST, STOPPED, SUCCEEDED, Status, gpus_of, nproc_of
 from deployer.curves.along import scale_of
@@ -288,9 +288,11 @@ def _duration(seconds: float) -> str:
 
 
 def _parsed(time: str | None) -> datetime | None:
+    """One without a zone is taken for UTC, as all of ours are."""
     try:
-        return datetime.fromisoformat((time or "").replace("Z", "+00:00"))
-    except ValueError:
+        found = datetime.fromisoformat((time or "").replace("Z", "+00:00"))
+        return found.replace(tzinfo=timezone.utc) if found.tzinfo is None else found.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
         return None
 
 

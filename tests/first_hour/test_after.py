@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from deployer.agent.by_itself.after import Others, decide
+from deployer.agent.by_itself.after import Others, Verdict, decide
 from deployer.agent.host.layout import Job, Root
 from deployer.agent.job.judge import judge
 from deployer.agent.job.status import Status
+from deployer.commands.screen import next_lines
 from deployer.jobs.registry import JobRecord, write_record
 from tests.support.ferry import Ferry
 from tests.support.jobs import kill_supervisor, make_job, make_plan, python, run_job, wait_for
@@ -82,6 +83,35 @@ def test_others_are_looked_at_once_a_second_and_one_that_was_started_again_is_wa
     clock[0] = 2.0
     seen = others.look()
     assert seen is not None and seen.left == () and not seen.never
+
+
+def test_job_that_was_collected_after_its_success_has_succeeded(tmp_path: Path) -> None:
+    for job_id in ("a", "b"):
+        run_job(tmp_path, job_id, make_plan(python("pass")))
+    path = tmp_path / "jobs" / "b" / "status.json"
+    text = path.read_text()
+    path.write_text(text.replace('"succeeded"', '"running"').replace('"machine_id": "', '"machine_id": "x'))
+    clock = [0.0]
+    others = Others(Root(str(tmp_path)), ["a", "b"], now=lambda: clock[0])
+    seen = others.look()
+    assert seen is not None and seen.left == ("b",)
+    shutil.rmtree(tmp_path / "jobs" / "a")
+    clock[0] = 1.0
+    seen = others.look()
+    assert seen is not None and seen == Verdict(left=("b",))
+    path.write_text(text)
+    clock[0] = 2.0
+    assert others.look() == Verdict()
+    # one that nobody has seen succeed is lost all the same
+    never = Others(Root(str(tmp_path)), ["a"]).look()
+    assert never is not None and never.because == "a"
+
+
+def test_next_commands_hold_no_word_of_the_host_but_an_id() -> None:
+    never = Status("failed", code=125, after=("a-1",))
+    assert next_lines("b-1", never) == ["status a-1", "resume b-1 --after a-1"]
+    for word in ("{1}", "x; rm -rf ~", "", "-x"):
+        assert next_lines("b-1", never._replace(after=(word,))) == []
 
 
 # --- carried out ------------------------------------------------------------------------------------------------------

@@ -46,6 +46,9 @@ def test_commands_without_an_id_are_about_the_newest_job(ferry: Ferry) -> None:
     assert ferry.run("exec", "--", "cat", "out.txt").stdout == b"second\n"
     assert told in ferry.run("logs").stderr.decode()
     assert ferry.run("pull").returncode == 0 and (ferry.project / "results" / newest / "logs").is_dir()
+    assert ferry.run("report", "-o", "told.html").stderr.decode() == told and (ferry.project / "told.html").is_file()
+    drawn = ferry.run("plot")
+    assert told in drawn.stderr.decode() and f"{newest} has written no metrics yet" in drawn.stderr.decode()
     resumed = ferry.run("resume", "policy.max_runtime=5m", "--no-pull")
     assert told in resumed.stderr.decode(), "a setting is no id"
     unknown = ferry.run("pull", "out.txt")

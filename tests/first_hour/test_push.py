@@ -54,7 +54,9 @@ def test_folders_keep_their_shape_and_a_second_push_sends_nothing(ferry, job):
     assert (again["written"], again["there"]) == (0, 4)
 
 
-@pytest.mark.parametrize("name", ["code", "status.json", "metrics.jsonl", "logs", ".hidden", "job.json"])
+@pytest.mark.parametrize(
+    "name", ["code", "status.json", "metrics.jsonl", "samples.jsonl", "logs", ".hidden", "job.json"]
+)
 def test_what_torchferry_keeps_is_not_written(ferry, job, name):
     (ferry.project / "inputs").mkdir()
     (ferry.project / "inputs" / name).write_text("mine")

@@ -7,18 +7,23 @@ import os
 import re
 import shutil
 import subprocess
+from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from deployer.agent.job.status import Status
 from deployer.commands.look import report as command
+from deployer.commands.look.again import lines_again
+from deployer.commands.look.run_files import Run
 from deployer.connection.host import Host
 from deployer.errors import UnknownJob
 from deployer.jobs.registry import JobRecord, write_record
-from deployer.report.facts import MAX_LEAVES, read_facts, setting
+from deployer.report.facts import MAX_FILE, MAX_LEAVES, Facts, Git, read_facts, setting
 from deployer.report.run_page import Told, run_page
 from tests.support.ferry import Ferry
+from tests.support.jobs import make_plan
 from tests.support.limits import HANG_S
 
 FAILS = """
@@ -126,7 +131,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def report_here(path: Path, output: Path) -> Reader:
-    def no_job(job_id: str) -> tuple[Host, JobRecord | None]:
+    def no_job(job_id: str | None) -> tuple[Host, JobRecord | None]:
         raise UnknownJob(f"no job {job_id}")
 
     command.report(str(path), no_job, output=str(output), as_json=False)
@@ -163,6 +168,47 @@ def test_what_a_job_writes_is_bounded():
     facts = read_facts("x", lambda path, most: files.get(path, b"")[:most] or None, None, None)
     assert facts.config is not None and len(facts.config.values) <= MAX_LEAVES
     assert len(run_page(facts, Told("now"))) < 400_000
+
+
+@pytest.mark.parametrize(
+    "value", ["2001-13-40", '!!int "x"', "9" * 5000, "[{2001-01-01: 1}]", "!!timestamp x", '"\\UFFFFFFFF"']
+)
+def test_value_that_no_config_has_is_told_as_it_is_written(run_dir: Path, tmp_path: Path, value: str):
+    (run_dir / "config.yaml").write_text(f"recipe: sft\na: {value}\n")
+    words = report_here(run_dir, tmp_path / "x.html").words
+    assert "said at 40" in words
+    assert value[:10] in words or value.split()[-1].strip('"') in words or "is not understood" in words
+
+
+def test_values_of_a_config_are_those_that_the_trainer_reads():
+    text = b"recipe: sft\na: [1, 2.5, 2e-5, yes, null, x]\ntrain: {steps: 1_000}\n"
+    facts = read_facts("x", lambda path, most: text if path == "config.yaml" else None, None, None)
+    assert facts.config is not None and not facts.damages
+    assert facts.config.values == {"recipe": "sft", "a": [1, 2.5, 2e-5, True, None, "x"], "train.steps": 1000}
+
+
+def test_time_without_a_zone_is_one_of_utc():
+    status = Status("running", started_at="2026-01-01T00:00:00", attempt=2)
+    told = Told("now", now=datetime(2026, 1, 1, 0, 1, tzinfo=timezone.utc))
+    assert "1 m 00 s so far" in run_page(Facts("x", status=status), told)
+    ended = status._replace(state="failed", ended_at="2026-01-01T01:00:00Z")
+    assert "1 h 00 m" in run_page(Facts("x", status=ended), told)
+
+
+def test_last_samples_are_told_of_a_file_that_is_too_long(run_dir: Path, tmp_path: Path):
+    line = json.dumps({"step": 1, "text": "x" * 1000}).encode() + b"\n"
+    with (run_dir / "samples.jsonl").open("wb") as file:
+        file.write(line * (MAX_FILE // len(line) + 500))
+        file.write(b'{"step": 40, "text": "said at the end"}\n')
+    assert "said at the end" in report_here(run_dir, tmp_path / "x.html").words
+
+
+@pytest.mark.parametrize(("commit", "told"), [("--upload-pack=x", False), ("a1b2c3d", True), ("A; rm", False)])
+def test_commit_to_check_out_is_one(commit: str, told: bool):
+    plan = make_plan(["true"])
+    facts = Facts("x", plan=plan, git=Git(commit))
+    assert (f"git checkout {commit}" in lines_again(facts, Run("x", Path("x")))) == told
+    assert ("git checkout" in lines_again(facts, Run("x", Path("x")))) == told
 
 
 def test_setting_tells_names_of_the_environment_alone():

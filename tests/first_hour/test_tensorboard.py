@@ -110,7 +110,8 @@ def test_job_without_event_files_is_told_how_to_write_some(remote, words):
 def test_host_without_tensorboard_says_so(remote, tmp_path):
     lacking = make_python(tmp_path / "bare")
     program = (
-        "import os; d = os.environ['TORCHFERRY_RUN_DIR'] + '/tensorboard'; os.mkdir(d); open(d + '/x.tfevents.1', 'w')"
+        "import os; d = os.environ['TORCHFERRY_RUN_DIR'] + '/tensorboard/run1'\n"
+        "os.makedirs(d); open(d + '/x.tfevents.1', 'w')"
     )
     words = ("--python", lacking, "--no-pull", "--name", "bare", "--", "python", "-c", program)
     assert remote.run("run", *remote.where(), *words).returncode == 0

@@ -68,6 +68,12 @@ def test_screen_has_a_place_for_the_keys_whatever_its_size(width: int, height: i
                 assert text_of(view, width, height)[-1].startswith("q quit")
 
 
+@pytest.mark.parametrize(("told", "line"), [(-1e10, "░" * 10 + "   0 %"), (1e300, "█" * 10 + " 100 %")])
+def test_load_that_cannot_be_is_drawn_as_the_nearest_that_can(told: float, line: str) -> None:
+    lines = text_of(View("job-1", "gpu7", ROW, (GpuLoad("0", "NVIDIA", told),)), 80, 24)
+    assert lines[2].replace("#", "█").replace(".", "░") == f"GPU 0  {line}  NVIDIA"
+
+
 def test_screen_without_metrics_gpus_or_log_says_so() -> None:
     lines = text_of(View("job-1", "gpu7", ROW._replace(state=PREPARING), no_gpus="this host has none"), 80, 24)
     assert {"GPUs: this host has none", "no metrics yet", "no log yet"} <= set(lines)

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from deployer.commands.values import parse_ports
-from deployer.errors import UsageError
+from deployer.errors import HostError, LostConnection, UsageError
+from deployer.forward.tunnel import EACH_LINK, Tunnel, _Links
 from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S
 from tests.support.sshd import SshServer, free_port, start_sshd
@@ -124,6 +125,75 @@ def test_program_that_comes_later_and_a_connection_that_is_cut(remote, server):
 def _sessions(server: SshServer) -> list[int]:
     pid = server.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class _Conversation:
+    """Stands for a link: what is asked of one here is to be there, and to be closed."""
+
+    loss = None
+    is_closed = False
+
+    def wait_ready(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class _SlowHost:
+    """Its logins last until they are let."""
+
+    def __init__(self) -> None:
+        self.made: list[_Conversation] = []
+        self.asked, self.lets = threading.Semaphore(0), threading.Event()
+
+    def connect(self) -> _Conversation:
+        self.asked.release()
+        assert self.lets.wait(HANG_S)
+        self.made.append(_Conversation())
+        return self.made[-1]
+
+
+def test_nobody_but_new_connections_waits_for_a_login():
+    host, first = _SlowHost(), _Conversation()
+    links = _Links(host, first)
+    assert [links.borrow() for _ in range(EACH_LINK)] == [first] * EACH_LINK
+    with ThreadPoolExecutor(4) as pool:
+        late = [pool.submit(links.borrow)]
+        assert host.asked.acquire(timeout=HANG_S)
+        late += [pool.submit(links.borrow) for _ in range(2)]
+        links.give_back(first)  # which one of the two takes
+        links.give_back(first)
+        assert [future.result(HANG_S) for future in late[1:]] == [first] * 2 and not host.made
+        last = pool.submit(links.borrow)
+        host.lets.set()
+        assert [late[0].result(HANG_S), last.result(HANG_S)] == host.made * 2, "one login serves both"
+        links.give_back(host.made[0])
+        links.give_back(host.made[0])
+        assert host.made[0].is_closed and not first.is_closed
+        host.lets.clear()
+        gone = pool.submit(links.borrow)
+        assert host.asked.acquire(timeout=HANG_S)
+        links.close()
+        host.lets.set()
+        with pytest.raises(LostConnection, match="closed"):
+            gone.result(HANG_S)
+    assert first.is_closed and host.made[1].is_closed
+
+
+def test_connection_over_which_the_port_is_not_found_again_is_closed():
+    host = _SlowHost()
+    host.lets.set()
+
+    def again(link: _Conversation) -> int:
+        raise HostError("TensorBoard ended")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        through = Tunnel(host, _Conversation(), listener, 80, tell=print, again=again)
+        with pytest.raises(HostError):
+            through._connect()
+        through.close()
+    assert [link.is_closed for link in host.made] == [True]
 
 
 def test_ports_that_cannot_be_had(remote, ferry):

@@ -9,7 +9,7 @@ run = pathlib.Path(os.environ["TORCHFERRY_RUN_DIR"])
 for name in ("export/model.bin", "checkpoints/step_1/weights", "checkpoints/step_1/COMPLETE", "metrics.jsonl"):
     path = run / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    path.write_text('{"step": 1, "loss": 2.5}\\n' if name == "metrics.jsonl" else "")
 """
 
 
@@ -24,6 +24,9 @@ def test_what_nobody_fetched_is_named_until_it_is_home(ferry):
     assert ferry.run("run", *ferry.where(), "--no-pull", "--", "python", "writes.py").returncode == 0
     (job_id,) = ferry.job_ids()
     assert unfetched(ferry) == {"checkpoints", "export", "metrics.jsonl", "w.pt"}
+    for look in (("plot", "--json"), ("report", "-o", "told.html")):
+        assert ferry.run(*look, job_id).returncode == 0
+    assert "metrics.jsonl" in unfetched(ferry), "they read it and keep nothing"
     shown = ferry.run("gc", *ferry.where(), "--older-than", "0s", "--dry-run").stderr.decode()
     assert f"never fetched of {job_id}: 5 files, 5.0 MB: w.pt" in shown and f"pull {job_id} " in shown
     assert ferry.run("pull", *ferry.where(), job_id).returncode == 0

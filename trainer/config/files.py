@@ -273,6 +273,8 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
         where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         raise ConfigError(f"not valid YAML: {problem}", where=where) from None
+    except (ValueError, OverflowError):  # "\UFFFFFFFF": PyYAML does not look whether there is such a character
+        raise ConfigError("not valid YAML: it names a character that does not exist", where=place) from None
     return node
 
 

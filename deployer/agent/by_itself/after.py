@@ -3,6 +3,7 @@
 Stdlib only, Python 3.8, Linux.
 """
 
+import os
 import time
 from typing import Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
@@ -60,11 +61,19 @@ class Others:
             return None
         for job_id, job in self._jobs.items():
             try:
-                self._seen[job_id] = judge(job)
+                status = judge(job)
             except OSError:
                 continue
+            if not self._was_collected(job_id, status):
+                self._seen[job_id] = status
         lonely = any(status.unsupervised for status in self._seen.values())
         self._next_at = self._now() + (SEARCH_S if lonely else POLL_S)
         unread = tuple(job_id for job_id in self._jobs if job_id not in self._seen)
         verdict = decide(list(self._seen.items()))
         return verdict if verdict.never else verdict._replace(left=(*verdict.left, *unread))
+
+    def _was_collected(self, job_id: str, status: Status) -> bool:
+        """Whether it was seen to succeed and is gone since: gc may take it, for nobody waits for it any more."""
+        seen = self._seen.get(job_id)
+        succeeded = seen is not None and seen.state == SUCCEEDED
+        return succeeded and status.state == LOST and not os.path.isdir(self._jobs[job_id].path)

@@ -21,7 +21,7 @@ from deployer.printable import shown
 
 _AT = {
     **dict.fromkeys(("ID", "ID...", "[ID]"), words.jobs),
-    **dict.fromkeys(("ID|PATH", "ID|PATH..."), words.runs),
+    **dict.fromkeys(("[ID|PATH]", "[ID|PATH]..."), words.runs),
     "[USER@]HOST[:PORT]": words.hosts,
     "config": words.configs,
     "[KEY=VALUE]...": words.keys,

@@ -70,5 +70,5 @@ class Report:
             "hint": (final.hint if final else "") or None,
             "results": self.results,
             "not_home": self.not_home,
-            "next": [line.format(job_id).split() for line in next_lines(final)],
+            "next": [line.split() for line in next_lines(job_id, final)],
         }

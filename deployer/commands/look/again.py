@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from deployer.report.facts import Facts
 
 TOLD_APART = ("target.env", "target.secrets", "target.ssh", "target.root")
 """Keys that are no settings of a program's: their values are of the place, or are not told."""
+
+_COMMIT = re.compile(r"[0-9a-f]{7,64}", re.ASCII)
 
 
 def lines_again(facts: Facts, run: Run) -> str:
@@ -34,7 +37,7 @@ def lines_again(facts: Facts, run: Run) -> str:
 
 def _checkout(facts: Facts, home: Path) -> list[str]:
     """The project as it was."""
-    if facts.git is None or not facts.git.commit:
+    if facts.git is None or not _COMMIT.fullmatch(facts.git.commit):  # a host's word, in what people paste
         return []
     changes = [shlex.join(["git", "apply", str(home / "git.patch")])] if facts.git.dirty else []
     return [shlex.join(["git", "checkout", facts.git.commit]), *changes]

@@ -120,7 +120,7 @@ def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("runs", metavar="ID|PATH...", nargs=-1, required=True)
+@click.argument("runs", metavar="[ID|PATH]...", nargs=-1)
 @at_a_place
 @click.option("--key", "keys", multiple=True, metavar="NAME", help="What to draw; several in turn [loss, eval_loss].")
 @click.option("--x", "along", type=click.Choice(("step", "time", "tokens")), default="step", help="Along what [step].")
@@ -131,8 +131,9 @@ def logs(job_id: str | None, give_up_s: float, **options: Any) -> None:
 def plot(runs: tuple[str, ...], **options: Any) -> None:
     """Draw the metrics of runs: jobs of any hosts, and folders here.
 
-    A job that has ended and is home is read there, else its host is asked, and where that cannot be asked what is home
-    is drawn. PATH is the folder of a run, as train.py makes it, or a metrics.jsonl.
+    Without ID those of the job that was launched last from here. A job that has ended and is home is read there,
+    else its host is asked, and where that cannot be asked what is home is drawn. PATH is the folder of a run, as
+    train.py makes it, or a metrics.jsonl.
     """
     from deployer.commands.look import plot as command
 
@@ -141,13 +142,14 @@ def plot(runs: tuple[str, ...], **options: Any) -> None:
 
 
 @click.command(cls=Command, context_settings=CONTEXT)
-@click.argument("run", metavar="ID|PATH")
+@click.argument("run", metavar="[ID|PATH]", required=False)
 @at_a_place
 @click.option("-o", "--output", metavar="FILE", help="Where to write it [report-ID.html].")
 @JSON
-def report(run: str, output: str | None, as_json: bool, **place: Any) -> None:
+def report(run: str | None, output: str | None, as_json: bool, **place: Any) -> None:
     """Write all that is known of a run into one HTML file.
 
+    Without ID of the job that was launched last from here.
     Its verdict and causes, curves, samples, config, attempts, environment, where a step goes, and how to do it again.
     The file loads nothing from elsewhere. A job that runs is told as it is now; of one whose host cannot be asked
     what is home. PATH is the folder of a run, as train.py makes it.
@@ -273,6 +275,7 @@ def push(
 def tensorboard(job_id: str | None, target: str | None, **options: Any) -> None:
     """Show a job's curves live in TensorBoard, until Ctrl-C.
 
+    Without ID those of the job that was launched last from here.
     The event files that a job writes with run.trackers=[tensorboard], or a program of your own to
     $TORCHFERRY_RUN_DIR/tensorboard, come home again and again while it runs, and TensorBoard of this Python reads them.
     Where it lacks TensorBoard the job's Python runs it on its host, and a tunnel leads there. Without ID the job that

@@ -85,8 +85,10 @@ def plot(words: Sequence[str], find_host: FindHost, wanted: Wanted) -> int:
 
 
 def _read_all(words: Sequence[str], find_host: FindHost, folder: Path) -> tuple[list[Drawn], FerryError | None]:
-    """Every run that has metrics; the first reason why one is not among them. All hosts are dialled at once."""
-    found = [(word, locate(word, find_host)) for word in dict.fromkeys(words)]
+    """Every run that has metrics, without words the newest job; the first reason why one is not among them. All hosts
+    are dialled at once."""
+    asked: list[str | None] = [*dict.fromkeys(words)]
+    found = [(word or "", locate(word, find_host)) for word in asked or [None]]
     hosts: dict[tuple[str | None, str], Host] = {}
     drawn: list[Drawn] = []
     failure: FerryError | None = None

@@ -18,7 +18,7 @@ from deployer.commands.in_words import group_of, state_line
 from deployer.commands.look.again import lines_again
 from deployer.commands.look.run_files import (
     METRICS,
-    UNREACHABLE,
+    NO_ANSWER,
     FindHost,
     Found,
     Run,
@@ -73,10 +73,10 @@ class Job(NamedTuple):
     """Its folder on its host."""
 
 
-def report(word: str, find_host: FindHost, *, output: str | None, as_json: bool) -> None:
+def report(word: str | None, find_host: FindHost, *, output: str | None, as_json: bool) -> None:
     found = locate(word, find_host)
     with tempfile.TemporaryDirectory(prefix="torchferry-report-") as folder:
-        job = _open(word, found, Path(folder))
+        job = _open(word or "", found, Path(folder))
         page = _page(job, Path(folder)).encode("utf-8", "replace")
     file = output or f"{_file_name(job.run.name)}.html"
     try:
@@ -101,7 +101,7 @@ def _open(word: str, found: Found, folder: Path) -> Job:
     host, record = found
     job_id = record.job_id if record is not None else word
     view = None
-    with suppress(*UNREACHABLE, UnknownJob):  # open_run asks again, and says why it has no answer
+    with suppress(*NO_ANSWER, UnknownJob):  # open_run asks again, and says why it has no answer
         view = read_status(host, job_id)
     run = open_run(view.job_id if view is not None else job_id, (host, record), PATHS, folder, anew=view is not None)
     status = view.status if view is not None else _last_known(run)
@@ -122,9 +122,9 @@ def _last_known(run: Run) -> Status | None:
 
 def _page(job: Job, folder: Path) -> str:
     run, status = job.run, job.status
-    facts = read_facts(run.name, run.read, run.metrics(), status)
+    facts = read_facts(run.name, run.read, run.metrics(), status, read_end=run.read_end)
     if run.from_host and run.host is not None and (names := profile_names(facts.config)):
-        with suppress(*UNREACHABLE):
+        with suppress(*NO_ANSWER):
             bring_some(run.host, run.name, names, folder, most=MOST, tell=terminal.notice)
     take_profiles(facts, run.read)
     now = datetime.now(timezone.utc)

@@ -20,10 +20,10 @@ from deployer.printable import shown
 from deployer.pull.some import bring_some
 
 METRICS = "metrics.jsonl"
-UNREACHABLE = (ConnectError, LostConnection, HostError)
+NO_ANSWER = (ConnectError, LostConnection, HostError)
 
-FindHost = Callable[[str], tuple[Host, JobRecord | None]]
-"""The host of a job by its id, and this client's record of it. UnknownJob."""
+FindHost = Callable[[str | None], tuple[Host, JobRecord | None]]
+"""The host of a job by its id, and this client's record of it; without an id of the newest job. UnknownJob."""
 
 
 Found = tuple[Host, JobRecord | None] | Path
@@ -54,6 +54,14 @@ class Run:
                 return read_whole(str(place), most)
         return None
 
+    def read_end(self, path: str, most: int) -> bytes | None:
+        """The same of its end."""
+        for place in (self.folder / path, self.folder / "code" / path):
+            with suppress(OSError, ValueError), open_regular(str(place)) as file:
+                file.seek(max(0, file.seek(0, 2) - most))
+                return file.read(most)
+        return None
+
     def metrics(self) -> Metrics | None:
         """None for a run that has written none."""
         name = self.folder.name if self.folder.is_file() else METRICS
@@ -66,8 +74,11 @@ class Run:
         return None
 
 
-def locate(word: str, find_host: FindHost) -> Found:
-    """What a word of the command line means: a job, by its id, else a run's folder or metrics file here."""
+def locate(word: str | None, find_host: FindHost) -> Found:
+    """What a word of the command line means: a job, by its id, else a run's folder or metrics file here; no word means
+    the newest job, which has a record."""
+    if word is None:
+        return find_host(None)
     path = Path(word)
     if "/" in word or word.endswith(".jsonl"):
         return _checked(path, word)
@@ -102,7 +113,7 @@ def open_run(word: str, found: Found, paths: Sequence[str], folder: Path, *, ane
         return Run(job_id, home, host, record)
     try:
         lacks = bring_some(host, job_id, paths, folder, most=MAX_BYTES, tell=terminal.notice)
-    except (*UNREACHABLE, UnknownJob) as error:  # the host may have cleaned up
+    except (*NO_ANSWER, UnknownJob) as error:  # the host may have cleaned up
         if home is None or not home.is_dir():
             raise
         return Run(job_id, home, host, record, trouble=error.message)

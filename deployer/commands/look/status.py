@@ -64,7 +64,7 @@ def status_as_json(view: JobView, host: Host) -> dict[str, Any]:
         "hint": final.hint or None,
         "missed": missed_lines(job_id, final, host),
         "last_lines": last_words(job_id, final, host),
-        "next": [line.format(job_id).split() for line in next_lines(ended)],
+        "next": [line.split() for line in next_lines(job_id, ended)],
     }
 
 

@@ -235,7 +235,7 @@ def _serve_from_host(host: Host, found: JobView, port: int | None, *, as_json: b
 
 def _start_there(link: Link, found: JobView, logdir: str, *, local_lacks_it: bool) -> int:
     """Starts one on the host with the job's interpreter, and returns its port. It ends with the conversation."""
-    script = 'ls "$0" 2>/dev/null | grep -q tfevents'
+    script = 'find "$0/" -name "*tfevents*" 2>/dev/null | grep -q .'
     if link.call("exec", argv=["sh", "-c", script, logdir], job=found.job_id).result().get("exit"):
         if found.status.state in FINAL:
             raise _no_events(found.job_id, found.status.state)

@@ -99,11 +99,11 @@ def _gpus(view: View, width: int, *, most: int) -> list[Line]:
 
 
 def _gpu(gpu: GpuLoad, width: int, *, own: bool) -> Line:
-    use = gpu.use_percent
+    use = None if gpu.use_percent is None else min(max(gpu.use_percent, 0.0), 100.0)
     parts = [Part(shown(f"GPU {gpu.label}{'*' if own else ' '} "), "bold" if own else "")]
     if use is not None:
         if width >= 60:
-            full = round(BAR * min(use, 100) / 100)
+            full = round(BAR * use / 100)
             bar, rest = ("█", "░") if terminal.is_unicode() else ("#", ".")
             parts.append(Part(shown(bar * full + rest * (BAR - full) + " "), "green" if own else "dim"))
         parts.append(Part(shown(f"{use:3.0f} %  ")))

@@ -178,6 +178,10 @@ YAML_ERRORS = {
         "Error: not valid YAML: found character '\\t' that cannot start any token\n  in a.yaml:2",
     ),
     "not UTF-8": (b"run: {name: \xff}", "Error: not valid YAML: invalid start byte\n  in a.yaml"),
+    "no character": (
+        'run: {name: "\\UFFFFFFFF"}',
+        "Error: not valid YAML: it names a character that does not exist\n  in a.yaml",
+    ),
     "two documents": ("run: {}\n---\nrun: {}\n", "Error: not valid YAML: but found another document\n  in a.yaml:2"),
     "tag": (
         "run: !!python/object/apply:os.system [ls]\n",

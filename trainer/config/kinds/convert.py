@@ -26,7 +26,6 @@ NO_CONTAINER = (
 )
 FOLDER = "the folder that you stand in travels, and is the job's working folder"
 ONE_HOST = "a job runs on one host"
-BASH = "#!/bin/bash\n"
 
 
 @dataclass

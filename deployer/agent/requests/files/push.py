@@ -29,7 +29,7 @@ from .view import Pushed
 
 KEPT = re.compile(
     r"(job\.json|config(\.attempt_\d+)?\.yaml|git\.patch|status\.json|outcome\.json|memory_plan\.json|metrics\.jsonl"
-    r"|code|lib|control|ranks|logs|tokens|hang|export|profile|tensorboard)\Z|\.|.*\.tmp\Z"
+    r"|samples\.jsonl|code|lib|control|ranks|logs|tokens|hang|export|profile|tensorboard)\Z|\.|.*\.tmp\Z"
 )
 """First names in a job's folder that are not for pushed files."""
 
