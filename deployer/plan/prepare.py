@@ -31,11 +31,12 @@ from deployer.plan.launch_plan import (
     supervised_keys,
     torchrun_hint,
 )
-from deployer.plan.named_paths import check_named, is_below, left_out, to_include, travels
+from deployer.plan.named_paths import check_named, check_stays, is_below, keep_of, left_out, to_include, travels
 from deployer.plan.options import Asked, Options
 from deployer.plan.setup import make_setup
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
+from deployer.project.walk import Keep
 from trainer.schema import Config, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
@@ -61,19 +62,22 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     config, command = asked.config, asked.command
     paths = _include_paths((*config.files, *options.include))
     # an included folder comes whole, and an included link as its target: neither is also part of the code
-    env_file = env_file_of(config.target.env_file)
+    env_file = env_file_of(config.target.env_file, project)
     hidden = _paths_of(env_file, project, paths)
     code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
-    warnings, named = [], []
+    warnings, named = [], dict[str, bool]()
     if command is None:
         warnings = check_named(config, project)
-        named = to_include(config, project, code=code, includes=paths)
+        named = to_include(config, project, code=code, includes=paths, hidden=hidden)
+    asked_for = paths
     if named:
         paths = _include_paths((*paths, *named))
         if any(is_below(entry.path.removeprefix("code/"), named) for entry in code.entries):
             code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
-    includes = {path: _scan_include(project, path) for path in paths}
+    how: dict[str, Any] = {"project": project, "code": code, "asked": asked_for, "hidden": hidden}
+    keeps = {path: keep_of(path, whole=whole, **how) for path, whole in named.items()}
+    includes = {path: _scan_include(project, path, keeps.get(path), options.include) for path in paths}
     # a link on the way to what is included becomes the folder that holds it
     entries = [e for e in code.entries if not any(is_below(path, [e.path.removeprefix("code/")]) for path in includes)]
     sources = dict(code.sources)
@@ -263,7 +267,7 @@ def _include_paths(paths: Sequence[str]) -> list[str]:
     return [path for path in plain if not is_below(path, [other for other in plain if other != path])]
 
 
-def _scan_include(project: Path, path: str) -> Scan:
+def _scan_include(project: Path, path: str, keep: Keep | None, by_user: Sequence[str]) -> Scan:
     if path == ".":
         raise UsageError("--include . is the project, which travels anyway", hint="leave --include . out")
     if os.path.isabs(path) or path == ".." or path.startswith("../"):  # noqa: PTH117
@@ -272,7 +276,9 @@ def _scan_include(project: Path, path: str) -> Scan:
             f"--include {path} is not below the project {project}",
             hint=f"ln -s {shlex.quote(path)} {name}, then --include {name}: its target travels",
         )
-    return manifest.scan_include(project / path, hash_cache=_hash_cache())
+    if not is_below(path, map(os.path.normpath, by_user)):
+        check_stays(path, project)
+    return manifest.scan_include(project / path, hash_cache=_hash_cache(), keep=keep)
 
 
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
