@@ -11,8 +11,9 @@ import pytest
 from deployer.commands.launch.cli import sft
 from deployer.commands.launch.sft import make_config
 from deployer.errors import UsageError
+from deployer.plan.env_file import env_file_of
 from deployer.plan.options import Options, read_config
-from deployer.plan.prepare import Prepared, prepare
+from deployer.plan.prepare import Prepared, _scan_wheels, prepare
 from tests.first_hour.models import write_model
 from tests.support.ferry import Ferry
 from trainer.config.load import load_config
@@ -252,6 +253,29 @@ def test_secrets_beside_named_data_stay_here(project: Path) -> None:
     assert included(done) == ["src"] and len(shipped(done)) == len(few) + 60
     asked = prepared("recipe=pretrain", kind="pretrain", model=None, data=("data/m",), include=("data/m/.ssh",))
     assert "data/m/.ssh/config" in shipped(asked) and "data/m/.env" not in shipped(asked)
+
+
+def test_packages_of_a_wheels_folder_go_and_nothing_else(project: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path / "far", project / "wheels"):
+        (folder / "deeper").mkdir(parents=True)
+        for name in ("a-1-py3-none-any.whl", "b-1.tar.gz", "id_ed25519", "deeper/c.whl"):
+            (folder / name).write_text(name)
+    for named in ("wheels", str(tmp_path / "far")):
+        scan = _scan_wheels(named, project)
+        assert [entry.path for entry in scan.entries] == ["a-1-py3-none-any.whl", "b-1.tar.gz"]
+    (project / "wheels" / "d.whl").symlink_to(tmp_path / "far" / "id_ed25519")
+    with pytest.raises(UsageError, match=r"--wheels wheels has a link out of the project: d\.whl"):
+        _scan_wheels("wheels", project)
+
+
+def test_env_file_of_another_folder_than_the_present_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.env").write_text("A=b\n")
+    monkeypatch.chdir(tmp_path)
+    found = env_file_of("a.env", project)
+    assert found is not None and found.variables == {"A": "b"}
+    assert found.kept_path == str(project / "a.env") and found.paths_below(project) == ["a.env"]
 
 
 @pytest.mark.parametrize(
