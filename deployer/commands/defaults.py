@@ -107,6 +107,7 @@ ENTRIES: Mapping[str, Entry] = {
     "queue": Entry("target.queue", _flag),
     "max_restarts": Entry("target.max_restarts", _count),
     "max_runtime": Entry("target.max_runtime_s", _by(parse_duration)),
+    "idle_timeout": Entry("target.idle_timeout_s", _by(parse_duration)),
     "stall_timeout": Entry("target.stall_timeout_s", _by(parse_duration)),
     "setup": Entry("target.setup", _text),
     "setup_timeout": Entry("target.setup_timeout_s", _by(parse_duration)),
@@ -270,6 +271,13 @@ def _values(data: Any, place: str, file: str, *, folder: Path, of_host: bool) ->
             raise UsageError(f"{key}: {error.message}", where=file, hint=error.hint) from None
         if name in ("wheels", "ssh_key"):  # files of this machine: relative ones lie beside the file that names them
             found[name] = str(folder / expanded(value))
+            if (
+                name == "wheels"
+                and file == PROJECT
+                and not Path(found[name]).resolve().is_relative_to(folder.resolve())
+            ):
+                hint = f"--wheels, or your own {USER}, may name any folder"
+                raise UsageError(f"{key} is {value[:60]}, which is outside the project", where=file, hint=hint)
     return found
 
 

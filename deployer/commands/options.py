@@ -236,16 +236,27 @@ GIVE_UP = click.option(
 # --- the host that they name ------------------------------------------------------------------------------------------
 
 
-def host_of(ssh: str | None, root: str | None, **access: Any) -> Host:
-    """The host of this name, entered as the options of ACCESS say, and the defaults for this host."""
-    root, access = _with_defaults(ssh, root, access)
+def host_of(ssh: str | None, root: str | None, *, project: Path | None = None, **access: Any) -> Host:
+    """The host of this name, entered as the options of ACCESS say, and the defaults for this host: of the project, else
+    of the present folder."""
+    root, access = _with_defaults(ssh, root, access, project)
     return _host(ssh, root, **access)
 
 
-def _with_defaults(ssh: str | None, root: str | None, access: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    from deployer.commands.defaults import read_defaults
+def _with_defaults(
+    ssh: str | None, root: str | None, access: dict[str, Any], project: Path | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """A mistake in a file of defaults keeps no command from a host (a job can be stopped all the same); a launch has
+    read them before, and refused."""
+    from deployer.commands.defaults import Defaults, read_defaults
 
-    given = {name: taken.value for name, taken in read_defaults(Path()).of(ssh).items()}
+    try:
+        defaults = read_defaults(project or Path())
+    except UsageError as error:
+        places = "".join(f", in {place}" for place in error.where)
+        notice(shown(f"no defaults are used: {error.message}{places}"))
+        defaults = Defaults()
+    given = {name: taken.value for name, taken in defaults.of(ssh).items()}
     own = {name: access[name] or given.get(name) for name in ("ssh_key", "transport")}
     return root or given.get("remote_root"), {**access, **own}
 

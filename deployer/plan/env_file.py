@@ -29,6 +29,8 @@ class EnvFile(NamedTuple):
     named: str
     """As the user did."""
     variables: dict[str, str]
+    project: Path | None = None
+    """Where a relative path begins; None: the present folder."""
 
     def without(self, names: Collection[str]) -> EnvFile:
         return self._replace(variables={name: value for name, value in self.variables.items() if name not in names})
@@ -36,7 +38,7 @@ class EnvFile(NamedTuple):
     @property
     def kept_path(self) -> str:
         """Where a resume finds it again; empty for a pipe."""
-        path = expanded(self.named)
+        path = (self.project or Path()) / expanded(self.named)
         return str(path.absolute()) if path.is_file() else ""
 
     def paths_below(self, project: Path) -> list[str]:
@@ -47,22 +49,25 @@ class EnvFile(NamedTuple):
         return sorted({str(one.relative_to(top)) for one in absolute if one.is_relative_to(top)})
 
 
-def env_file_of(named: str | None) -> EnvFile | None:
-    """What --env-file or target.env_file names. UsageError with the line of a mistake."""
+def env_file_of(named: str | None, project: Path | None = None) -> EnvFile | None:
+    """What --env-file or target.env_file names; a relative path begins at the project, else here.
+
+    UsageError with the line of a mistake.
+    """
     if named is None:
         return None
     from trainer.config.target import LAUNCHER_NAMES  # hardly any job waits for the rules
 
-    variables = _read(named)
+    variables = _read(named, project)
     for name in variables:
         reason = "it is the launcher's own" if name.startswith("TORCHFERRY_") else LAUNCHER_NAMES.get(name)
         if reason:
             raise UsageError(f"the env file {named} may not set {name}: {reason}")
-    return EnvFile(named, variables)
+    return EnvFile(named, variables, project)
 
 
-def _read(named: str) -> dict[str, str]:
-    path = expanded(named)
+def _read(named: str, project: Path | None) -> dict[str, str]:
+    path = (project or Path()) / expanded(named)
     try:
         with path.open("rb") as file:  # a pipe too: --env-file <(decrypt …)
             data = file.read(MAX_BYTES + 1)

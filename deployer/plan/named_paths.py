@@ -1,4 +1,6 @@
 """The paths that a config names: those of the project travel, though git ignores them; what of others is to be said."""
+# names are bytes in a walk, and pathlib takes none:
+# ruff: noqa: PTH110, PTH118
 
 from __future__ import annotations
 
@@ -6,16 +8,22 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from deployer.errors import UsageError
 from deployer.paths import expanded
 from deployer.project.manifest import Scan
+from deployer.project.walk import Keep, is_junk, is_secret
 from trainer.schema import Config
 
 MOST_PIECES = 50
 """Ignored parts of a folder that travel beside the rest of it; with more of them the folder goes as one."""
+NEEDED = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".model", ".tiktoken", ".gguf", ".distcp", ".metadata"),
+    *(".arrow", ".npy", ".npz"),
+)
+"""How files end that a model's or a checkpoint's folder needs, beside those of data and templates."""
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
@@ -84,7 +92,7 @@ def inside_of(path: Path, project: Path) -> str | None:
 
 def _link(path: str) -> str:
     name = shlex.quote(Path(path).resolve().name or "root")
-    return f"ln -s {shlex.quote(path)} {name}, and then {name}: its target travels"
+    return f"ln -s {shlex.quote(path)} {name}, and then {name} with --include {name}: its target travels"
 
 
 def _check_in_project(path: str, project: Path) -> None:
@@ -110,33 +118,112 @@ def did_you_mean(path: Path, project: Path | None = None) -> str:
     return f"did you mean {(project and inside_of(found, project)) or found}?"
 
 
-def to_include(config: Config, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:
-    """What the config names in the project and the rules of git would leave behind: as plain relative paths.
+def to_include(
+    config: Config, project: Path, *, code: Scan, includes: Sequence[str], hidden: Collection[str] = ()
+) -> dict[str, bool]:
+    """What the config names in the project and the rules of git would leave behind: as plain relative paths, each with
+    whether all of it is meant, and not what is needed alone.
 
-    UsageError for what `.deployignore` leaves out: that was written for deployments.
+    UsageError for what `.deployignore` leaves out, which was written for deployments; for the env file (`hidden`), a
+    link out of the project and what should not leave by accident: a config may come from anybody.
     """
-    found = []
+    found: dict[str, bool] = {}
     for path in named_paths(config, project):
         clean = os.path.normpath(path)
         if _is_hosts_own(path) or clean == "." or is_below(clean, [".."]) or is_below(clean, includes):
             continue
-        target = inside_of((project / clean).resolve(), project.resolve())
-        if target != clean and (target is None or not travels(target, code, includes)):
-            found.append(clean)  # a link: what it leads to comes under its name
-        elif travels(clean, code, includes):
-            found += _pieces(clean, code)
-        elif _is_of_deployignore(clean, code):
+        target = check_stays(clean, project)
+        is_link = target != clean and not travels(target, code, includes)
+        if clean in hidden or target in hidden:
+            raise UsageError(f"the config names {path}, which is the env file, and that does not travel")
+        if not is_link and travels(clean, code, includes):
+            pieces = (one for one in _pieces(clean, project, code) if one not in hidden)
+            found |= {piece: False for piece in pieces if piece not in found}
+        elif is_secret(clean) or is_secret(target):
+            what = f"{path} is called as what should not leave by accident, and does not travel"
+            raise UsageError(what, hint=f"--include {shlex.quote(clean)} sends it all the same")
+        elif not is_link and _is_of_deployignore(clean, code):
             raise left_out(path, code, hint=f" (or files=[{path!r}] in the config)")
         else:
-            found.append(clean)
-    return list(dict.fromkeys(found))
+            found[clean] = True  # a link: what it leads to comes under its name
+    return found
 
 
-def _pieces(folder: str, code: Scan) -> list[str]:
-    """What git ignores of a folder that travels otherwise, such as the weights in a model's."""
+def check_stays(path: str, project: Path) -> str:
+    """What a path of the project really is, relative to it. UsageError where a link leads out: nobody but the user
+    sends what lies there."""
+    real = (project / path).resolve()
+    target = inside_of(real, project.resolve())
+    if target is None:
+        what = f"{path} is a link out of the project, to {real}, and does not travel"
+        raise UsageError(what, hint=f"--include {shlex.quote(path)} sends what it leads to")
+    return target
+
+
+def keep_of(
+    folder: str, *, whole: bool, project: Path, code: Scan, asked: Sequence[str], hidden: Collection[str]
+) -> Keep:
+    """What is taken of a folder that a config names. Nobody has asked for each of its files: what is left out of a
+    project without any rule is left out of it too, and the env file (`hidden`). Unless `whole`, git's rules count for
+    what no model and no data need. `asked`: what the user includes."""
+    top = project.resolve()
+
+    def keep(inner: bytes, real: bytes, is_dir: bool) -> bool:
+        path = f"{folder}/{os.fsdecode(inner)}"
+        if is_below(path, asked) or (is_dir and any(is_below(one, [path]) for one in asked)):
+            return True
+        target = inside_of(Path(os.fsdecode(real)), top)
+        if path in hidden or target in hidden:
+            return False
+        reason = None if whole else code.why_ignored(path)
+        tracked = not whole and reason is None
+        if not tracked and (is_junk(inner, is_dir=is_dir) or (target and is_secret(target))):
+            return False
+        if not tracked and is_dir and os.path.exists(os.path.join(real, b"pyvenv.cfg")):
+            return False
+        if reason is not None and not (_is_of_git(reason.source) and (is_dir or is_needed(path))):
+            return False
+        if os.path.exists(real):
+            check_stays(path, project)
+        return True
+
+    return keep
+
+
+def is_needed(path: str) -> bool:
+    """Whether a file is of a kind that the trainer reads."""
+    from trainer.config.rules import LOCAL_SUFFIXES
+
+    return path.endswith((*LOCAL_SUFFIXES, *NEEDED))
+
+
+def _pieces(folder: str, project: Path, code: Scan) -> list[str]:
+    """What git ignores of a folder that travels otherwise and a model or data need, such as the weights of a model."""
     ignored = code.ignored.paths.items()
-    pieces = [path for path, reason in ignored if is_below(path, [folder]) and _is_of_git(reason.source)]
+    below = [path for path, reason in ignored if is_below(path, [folder]) and _is_of_git(reason.source)]
+    pieces = [path for path in below if any(map(is_needed, _files_of(path, folder, project)))]
+    for path in pieces:
+        check_stays(path, project)
     return pieces if len(pieces) <= MOST_PIECES else [folder]
+
+
+def _files_of(path: str, folder: str, project: Path) -> Iterator[str]:
+    """The files of a part of a folder, but for what is left out without being asked."""
+    inner = os.path.relpath(path, folder)
+    is_dir = (project / path).is_dir()
+    parts = inner.split("/")
+    above = ("/".join(parts[: n + 1]) for n in range(len(parts) - 1))
+    if is_junk(os.fsencode(inner), is_dir=is_dir) or any(is_junk(os.fsencode(one), is_dir=True) for one in above):
+        return
+    if not is_dir:
+        yield path
+        return
+    try:
+        inside = [f"{path}/{name}" for name in os.listdir(project / path)]  # noqa: PTH208 - names alone
+    except OSError:
+        return
+    for one in inside:  # through no link: it may lead back
+        yield from ([one] if (project / path).is_symlink() else _files_of(one, folder, project))
 
 
 def _is_of_git(source: str) -> bool:

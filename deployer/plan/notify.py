@@ -16,6 +16,7 @@ from deployer.errors import UsageError
 
 VARIABLE = "TORCHFERRY_NOTIFY"
 MOST, LONGEST = 8, 2000
+_BARE_URL = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*(\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}(:\d+)?/\S*")
 
 
 class Notify(NamedTuple):
@@ -34,6 +35,9 @@ def read_notify(words: Sequence[str]) -> Notify:
     for url in urls:
         _check_url(url)
     commands = [word for word in given if word not in urls]
+    if any(_BARE_URL.fullmatch(word.strip()) and not os.path.exists(word) for word in commands):  # noqa: PTH110 - any text
+        hint = "write https:// before it; a command of that name begins with ./"
+        raise UsageError("--notify is given what looks like a URL without its https://", hint=hint)
     if not all(word.strip() and "\0" not in word for word in commands):
         raise UsageError("--notify takes a URL or a command, and this one is empty")
     return Notify(tuple(urls), tuple(commands))

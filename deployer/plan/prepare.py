@@ -31,15 +31,27 @@ from deployer.plan.launch_plan import (
     supervised_keys,
     torchrun_hint,
 )
-from deployer.plan.named_paths import check_named, is_below, left_out, to_include, travels
+from deployer.plan.named_paths import (
+    check_named,
+    check_stays,
+    inside_of,
+    is_below,
+    keep_of,
+    left_out,
+    to_include,
+    travels,
+)
 from deployer.plan.options import Asked, Options
 from deployer.plan.setup import make_setup
 from deployer.project import manifest
 from deployer.project.manifest import Scan, Shipment, hash_file
+from deployer.project.walk import Keep
 from trainer.schema import Config, as_sources
 
 ASK_TREE_BYTES = 500 * 10**6
 ASK_FILE_BYTES = 100 * 10**6
+PACKAGES = (b".whl", b".tar.gz")
+"""How files end that an installer takes from a folder of wheels."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class Prepared:
     env_file: EnvFile | None = None
     named: tuple[tuple[str, int], ...] = ()
     """What git ignores and travels because the config names it, with its bytes."""
+    wheels: tuple[str, int] | None = None
+    """The folder of --wheels, and how many packages it has."""
 
 
 def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
@@ -61,40 +75,39 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     config, command = asked.config, asked.command
     paths = _include_paths((*config.files, *options.include))
     # an included folder comes whole, and an included link as its target: neither is also part of the code
-    env_file = env_file_of(config.target.env_file)
+    env_file = env_file_of(config.target.env_file, project)
     hidden = _paths_of(env_file, project, paths)
     code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
     own_trainer = (project / "train.py").is_file() and (project / "trainer" / "__init__.py").is_file()
-    warnings, named = [], []
+    warnings, named = [], dict[str, bool]()
     if command is None:
         warnings = check_named(config, project)
-        named = to_include(config, project, code=code, includes=paths)
+        named = to_include(config, project, code=code, includes=paths, hidden=hidden)
+    asked_for = paths
     if named:
         paths = _include_paths((*paths, *named))
         if any(is_below(entry.path.removeprefix("code/"), named) for entry in code.entries):
             code = manifest.scan(project, hash_cache=_hash_cache(), included=[*paths, *hidden])
-    includes = {path: _scan_include(project, path) for path in paths}
+    how: dict[str, Any] = {"project": project, "code": code, "asked": asked_for, "hidden": hidden}
+    keeps = {path: keep_of(path, whole=whole, **how) for path, whole in named.items()}
+    includes = {path: _scan_include(project, path, keeps.get(path), options.include) for path in paths}
     # a link on the way to what is included becomes the folder that holds it
     entries = [e for e in code.entries if not any(is_below(path, [e.path.removeprefix("code/")]) for path in includes)]
-    sources = dict(code.sources)
-    if command is None and not own_trainer:
-        lib_entries, lib_sources = _client_trainer()
-        entries += lib_entries
-        sources |= lib_sources
+    lib_entries, lib_sources = _client_trainer() if command is None and not own_trainer else ([], {})
+    entries += lib_entries
+    sources = code.sources | lib_sources
     if command is not None:
         warnings = _check_program(command, project, code=code, includes=list(includes))
     elif options.text is not None:
         check_first_rows(config, project)
-    wheels = _scan_wheels(options.wheels) if options.wheels else None
+    wheels = _scan_wheels(options.wheels, project) if options.wheels else None
     warnings += [f"--include {path}: {warning}" for path, scan in includes.items() for warning in scan.warnings]
     warnings += [f"--wheels {options.wheels}: {warning}" for warning in (wheels.warnings if wheels else ())]
     code = replace(code, warnings=(*code.warnings, *warnings))
     files = _hashes(project, entries, includes)
     python = python_spec(config, command, project=project, files=files, named=options.requirements)
-    trees = {root_hash(entries): tuple(sorted(entries))}
-    for scan in (*includes.values(), *([wheels] if wheels else [])):
-        trees[root_hash(scan.entries)] = scan.entries
-        sources |= scan.sources
+    apart = [*includes.values(), *([wheels] if wheels else [])]
+    shipment = _shipment(entries, sources, apart)
     payload = payload_of(config, env_file)
     setup, timeout_s = config.target.setup, config.target.setup_timeout_s
     plan = build_plan(
@@ -115,13 +128,34 @@ def prepare(asked: Asked, *, options: Options, project: Path) -> Prepared:
     )
     plan = plan._replace(secret_names=tuple(sorted(payload.get("secrets", ()))))
     sizes = tuple((path, includes[path].total_bytes) for path in named if path in includes)
-    return Prepared(plan, Shipment(trees, sources), code, payload, env_file, sizes)
+    packages = (str(options.wheels), len(wheels.entries)) if wheels else None
+    return Prepared(plan, shipment, code, payload, env_file, sizes, packages)
 
 
-def _scan_wheels(folder: str) -> Scan:
-    if not Path(folder).is_dir():
+def _scan_wheels(folder: str, project: Path | None = None) -> Scan:
+    """The packages in a folder, as pip and uv look for them there, and nothing else. A relative one is the project's,
+    else of the present folder; no link leads out of one in the project."""
+    path = (project or Path()) / folder
+    if not path.is_dir():
         raise UsageError(f"--wheels {folder} is no folder of this machine")
-    return manifest.scan_include(Path(folder), hash_cache=_hash_cache())
+    real, top = path.resolve(), (project or Path()).resolve()
+
+    def keep(inner: bytes, target: bytes, is_dir: bool) -> bool:
+        if is_dir or not inner.endswith(PACKAGES):
+            return False
+        if real.is_relative_to(top) and inside_of(Path(os.fsdecode(target)), top) is None:
+            raise UsageError(f"--wheels {folder} has a link out of the project: {os.fsdecode(inner)}")
+        return True
+
+    return manifest.scan_include(path, hash_cache=_hash_cache(), keep=keep)
+
+
+def _shipment(entries: Sequence[Entry], sources: Mapping[str, str], apart: Sequence[Scan]) -> Shipment:
+    trees, found = {root_hash(entries): tuple(sorted(entries))}, dict(sources)
+    for scan in apart:
+        trees[root_hash(scan.entries)] = scan.entries
+        found |= scan.sources
+    return Shipment(trees, found)
 
 
 def _hashes(project: Path, entries: Sequence[Entry], includes: Mapping[str, Scan]) -> dict[str, str]:
@@ -263,7 +297,7 @@ def _include_paths(paths: Sequence[str]) -> list[str]:
     return [path for path in plain if not is_below(path, [other for other in plain if other != path])]
 
 
-def _scan_include(project: Path, path: str) -> Scan:
+def _scan_include(project: Path, path: str, keep: Keep | None, by_user: Sequence[str]) -> Scan:
     if path == ".":
         raise UsageError("--include . is the project, which travels anyway", hint="leave --include . out")
     if os.path.isabs(path) or path == ".." or path.startswith("../"):  # noqa: PTH117
@@ -272,7 +306,9 @@ def _scan_include(project: Path, path: str) -> Scan:
             f"--include {path} is not below the project {project}",
             hint=f"ln -s {shlex.quote(path)} {name}, then --include {name}: its target travels",
         )
-    return manifest.scan_include(project / path, hash_cache=_hash_cache())
+    if not is_below(path, map(os.path.normpath, by_user)):
+        check_stays(path, project)
+    return manifest.scan_include(project / path, hash_cache=_hash_cache(), keep=keep)
 
 
 def _check_program(command: Command, project: Path, *, code: Scan, includes: Sequence[str]) -> list[str]:

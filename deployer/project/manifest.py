@@ -20,7 +20,7 @@ from deployer.agent.host.typed import Damage, read_typed
 from deployer.agent.store.tree import EXECUTABLE, FILE, Entry, entry_of_link
 from deployer.errors import UsageError
 from deployer.paths import write_whole
-from deployer.project.walk import JUNK, Found, Ignored, Notes, Reason, Walk, unreadable, walk_included
+from deployer.project.walk import JUNK, Found, Ignored, Keep, Notes, Reason, Walk, unreadable, walk_included
 
 __all__ = ["JUNK", "HashCache", "Ignored", "Reason", "Scan", "Shipment", "hash_file", "scan", "scan_include"]
 
@@ -78,18 +78,19 @@ def scan(
     return _finish(list(walk.files()), notes, prefix=prefix, root=project, hash_cache=hash_cache, apart=apart)
 
 
-def scan_include(path: Path, *, hash_cache: Path | None) -> Scan:
+def scan_include(path: Path, *, hash_cache: Path | None, keep: Keep | None = None) -> Scan:
     """The tree of a file or folder given by `--include`: no ignore rules (`.git` stays behind), hashes by stat.
 
     A file becomes a tree of one entry with its name. A link that leads out of the folder (as in Hugging Face's cache)
-    is followed; one inside stays a link.
+    is followed; one inside stays a link. `keep` chooses of a folder.
     """
     root = Path(os.path.realpath(path))
     if not root.exists():
         raise UsageError(f"{path} does not exist", hint="--include takes a file or folder of this machine")
     notes = Notes()
     if root.is_dir():
-        found = list(walk_included(os.fsencode(root), b"", os.fsencode(root), notes, frozenset({os.fsencode(root)})))
+        top = os.fsencode(root)
+        found = list(walk_included(top, b"", top, notes, frozenset({top}), keep))
     elif not root.is_file():
         raise UsageError(f"{path} is neither a file nor a folder")
     else:

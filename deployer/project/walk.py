@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,8 @@ JUNK = (
     *SECRETS,
 )
 """Left out without any ignore file, and re-included by any `!rule`; also every folder that holds a `pyvenv.cfg`."""
+_INSIDE = RuleFile("\n".join(rule for rule in JUNK if not rule.startswith("/")).encode(), "built in")
+_SECRET_NAMES = frozenset(rule.rstrip("/") for rule in SECRETS)
 _COUNT_LIMIT = 2000
 """Files that are counted in ignored folders, for the report only, before it says "2,000+"."""
 
@@ -274,17 +276,33 @@ def _kind(mode: int) -> str:
     return next((name for test, name in kinds if test(mode)), "a device")
 
 
-def walk_included(root: bytes, path: bytes, folder: bytes, notes: Notes, above: frozenset[bytes]) -> Iterator[Found]:
+def is_junk(path: bytes, *, is_dir: bool) -> bool:
+    """Whether a path below any folder is of what is left out without being asked."""
+    return decide([_INSIDE], path, is_dir) is not None
+
+
+def is_secret(path: str) -> bool:
+    """Whether a path, or a folder above it, is called as what should not leave by accident."""
+    return not _SECRET_NAMES.isdisjoint(path.split("/"))
+
+
+Keep = Callable[[bytes, bytes, bool], bool]
+"""Whether an entry of an included folder is taken: (its path there, where that really is, whether it is a folder)."""
+
+
+def walk_included(
+    root: bytes, path: bytes, folder: bytes, notes: Notes, above: frozenset[bytes], keep: Keep | None = None
+) -> Iterator[Found]:
     for entry in _list_folder(folder):
         inner, target = _below(path, entry.name), os.path.realpath(entry.path)
         inside = target == root or target.startswith(root + b"/")
-        if entry.name == b".git":
+        if entry.name == b".git" or (keep and not keep(inner, target, os.path.isdir(target))):
             continue
         if entry.is_symlink() and (inside or not os.path.exists(target)):
             yield from _found(entry, inner, notes)
         elif os.path.isdir(target):
             if target not in above:
-                yield from walk_included(root, inner, entry.path, notes, above | {target})
+                yield from walk_included(root, inner, entry.path, notes, above | {target}, keep)
         elif os.path.isfile(target):
             yield Found(inner, target, os.stat(target))
         else:

@@ -124,11 +124,15 @@ def test_url_is_checked_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None
         f"https://h:x/{TOKEN}",
         f"https://h/{TOKEN} b",
         f"file:///{TOKEN}",
+        f"hooks.slack.com/services/{TOKEN}",
+        f"ntfy.example.org:8080/{TOKEN}",
     ):
         with pytest.raises(UsageError) as refused:
             read_notify([bad])
         assert TOKEN not in f"{refused.value} {refused.value.message} {refused.value.hint}"
     monkeypatch.setenv("TORCHFERRY_NOTIFY", "https://hooks.slack.com/a")
+    commands = ("mail me", "./tell.sh/x", "bin/tell.sh", "curl hooks.slack.com/a", "tell.sh")
+    assert [read_notify([word]).commands for word in commands] == [(word,) for word in commands]
     assert read_notify(["mail me"]) == ((), ("mail me",))
     monkeypatch.setenv("TORCHFERRY_NOTIFY", "https://hooks.slack.com/a")
     assert read_notify([]) == (("https://hooks.slack.com/a",), ())

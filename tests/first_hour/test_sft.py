@@ -11,8 +11,9 @@ import pytest
 from deployer.commands.launch.cli import sft
 from deployer.commands.launch.sft import make_config
 from deployer.errors import UsageError
+from deployer.plan.env_file import env_file_of
 from deployer.plan.options import Options, read_config
-from deployer.plan.prepare import Prepared, prepare
+from deployer.plan.prepare import Prepared, _scan_wheels, prepare
 from tests.first_hour.models import write_model
 from tests.support.ferry import Ferry
 from trainer.config.load import load_config
@@ -201,15 +202,101 @@ def test_ignored_paths_that_the_config_names_travel_and_are_said_with_their_size
     assert included(prepared(model="models/m", include=("models",))) == ["models", "data/my.jsonl"]
 
 
-def test_link_out_of_the_project_comes_as_what_it_leads_to(project: Path, tmp_path: Path) -> None:
+def test_link_out_of_the_project_comes_as_what_it_leads_to_where_the_user_includes_it(
+    project: Path, tmp_path: Path
+) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
     (project / "far").symlink_to(tmp_path / "far")
     (project / "rows.jsonl").symlink_to(tmp_path / "far" / "rows.jsonl")
-    done = prepared(data=("far/rows.jsonl", "rows.jsonl"))
-    assert included(done) == ["far/rows.jsonl", "rows.jsonl"]
+    names = ("far/rows.jsonl", "rows.jsonl")
+    for how in ({"data": names[:1]}, {"data": names[1:]}, {"overrides": ["files=[rows.jsonl]"]}):
+        with pytest.raises(UsageError, match=r"rows\.jsonl is a link out of the project, to .*far/rows") as caught:
+            prepared(*how.pop("overrides", ()), **how)
+        assert caught.value.hint.endswith("rows.jsonl sends what it leads to") and "--include" in caught.value.hint
+    done = prepared(data=names, include=names)
+    assert included(done) == list(names)
     paths = {entry.path for tree in done.shipment.trees.values() for entry in tree}
     assert "code/far" not in paths and "code/rows.jsonl" not in paths and "rows.jsonl" in paths
+
+
+def shipped(done: Prepared) -> set[str]:
+    """The paths in the project of what travels, but for the trainer."""
+    code = {entry.path.removeprefix("code/") for entry in done.code.entries}
+    trees = done.shipment.trees
+    return code | {
+        include.path if include.file else f"{include.path}/{entry.path}"
+        for include in done.plan.includes
+        for entry in trees[include.tree]
+    }
+
+
+def test_secrets_beside_named_data_stay_here(project: Path) -> None:
+    for name in ("src/keys/id_rsa", "src/keys/my.pem", "src/.env", "src/main.py", "data/m/.env", "data/m/.ssh/config"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("A=b\n")
+    for name in ("src/keys/rows.jsonl", "src/notes.txt", "data/m/a.txt", "data/m/b.vars", "data/m/venv/pyvenv.cfg"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("B=c\n")
+    (project / ".gitignore").write_text("data/\nkeys/\n.env\nnotes.txt\n")
+    keys = ("recipe=pretrain", "target.env_file=data/m/b.vars")
+    done = prepared(*keys, kind="pretrain", model=None, data=("src", "data/m"))
+    named = {"src/main.py", "src/notes.txt", "src/keys/rows.jsonl", "data/m/a.txt"}
+    assert shipped(done) == {".gitignore", *named}
+    for number in range(60):  # too many to go one by one
+        (project / "src" / f"{number}.md").write_text(str(number))
+    (project / "src" / "kept.vars").write_text("x")
+    (project / ".gitignore").write_text("data/\nkeys/\n.env\n*.txt\n*.md\n")
+    done = prepared("recipe=pretrain", "target.env_file=src/.env", kind="pretrain", model=None, data=("src",))
+    few = {path for path in shipped(done) if not path.endswith(".md")}
+    assert few == {".gitignore", "src/main.py", "src/notes.txt", "src/keys/rows.jsonl", "src/kept.vars"}
+    assert included(done) == ["src"] and len(shipped(done)) == len(few) + 60
+    asked = prepared("recipe=pretrain", kind="pretrain", model=None, data=("data/m",), include=("data/m/.ssh",))
+    assert "data/m/.ssh/config" in shipped(asked) and "data/m/.env" not in shipped(asked)
+
+
+def test_packages_of_a_wheels_folder_go_and_nothing_else(project: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path / "far", project / "wheels"):
+        (folder / "deeper").mkdir(parents=True)
+        for name in ("a-1-py3-none-any.whl", "b-1.tar.gz", "id_ed25519", "deeper/c.whl"):
+            (folder / name).write_text(name)
+    for named in ("wheels", str(tmp_path / "far")):
+        scan = _scan_wheels(named, project)
+        assert [entry.path for entry in scan.entries] == ["a-1-py3-none-any.whl", "b-1.tar.gz"]
+    (project / "wheels" / "d.whl").symlink_to(tmp_path / "far" / "id_ed25519")
+    with pytest.raises(UsageError, match=r"--wheels wheels has a link out of the project: d\.whl"):
+        _scan_wheels("wheels", project)
+
+
+def test_env_file_of_another_folder_than_the_present_one(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "a.env").write_text("A=b\n")
+    monkeypatch.chdir(tmp_path)
+    found = env_file_of("a.env", project)
+    assert found is not None and found.variables == {"A": "b"}
+    assert found.kept_path == str(project / "a.env") and found.paths_below(project) == ["a.env"]
+
+
+@pytest.mark.parametrize(
+    ("data", "env_file", "message"),
+    [
+        (".env", "", "\\.env is called as what should not leave by accident"),
+        ("link", "", "link is called as what should not leave"),
+        ("data/x.vars", "target.env_file=data/x.vars", "names data/x.vars, which is the env file"),
+        ("data/in", "", "data/in/far is a link out of the project, to "),
+    ],
+)
+def test_secrets_that_a_config_names_stay_here(project, tmp_path, data, env_file, message) -> None:
+    (project / "data" / "in").mkdir()
+    for name in (".env", "data/x.vars"):
+        (project / name).write_text("A=b\n")
+    (tmp_path / "far.txt").write_text("far")
+    (project / "data" / "in" / "far").symlink_to(tmp_path / "far.txt")
+    (project / "link").symlink_to(".env")
+    keys = [env_file] if env_file else []
+    with pytest.raises(UsageError, match=message):
+        prepared(*keys, kind="pretrain", model=None, data=(data,))
 
 
 def test_what_deployignore_leaves_out_is_refused(project: Path) -> None:

@@ -216,10 +216,15 @@ def note(log: BinaryIO, line: str) -> None:
 
 
 def forms_of(value: str) -> List[bytes]:
-    """How a variable's value may stand in an installer's output; what is too short to be secret stays readable."""
+    """How a variable's value, or a line of it, may stand in a program's output, the longest first; what is too short to
+    be secret stays readable."""
     from urllib.parse import quote
 
-    return [form.encode("utf-8", "surrogateescape") for form in {value, quote(value, safe="")} if len(value) >= 4]
+    found = set()
+    for part in (value, *(line.strip() for line in value.splitlines())):
+        if len(part) >= 4:
+            found |= {part, quote(part, safe=""), json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]}
+    return sorted((form.encode("utf-8", "surrogateescape") for form in found), key=len, reverse=True)
 
 
 def _is_complete(folder: str) -> bool:

@@ -87,6 +87,8 @@ def _lines_of(prepared: Prepared, whom: Notify, defaults: Mapping[str, str]) -> 
         yield f"include  {include.path}"
     if line := named_line(prepared):
         yield f"         {line}"
+    if prepared.wheels is not None:
+        yield f"wheels   {prepared.wheels[0]}: {terminal.counted(prepared.wheels[1], 'package')}"
     if plan.policy.after:
         yield f"after    {', '.join(plan.policy.after)}: starts once all of it has succeeded"
     if plan.policy.outputs:

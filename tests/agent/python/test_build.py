@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from deployer.agent.host.errors import AgentError
 from deployer.agent.host.layout import Root
+from deployer.agent.python.build import forms_of
 from deployer.agent.python.editable import share_editables
 from deployer.agent.python.find import resolve_python
 from deployer.environment.choose import read_needs
@@ -149,6 +152,16 @@ def test_a_value_that_a_file_refers_to_stays_out_of_the_log(tmp_path: Path) -> N
         host.job("one", own(1, **{"requirements.txt": f"ferry-a @ {url}\n"}))
     assert b"secret" not in host.log.getvalue() and "secret" not in str(caught.value.message)
     assert b"****" in host.log.getvalue()
+
+
+def test_each_line_of_a_value_is_hidden_however_it_is_written() -> None:
+    value = 'first-line\n  a "quoted" one\r\nx\n'
+    for said in (value, repr(value), json.dumps({"error": value}), quote(value, safe=""), "got a 'a \"quoted\" one'"):
+        for line in said.encode().splitlines(keepends=True):
+            for form in forms_of(value):
+                line = line.replace(form, b"****")
+            assert b"first" not in line and b"quoted" not in line, said
+    assert b"x" not in forms_of(value) and forms_of("abc") == []
 
 
 def test_a_finder_of_setuptools_finds_each_job_s_own(tmp_path: Path) -> None:

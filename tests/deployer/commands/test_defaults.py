@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deployer.commands.defaults import ENTRIES, Defaults, keys_of, read_defaults
+from deployer.commands.options import host_of
 from deployer.errors import UsageError
 from tests.support.ferry import REPO, Ferry
 
@@ -136,6 +137,34 @@ def test_what_is_no_default_is_named_with_file_and_key(folders: Path, project: s
         defaults(folders, f"[tool.torchferry]\n{project}\n", "")
     assert raised.value.message.startswith(message) and raised.value.where == ("pyproject.toml",)
     assert raised.value.hint.startswith(hint)
+
+
+def test_a_project_names_wheels_of_its_own_alone(folders: Path) -> None:
+    (folders / "keys").mkdir()
+    (folders / "project" / "link").symlink_to(folders / "keys")
+    (folders / "project" / "wheels").mkdir()
+    for named in (str(folders / "keys"), "../keys", "link", "~/.ssh"):
+        for table in ("[tool.torchferry]", "[tool.torchferry.hosts.a]"):
+            with pytest.raises(UsageError, match=r"wheels is .*, which is outside the project") as raised:
+                defaults(folders, f"{table}\nwheels = '{named}'\n", "")
+            assert raised.value.where == ("pyproject.toml",) and "config.toml" in raised.value.hint
+    own = defaults(folders, "[tool.torchferry]\nwheels = 'wheels'\n", "")
+    assert values(own, None)["wheels"] == str(folders / "project" / "wheels")
+    assert values(defaults(folders, "", "wheels = '../keys'\n"), None)["wheels"].endswith("/keys")
+
+
+def test_mistake_in_a_file_keeps_no_command_from_its_host(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folders / "project")
+    (folders / "project" / "pyproject.toml").write_text("[tool.torchferry]\npyhton = 1\n")
+    access = {"ssh_key": None, "transport": None, "accept_new_host_key": False, "connect_timeout_s": None}
+    host = host_of("gpu", "/r", **access)
+    assert (host.ssh, host.root) == ("gpu", "/r")
+    assert "no defaults are used: tool.torchferry.pyhton is no default" in capsys.readouterr().err
+    (folders / "other").mkdir()
+    (folders / "other" / "pyproject.toml").write_text("[tool.torchferry]\nremote_root = '/other'\n")
+    assert host_of("gpu", None, project=folders / "other", **access).root == "/other"
 
 
 def test_file_that_is_no_toml_is_told_with_its_line(folders: Path) -> None:

@@ -123,6 +123,7 @@ BAD = {
     "run in lists": ("run: [[a]]", "run[0] is [a], expected text"),
     "open quote": ("run: echo 'a", "a quote that does not end\n  in FILE:1"),
     "no shell": ("run: |\n  #!/usr/bin/python3\n  print()", "python3, which is no shell"),
+    "a shell's option": ("run: |\n  #!/bin/bash -l\n  a", "bash -l, and this shell is started without options"),
     "no text": ("run: '#!/bin/sh'", "nothing after its first line"),
     "env as a list": ("run: a\nenv: [A=1]", "env is [A=1], expected a mapping of names to text\n  in FILE:2"),
     "env of a list": ("run: a\nenv: {A: [1]}", "env.A is [1], expected text"),
@@ -157,6 +158,8 @@ def read(folder: Path, text: str) -> TaskFile:
         ("a *.txt", Program(text="a *.txt")),
         ("|\n  a\n\n    b $A\n", Program(text="a\n\n  b $A")),
         ("|\n  #!/usr/bin/env bash\n  [[ a ]]\n", Program(text="[[ a ]]", shell="bash")),
+        ("|\n  #!/bin/bash -e\n  a\n", Program(text="set -e\na", shell="bash")),
+        ("|\n  #!/bin/bash -euo pipefail\n  a\n", Program(text="set -euo pipefail\na", shell="bash")),
         ("|\n  python a.py\n", Program(("python", "a.py"))),
     ],
 )

@@ -18,7 +18,9 @@ _WORDS_OF_A_SHELL = frozenset(
     (".", "alias", "cd", "eval", "exec", "export", "set", "source", "ulimit", "umask", "unset")
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_SHEBANG = re.compile(r"#!\s*(?:\S*/)?(?:env\s+)?(\S+)[^\n]*(?:\n|\Z)")
+_SHEBANG = re.compile(r"#!\s*(?:\S*/)?(?:env\s+)?(\S+)[ \t]*([^\n]*)(?:\n|\Z)")
+_SET = re.compile(r"-[aefuvx]+|-[aefuvx]*o [a-z]+")
+"""Options of a shell that `set` takes too."""
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 _ITS_ARGUMENTS = re.compile(r"\$(?:[@*1-9]|\{[@*1-9])")
 
@@ -100,7 +102,7 @@ def read_program(value: object, places: Places) -> Program:
     if not text:
         raise ConfigError("run is empty, expected a command", where=place, hint="run: python train.py")
     if shebang := _SHEBANG.match(text):
-        return _of_shell(text[shebang.end() :], shebang[1], place)
+        return _of_shell(text[shebang.end() :], shebang[1], shebang[2].strip(), place)
     if is_shell(text):
         return Program(text=text)
     try:
@@ -115,10 +117,13 @@ def is_shell(text: str) -> bool:
     return bool(_OF_A_SHELL.search(text) or first in _WORDS_OF_A_SHELL or _ASSIGNMENT.match(first))
 
 
-def _of_shell(text: str, shell: str, place: str) -> Program:
+def _of_shell(text: str, shell: str, options: str, place: str) -> Program:
     if shell not in _SHELLS:
         hint = f"run: [{shell}, FILE] runs a file of the folder"
         raise ConfigError(f"run begins with #! and {shell}, which is no shell", where=place, hint=hint)
     if not text.strip():
         raise ConfigError("run has nothing after its first line", where=place)
-    return Program(text=text, shell=shell)
+    if options and not _SET.fullmatch(options):
+        message = f"run begins with #! and {shell} {options[:60]}, and this shell is started without options"
+        raise ConfigError(message, where=place, hint=f"#!/bin/{shell} alone, or with -e, -u, -x, -o pipefail")
+    return Program(text=f"set {options}\n{text}" if options else text, shell=shell)
