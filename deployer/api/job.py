@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from deployer.commands.options import PULL_MAX
 from deployer.commands.screen import Screen, last_words, missed_lines
 from deployer.commands.values import parse_path, parse_size
 from deployer.connection.host import HERE, Host
+from deployer.curves.metrics import MAX_BYTES, records_of
 from deployer.errors import FerryError, LostConnection, NotHome
 from deployer.jobs.registry import JobRecord, note_state, read_records, write_record
 from deployer.jobs.requests import read_status, stop_jobs
@@ -32,7 +32,7 @@ from deployer.launch.start import resume_and_follow
 from deployer.plan.next_attempt import plan_next, read_resumable
 from deployer.plan.options import Options
 from deployer.printable import shown
-from deployer.pull.choice import Wish
+from deployer.pull.choice import BEYOND_LIMIT, Wish
 from deployer.pull.rounds import Pulled, pull
 
 METRICS = "metrics.jsonl"
@@ -97,10 +97,7 @@ class Job:
             found = read_status(host, self.id)
             raw = status_as_json(found, host)
         job = found.status
-        try:
-            latest = json.loads(found.latest or "{}")
-        except ValueError:
-            latest = {}
+        newest = next(records_of((found.latest or "").encode("utf-8", "replace")), None)
         return JobStatus(
             found.job_id,
             job.state,
@@ -110,7 +107,7 @@ class Job:
             tuple(raw["last_lines"]),
             job.hint,
             job.attempt,
-            latest if isinstance(latest, dict) else {},
+            newest or {},
             raw,
         )
 
@@ -161,14 +158,19 @@ class Job:
 
     @told()
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of its metrics.jsonl so far; none before the first. The file comes into the results folder."""
+        """The rows of its metrics.jsonl so far; none before the first. The file comes into the results folder. NotHome
+        for one of more than 64 MiB, which `pull` brings."""
+        wish = Wish(max_bytes=MAX_BYTES, paths=(METRICS,), may_lack=True)
         with self._at_host() as host:
-            _pull(host, self.id, self.results, Wish(paths=(METRICS,), may_lack=True))
+            beyond = [left for left in _pull(host, self.id, self.results, wish).not_home if left.reason == BEYOND_LIMIT]
+        if beyond:
+            raise NotHome(f"not home: {METRICS} ({beyond[0].size_bytes} bytes)", hint=f"Job.pull(paths={METRICS!r})")
         try:
-            text = (self.results / METRICS).read_text("utf-8", "replace")
+            with (self.results / METRICS).open("rb") as file:
+                data = file.read(MAX_BYTES)
         except FileNotFoundError:
             return []
-        return list(_rows(text))
+        return [row for row in records_of(data) if row is not None]
 
     @told()
     def pull(
@@ -306,13 +308,3 @@ def _pull(host: Host, job_id: str, target: Path, wish: Wish) -> Pulled:
 
 def _lacking(pulled: Pulled) -> tuple[str, ...]:
     return tuple(f"{left.name} ({left.reason})" for left in pulled.not_home)
-
-
-def _rows(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:  # half of a row: the job is writing it
-            continue
-        if isinstance(row, dict):
-            yield row

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
+from deployer.agent.host.layout import JOB_ID
 from deployer.agent.host.typed import Damage, from_json, load_json
 from deployer.agent.wire import frames
 from deployer.agent.wire.frames import Frame, ProtocolError, Window
@@ -124,6 +125,11 @@ class Call:
             return from_json(value, kind)
         except Damage as damage:
             raise self.link.not_understood(damage.within(what)) from None
+
+    def check_job_id(self, job_id: str, what: str) -> None:
+        """HostError for what is no id: it stands in commands that people copy, and in a path."""
+        if not JOB_ID.match(job_id):
+            raise self.link.not_understood(Damage(f"is {job_id[:60]!r}", place=what))
 
     def send_data(self, data: bytes, *, hurried: bool = True, **head: Any) -> None:
         """Sends bytes up this call's stream, as fast as the host takes them. `hurried`: a host that takes none for some

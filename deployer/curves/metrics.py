@@ -115,8 +115,18 @@ class Metrics:
 def read_metrics(data: bytes, *, is_cut: bool = False) -> Metrics:
     """The series in a file's bytes, or in its end (`is_cut`). A last line that is half written is no damage."""
     metrics = Metrics(is_cut=is_cut or len(data) > MAX_BYTES)
+    for record in records_of(data, is_cut=is_cut):
+        if record is not None:
+            metrics.add(record)
+        else:
+            metrics.damaged += 1
+    return metrics
+
+
+def records_of(data: bytes, *, is_cut: bool = False) -> Iterator[dict[str, Any] | None]:
+    """The records of these lines, None for a damaged one."""
     start = max(0, len(data) - MAX_BYTES)
-    if metrics.is_cut:
+    if is_cut or start > 0:
         start = data.find(b"\n", start) + 1  # in the middle of a line
     while start < len(data):
         end = data.find(b"\n", start)
@@ -131,10 +141,9 @@ def read_metrics(data: bytes, *, is_cut: bool = False) -> Metrics:
         except Damage:
             record = None
         if isinstance(record, dict):
-            metrics.add(record)
+            yield record
         elif not is_last:
-            metrics.damaged += 1
-    return metrics
+            yield None
 
 
 def _number(value: object) -> float | None:

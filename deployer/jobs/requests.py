@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from deployer.agent.host.layout import JOB_ID, GroupName
-from deployer.agent.host.typed import Damage
+from deployer.agent.host.layout import GroupName
 from deployer.agent.job.status import Status
 from deployer.agent.job.views import JobView, StopReport
 from deployer.connection.call import Call
@@ -22,16 +21,10 @@ AT_ONCE = 16
 def read_status(host: Host, job_id: str) -> JobView:
     """A job as its host judges it, with its whole id. HostError for an answer that is none."""
     with host.connect(request={"op": "status", "job": job_id}) as link:
-        return _named(link.first, link.first.result("status", JobView))
-
-
-V = TypeVar("V", JobView, StopReport)
-
-
-def _named(call: Call, view: V) -> V:
-    if not JOB_ID.match(view.job_id):  # it stands in commands that people copy, and in a path
-        raise call.link.not_understood(Damage(f"is {view.job_id[:60]!r}", place="status.job_id"))
-    return view
+        call = link.first
+        found = call.result("status", JobView)
+        call.check_job_id(found.job_id, "status.job_id")
+        return found
 
 
 End = StopReport | FerryError
@@ -85,7 +78,9 @@ def _end_of(call: Call, host: str, on_state: Callable[[Status], None]) -> End:
             if name == "state":
                 on_state(call.read(value, Status, name))
             elif name == "status":
-                return _named(call, call.read(value, StopReport, name))
+                report = call.read(value, StopReport, name)
+                call.check_job_id(report.job_id, f"{name}.job_id")
+                return report
     except FerryError as error:
         return error
     return HostError(f"{host} ended the stop without a status")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from deployer.agent.host.layout import JOB_ID
 from deployer.agent.host.typed import Damage, from_json
 from deployer.agent.job.status import FINAL, LOST
 from deployer.agent.job.views import Row
@@ -66,8 +65,7 @@ class Asker:
         rows: list[SeenJob] = []
         for value in jobs:
             job_id = call.read(value, _Named, "jobs").id
-            if not JOB_ID.match(job_id):  # it stands in commands that people copy
-                raise call.link.not_understood(Damage(f"is {job_id[:60]!r}", place="jobs.id"))
+            call.check_job_id(job_id, "jobs.id")
             try:
                 rows.append(SeenJob(from_json(value, Row), self.host.name, stamp()))
             except Damage as damage:

@@ -59,7 +59,9 @@ class Lines:
         """Every line without its end; TimeoutError when the log has not ended by then."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:  # a queue that is never empty would give one more, for ever
+                raise TimeoutError
             try:
                 line = self._queue.get(timeout=left_s)
             except queue.Empty:

@@ -36,7 +36,9 @@ class Resumable:
 
 def read_resumable(host: Host, job_id: str) -> Resumable:
     with host.connect(request={"op": "plan", "job": job_id}) as link:
-        found = link.first.result("plan", PlanView)
+        call = link.first
+        found = call.result("plan", PlanView)
+        call.check_job_id(found.job_id, "plan.job_id")
     try:
         return Resumable(found.job_id, parse_plan(found.plan), found.attempt, found.from_step)
     except Damage as damage:

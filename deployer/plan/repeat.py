@@ -28,7 +28,9 @@ class Original(NamedTuple):
 
 def read_original(host: Host, job_id: str) -> Original:
     with host.connect(request={"op": "original", "job": job_id}) as link:
-        found = link.first.result("original", OriginalView)
+        call = link.first
+        found = call.result("original", OriginalView)
+        call.check_job_id(found.job_id, "original.job_id")
     try:
         plan = parse_plan(found.plan)
     except Damage as damage:

@@ -20,6 +20,8 @@ from deployer.errors import HostError
 from deployer.jobs.registry import JobRecord
 from deployer.jobs.requests import read_status
 from deployer.jobs.roster import ask_all, rows_of
+from deployer.plan.next_attempt import read_resumable
+from deployer.plan.repeat import read_original
 from deployer.pull.rounds import pull
 from tests.support.ferry import Ferry
 from tests.support.limits import HANG_S, PATIENCE
@@ -287,6 +289,14 @@ def test_status_with_an_id_that_is_none_is_not_made_a_command(tmp_path, status):
     code = f"event('status', {status}); frame({{'id': 0, 'ok': {{}}}}); forever()"
     with pytest.raises(HostError, match="not understood"):
         read_status(lying_host(code, tmp_path), "a")
+
+
+@pytest.mark.parametrize(("event", "read"), [("plan", read_resumable), ("original", read_original)])
+def test_plan_of_an_id_that_is_none_makes_no_folder(tmp_path, event, read):
+    value = "{'job_id': '/tmp/x/evil', 'plan': {}, 'attempt': 1}"
+    code = f"event('{event}', {value}); frame({{'id': 0, 'ok': {{}}}}); forever()"
+    with pytest.raises(HostError, match=f"{event}.job_id"):
+        read(lying_host(code, tmp_path), "a")
 
 
 FLOODS = {

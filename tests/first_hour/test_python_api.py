@@ -117,7 +117,8 @@ def test_job_is_launched_followed_asked_and_fetched(
     ferry: Ferry, place: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = json.dumps({"step": 1, "loss": 0.5})
-    says = f"echo '{row}' > $TORCHFERRY_RUN_DIR/metrics.jsonl; echo $A; echo w > weights; printf end"
+    says = f"(head -c 100000 /dev/zero | tr '\\0' [; echo; echo '{row}') > $TORCHFERRY_RUN_DIR/metrics.jsonl; "
+    says += "echo $A; echo w > weights; printf end"
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     monkeypatch.chdir("/")
     job = torchferry.launch(["sh", "-c", says], **place, env={"A": "a b"}, outputs=["weights"], cwd=ferry.project)
