@@ -1,7 +1,4 @@
-"""Read a config file: `.py` by running it, YAML by its nodes. Each gives values and the places where they stand.
-
-Write YAML: the values of a config, or a text that is there with other values of some keys.
-"""
+"""Read a config file: `.py` by running it, YAML by its nodes, with the places of all values; write YAML, or edit it."""
 
 from __future__ import annotations
 
