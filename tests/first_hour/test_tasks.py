@@ -67,13 +67,13 @@ def test_task_is_the_program_with_these_options(ferry: Ferry) -> None:
         "task.yaml",
         "run: python train.py --lr 1e-4 'a b'\nname: mine\nhost: box\ngpus: 0,1\ntorchrun: true\nenv: {A: 1}\n"
         "secrets: [TOKEN]\npython: /p\nrequirements: reqs.txt\ninclude: [data.txt]\noutputs: [out, a/b]\nqueue: true\n"
-        "allow_busy: true\nmax_restarts: 2\nmax_runtime: 1h30m\nstall_timeout: 10m\nlog_max: 1GB\nsetup: make\n"
-        "setup_timeout: 5m\n",
+        "allow_busy: true\nmax_restarts: 2\nmax_runtime: 1h30m\nstall_timeout: 10m\nidle_timeout: 5m\nafter: [a-1]\n"
+        "log_max: 1GB\nsetup: make\nsetup_timeout: 5m\n",
     )
     options = shlex.split(
         "--name mine --ssh box --gpus 0,1 --torchrun --env A=1 --secret TOKEN --python /p --requirements reqs.txt "
         "--include data.txt --out out --out a/b --queue --allow-busy --max-restarts 2 --max-runtime 1h30m "
-        "--stall-timeout 10m --log-max 1GB --setup make --setup-timeout 5m"
+        "--stall-timeout 10m --idle-timeout 5m --after a-1 --log-max 1GB --setup make --setup-timeout 5m"
     )
     program = ("--", "python", "train.py", "--lr", "1e-4", "a b")
     assert plan_of(ferry, "task.yaml") == plan_of(ferry, *options, *program)

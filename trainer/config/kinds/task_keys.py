@@ -61,12 +61,14 @@ TASK_KEYS = (
     TaskKey("include", list[str], "--include", "Ignored data sets or models to ship, once, by hash.", ("file_mounts",)),
     TaskKey("outputs", list[str], "--out", "What else comes home, a path in the folder.", ("out", "artifacts")),
     TaskKey("queue", bool, "--queue", "Wait for the GPUs, first in, first out."),
+    TaskKey("after", list[str], "--after", "Jobs of the host that must have succeeded first.", ("depends_on",)),
     TaskKey("allow_busy", bool, "--allow-busy", "Use GPUs that other processes are using."),
     TaskKey(
         "max_restarts", int, "--max-restarts", "Start again after a failure, so often.", ("retries", "max_retries")
     ),
     TaskKey("max_runtime", str, "--max-runtime", "Then save and stop: `12h`.", ("timeout", "time", "max_duration")),
     TaskKey("stall_timeout", str, "--stall-timeout", "Fail without output for so long: `10m`."),
+    TaskKey("idle_timeout", str, "--idle-timeout", "Fail when no GPU of it is used for so long: `30m`."),
     TaskKey("log_max", str, "--log-max", "Keep this much of a log: `1GB`."),
 )
 BY_NAME = {row.name: row for row in TASK_KEYS}
