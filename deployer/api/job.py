@@ -12,13 +12,13 @@ from typing import Any
 from deployer.agent.job.status import FINAL, Status
 from deployer.agent.job.stop import DEFAULT_GRACE_S
 from deployer.agent.job.views import Ack, JobView
-from deployer.api.keywords import NOT_OF_A_LAUNCH, as_overrides, read_keywords
+from deployer.api.keywords import NOT_OF_A_LAUNCH, as_overrides, notified, read_keywords
 from deployer.api.values import JobFailed, JobStatus, Overrides, Result, told, warn
 from deployer.commands.launch.cli import resume as resume_command
-from deployer.commands.launch.resume import record_of
+from deployer.commands.launch.resume import next_of
 from deployer.commands.look.cli import logs as logs_command
 from deployer.commands.look.status import status_as_json
-from deployer.commands.options import PULL_MAX
+from deployer.commands.options import ACCESS, PULL_MAX
 from deployer.commands.screen import Screen, last_words, missed_lines
 from deployer.commands.values import parse_path, parse_size
 from deployer.connection.host import HERE, Host
@@ -29,7 +29,7 @@ from deployer.jobs.requests import read_status, stop_jobs
 from deployer.launch.follow import Watcher
 from deployer.launch.lines import Lines
 from deployer.launch.start import resume_and_follow
-from deployer.plan.next_attempt import plan_next, read_resumable
+from deployer.plan.next_attempt import read_resumable
 from deployer.plan.options import Options
 from deployer.printable import shown
 from deployer.pull.choice import BEYOND_LIMIT, Wish
@@ -218,13 +218,14 @@ class Job:
         given = {key: value for key, value in options.items() if "." not in key}
         keys, others = read_keywords(resume_command, given, function="resume", refused=_NOT_OF_A_RESUME)
         changes = (*as_overrides(overrides), *as_overrides(dotted))
-        with self._at_host() as host:
+        busy, notify = others.pop("allow_busy", False), others.pop("notify", ())
+        if others:
+            raise TypeError(f"resume() has no option {min(others)!r}: {_ENTERED if {*others} & {*ACCESS} else _TYPED}")
+        with notified(notify) as urls, self._at_host() as host:
             found = read_resumable(host, self.id)
-            record = record_of(found, host)
-            chosen = Options(overrides=changes, keys=keys, allow_busy=others.get("allow_busy", False))
-            plan, payload = plan_next(found, chosen, known=record.secrets, tell=warn)
-            watcher = Noted(record._replace(secrets=plan.secret_names))
-            attempt = found.attempt + 1
+            chosen = Options(overrides=changes, keys=keys, allow_busy=busy)
+            plan, payload, record = next_of(found, chosen, host, urls=urls, tell=warn)
+            watcher, attempt = Noted(record), found.attempt + 1
             resume_and_follow(host.connect, plan, attempt=attempt, payload=payload, view=None, watcher=watcher)
         return self
 
@@ -295,6 +296,9 @@ _NOT_OF_A_RESUME = {
     **NOT_OF_A_LAUNCH,
     **dict.fromkeys(("ssh", "host", "remote_root"), "a job stays where it is"),
 }
+
+_TYPED = "it is for the command line"
+_ENTERED = "its host is entered as torchferry.job(id, ssh_key=…) or the launch says"
 
 
 def _has_one(found: JobView) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ import click
 from deployer.commands.key_options import KeyOption
 from deployer.commands.values import parse_duration
 from deployer.errors import UsageError
+from deployer.plan.notify import VARIABLE, read_notify
 
 ALIASES = {"host": "ssh", "outputs": "out", "secrets": "secret"}
 """What an option is called from Python, where another word says it better."""
@@ -67,6 +69,22 @@ def as_overrides(given: Mapping[str, Any] | Sequence[str] | None) -> tuple[str, 
         f"{key}={value if isinstance(value, str) else json.dumps(value, default=os.fspath)}"
         for key, value in given.items()
     )
+
+
+@contextmanager
+def notified(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The URLs that the host is to tell: these, else that of the environment, which no program gets to see meanwhile.
+    UsageError for a command: it runs on a client that follows, and this one need not."""
+    in_shell = os.environ.get(VARIABLE)
+    try:
+        whom = read_notify(words)
+        if whom.commands:
+            hint = "a URL is told by the host; for anything else there is what follows Job.wait()"
+            raise UsageError("notify takes URLs from Python, and no command", hint=hint)
+        yield whom.urls
+    finally:
+        if in_shell is not None:
+            os.environ.setdefault(VARIABLE, in_shell)
 
 
 def _keyword(option: click.Option) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from deployer.api.job import Job, Noted
-from deployer.api.keywords import NOT_OF_A_LAUNCH, as_overrides, read_keywords
+from deployer.api.keywords import NOT_OF_A_LAUNCH, as_overrides, notified, read_keywords
 from deployer.api.values import JobInfo, Overrides, told, warn
 from deployer.commands.defaults import read_defaults
 from deployer.commands.launch.asked import ask_for, choose
 from deployer.commands.launch.cli import run as run_command
-from deployer.commands.launch.run import check_platform, hidden_paths, keep_left_out, record_of
+from deployer.commands.launch.run import check_platform, hidden_paths, keep_left_out, record_of, with_after
 from deployer.commands.look.cli import status as status_command
 from deployer.commands.options import ACCESS, find_host, host_of, hosts_of
 from deployer.commands.rows import row_as_json
@@ -27,6 +27,8 @@ from deployer.jobs.requests import read_status
 from deployer.jobs.roster import ask_all, rows_of
 from deployer.launch.delta import LastTree
 from deployer.launch.start import launch_and_follow
+from deployer.paths import expanded
+from deployer.plan.notify import with_urls
 from deployer.plan.options import Options
 from deployer.plan.prepare import Prepared, Question, large_files, prepare, unusual_project
 from deployer.project.git import git_state
@@ -62,9 +64,12 @@ def launch(
     known = {"host": host, "gpus": gpus, "env": env, "outputs": outputs, "name": name}
     keys, others = read_keywords(run_command, {**options, **known}, function="launch", refused=NOT_OF_A_LAUNCH)
     access = {option: others.pop(option) for option in ACCESS if option in others}
+    notify = others.pop("notify", ())
     if foreign := sorted(others.keys() - _OPTIONS):
         raise TypeError(f"launch() has no option {foreign[0]!r}: it is for the command line")
     others |= {path: str(Path(project, others[path])) for path in ("fsdp_config", "wheels") if path in others}
+    if "target.env_file" in keys:
+        keys["target.env_file"] = str(Path(project, expanded(keys["target.env_file"])))
     config, program = None, tuple[str, ...]()
     if not isinstance(what, str | PathLike):
         program = tuple(map(str, what))
@@ -75,13 +80,14 @@ def launch(
         raise UsageError(f"config {what} does not exist", hint=hint)
     with click.Context(run_command):  # the values of a task file are read by the command's own options
         chosen = choose(config, as_overrides(overrides), program, None, {**_NOTHING, **others, "keys": keys})
-    job = _start(chosen, access, project)
+    with notified(notify) as urls:
+        job = _start(chosen, access, project, urls)
     if not detach:
         job.wait()
     return job
 
 
-def _start(given: Options, access: dict[str, Any], project: Path) -> Job:
+def _start(given: Options, access: dict[str, Any], project: Path, urls: Sequence[str]) -> Job:
     asked, chosen, _ = ask_for(given, read_defaults(project), tell=warn)
     target = asked.config.target
     host = host_of(target.ssh, target.root, **_ENTERS | access)
@@ -90,7 +96,9 @@ def _start(given: Options, access: dict[str, Any], project: Path) -> Job:
         host.prefetch()
         _refuse(unusual_project(project), yes=chosen.yes)
         host.load()
-        prepared = prepare(asked, options=chosen, project=project)
+        prepared = prepare(with_after(asked, host), options=chosen, project=project)
+        plan, payload = with_urls(prepared.plan, prepared.payload, urls)
+        prepared = replace(prepared, plan=plan, payload=payload)
         _refuse(large_files(prepared.code), yes=chosen.yes)
         for warning in prepared.code.warnings:
             warn(warning)

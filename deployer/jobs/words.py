@@ -24,12 +24,13 @@ class Anew(NamedTuple):
 
 
 def kept_words(words: Sequence[str]) -> tuple[str, ...]:
-    """The words with the names alone of what --env and target.env give, and without --notify. A program's own words
-    stay as they are: its plan on the host has them too."""
+    """The words with the names alone of what --env and target.env give, and without what --notify names: a URL may hold
+    a token, and of a command nothing is known. A program's own words stay as they are: its plan on the host has them
+    too."""
     if sum(len(word.encode("utf-8", "surrogateescape")) + 1 for word in words) > MOST_BYTES:
         return ()
     own, program = split_program(words)
-    return (*_without_values(_without_notify(own)), *program)
+    return (*_without_values(_without_whom(own)), *program)
 
 
 def split_program(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -51,20 +52,46 @@ def without_env(words: Sequence[str]) -> list[str]:
     return [*(word for place, word in enumerate(own) if place not in given), *program]
 
 
-def _without_notify(own: Sequence[str]) -> list[str]:
-    """Without --notify: a URL may hold a token, and of a command nothing is known."""
-    kept = [word for word in own if not word.startswith("--notify=")]
-    return [word for place, word in enumerate(kept) if "--notify" not in (word, kept[place - 1] if place else "")]
+def without_option(words: Sequence[str], option: str, key: str = "") -> tuple[str, ...]:
+    """Without an option that takes a value, and without overrides of the key that it says."""
+    own, program = split_program(words)
+    kept, is_value = list[str](), False
+    for word in own:
+        is_given = word == option or word.startswith(f"{option}=") or bool(key and word.startswith(f"{key}="))
+        if not is_given and not is_value:
+            kept.append(word)
+        is_value = word == option and not is_value
+    return (*kept, *program)
+
+
+def _without_whom(own: Sequence[str]) -> list[str]:
+    before = ["", *own]
+    hidden = [HIDDEN if former == "--notify" else word for former, word in zip(before, own, strict=False)]
+    return [f"--notify={HIDDEN}" if word.startswith("--notify=") else word for word in hidden]
 
 
 def _without_values(own: Sequence[str]) -> list[str]:
-    words = list(own)
-    for _, end, _ in _env_words(own):
-        word = words[end - 1]
+    words = [[word] for word in own]
+    for _, end, known in _env_words(own):
+        word = own[end - 1]
         option = "--env=" if word.startswith("--env=") else ""
-        name, equals, _ = word.removeprefix(option).partition("=")
-        words[end - 1] = f"{option}{name}{equals}{HIDDEN if equals else ''}"
-    return words
+        name, equals, value = word.removeprefix(option).partition("=")
+        several = [] if known else _names_in(value)
+        words[end - 1] = [f"{name}.{one}={HIDDEN}" for one in several] or [
+            f"{option}{name}{equals}{HIDDEN if equals else ''}"
+        ]
+    return [word for some in words for word in some]
+
+
+def _names_in(mapping: str) -> list[str]:
+    """The names that `target.env={A: 1, B: 2}` gives."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(mapping)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    return [name for name in found if isinstance(name, str) and name] if isinstance(found, dict) else []
 
 
 def _env_words(own: Sequence[str]) -> Iterator[tuple[int, int, str]]:

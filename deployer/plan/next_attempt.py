@@ -71,6 +71,7 @@ def _plan_next(
     tell: Callable[[str], None],
 ) -> tuple[Plan, dict[str, Any]]:
     old, job_id, request = job.plan, job.job_id, job.plan.request
+    _check_stays(job_id, options)
     had_its_own = any(group.devices.kind != "any" for group in groups_of(old))
     if is_trainer(old):
         config, text = _config_of(job, options, tell=tell)
@@ -110,6 +111,21 @@ def beginning(job: Resumable, plan: Plan) -> str:
     if resume != "auto":
         return "from the beginning" if resume == "never" else f"from {resume}"
     return "from the beginning: no complete checkpoint" if job.from_step is None else f"from step {job.from_step}"
+
+
+def _check_stays(job_id: str, options: Options) -> None:
+    """UsageError for what neither the next attempt nor a new job of the same files can have otherwise."""
+    asked = [key_of(text) for text in options.overrides]
+    if stays := next((key for key in asked if key in ("target.ssh", "target.root")), None):
+        raise UsageError(
+            f"{stays} says where a job lies, and {job_id} stays where it is",
+            hint="--ssh and --remote-root name the place at which to find it",
+        )
+    if "target.setup" in (*asked, *options.keys):
+        raise UsageError(
+            f"target.setup is what {job_id} was launched with, and stays",
+            hint=f"a launch of this folder takes another one: deploy.py repeat {job_id} --with-changes --setup CMD",
+        )
 
 
 def _check_length(job: Resumable, config: Config) -> None:
@@ -162,15 +178,6 @@ def _config_of(job: Resumable, options: Options, *, tell: Callable[[str], None])
     overrides = options.overrides
     if job.from_step is not None and RESUME not in asked and kept.config.train.resume != "auto":
         overrides = (*overrides, f"{RESUME}=auto")  # where it began the first time is behind it
-    if stays := next((key for key in asked if key in ("target.ssh", "target.root")), None):
-        raise UsageError(
-            f"{stays} says where a job lies, and {job.job_id} stays where it is",
-            hint="--ssh and --remote-root name the place at which to find it",
-        )
-    if "target.setup" in asked:
-        raise UsageError(
-            f"target.setup is what {job.job_id} was launched with, and stays", hint="launch a new job with another one"
-        )
     changed = kept.changed(overrides, changes=options.keys, tell=tell)
     _check_data(job, kept.config, changed.config)
     if STEPS in kept.keys or STEPS in changed.values:  # else the trainer has a number of its own
@@ -208,12 +215,14 @@ def _config_of_program(old: Plan, options: Options, *, tell: Callable[[str], Non
     """What a program's job was asked for with, as a config."""
     if not old.request.command:
         raise HostError(f"cannot resume {old.job_id}: the plan that its host sent has no command")
-    if options.overrides:
+    strange = [text for text in options.overrides if not key_of(text).startswith(("target.", "run.name"))]
+    if strange:
         raise UsageError(
-            f"{options.overrides[0]} changes a config, and this job is a program of your own",
+            f"{strange[0]} changes a config, and this job is a program of your own",
             hint="what it is given on its command line stays; --env K=V changes its environment",
         )
-    config = config_from_dict(_settings_of(old), f"the request of {old.job_id}", changes=options.keys)
+    where, given = f"the request of {old.job_id}", options.overrides
+    config = config_from_dict(_settings_of(old), where, overrides=given, changes=options.keys)
     for note in without_effect(Command(old.request.command[:1], old.request.torchrun), config.target, options.keys):
         tell(note)
     return config

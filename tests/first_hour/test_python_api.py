@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -152,6 +153,39 @@ def test_job_that_fails_raises_with_the_reason_and_resumes(ferry: Ferry, place: 
     assert job.resume(env={"WANTED": "here"}) is job
     assert job.wait(quiet=True).state == "succeeded" and job.status().attempt == 2
     assert [*job.logs()] == ["here"]
+
+
+def test_resume_takes_the_env_file_again_and_tells_the_url(
+    ferry: Ferry, place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ferry.write("own.env", "TF_VALUE=v-1\n")
+    url = "http://127.0.0.1:9/token"
+    monkeypatch.setenv("TORCHFERRY_NOTIFY", url)
+    monkeypatch.chdir("/")
+    job = torchferry.launch(["sh", "-c", "echo $TF_VALUE"], **place, env_file="own.env", cwd=ferry.project)
+    assert os.environ["TORCHFERRY_NOTIFY"] == url
+    monkeypatch.delenv("TORCHFERRY_NOTIFY")
+    job.wait(quiet=True, pull=False)
+    assert policy(ferry, job.id)["notify"] == ["127.0.0.1"]
+    with pytest.warns(UserWarning, match=r"127.0.0.1 is told no more"):
+        job.resume(**{"target.max_runtime_s": 600})
+    job.wait(quiet=True, pull=False)
+    assert [*job.logs()] == ["v-1"] and policy(ferry, job.id)["max_runtime_s"] == 600.0
+    ferry.write("other.env", "TF_VALUE=v-2\n")
+    job.resume(env_file=ferry.project / "other.env", notify=url)
+    job.wait(quiet=True, pull=False)
+    assert [*job.logs()] == ["v-2"] and policy(ferry, job.id)["notify"] == ["127.0.0.1"]
+    with pytest.raises(TypeError, match="ssh_key"):
+        job.resume(ssh_key="x")
+    with pytest.raises(torchferry.UsageError, match="no command"):
+        job.resume(notify="notify-send done")
+    with pytest.raises(torchferry.UsageError, match="no command"):
+        torchferry.launch(["true"], **place, notify="notify-send done")
+
+
+def policy(ferry: Ferry, job_id: str) -> dict:
+    found: dict = json.loads((ferry.job(job_id) / "job.json").read_text())["plan"]["policy"]
+    return found
 
 
 def test_job_that_is_left_runs_on_and_is_stopped(place: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

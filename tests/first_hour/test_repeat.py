@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from deployer.jobs.words import hidden_names, kept_words, without_env
+from deployer.jobs.words import hidden_names, kept_words, without_env, without_option
 from tests.support.ferry import REPO, Ferry
 
 SHOW = "import os, sys; print(open('data.txt').read(), os.environ['VALUE'], os.environ['TF_TOKEN'], sys.argv[1:])"
@@ -117,3 +117,32 @@ def test_words_are_kept_without_values():
     assert hidden_names(kept) == ["A", "B", "C"]
     assert without_env(kept) == ["c.py", "x=4", *words[6:]]
     assert kept_words(("x" * 100_000,)) == ()
+    whole = kept_words(("c.py", "target.env={A: 1, B: x}", "--notify", "https://x/t", "--notify=https://x/t"))
+    assert whole == ("c.py", "target.env.A=…", "target.env.B=…", "--notify", "…", "--notify=…")
+    given = ("c.py", "--after", "--after", "--after=b", "target.after=[c]", "x=1", "--", "p", "--after", "d")
+    assert without_option(given, "--after", "target.after") == ("c.py", "x=1", "--", "p", "--after", "d")
+
+
+def test_default_file_is_launched_again_without_what_was_of_that_launch_alone(remote: Ferry) -> None:
+    remote.write("torchferry.yaml", "run: echo $OLD $NEW $KEPT\nenv: {OLD: stale}\n")
+    first = remote.run("run", *remote.where(), "--env", "KEPT=k", "--name", "first", "--no-pull")
+    assert first.stdout == b"stale k\n", first.stderr.decode()
+    (job_id,) = remote.job_ids()
+    waits = remote.run("repeat", "first", "target.max_runtime_s=600", "--after", job_id, "--name", "plain", "--no-pull")
+    assert waits.stdout == b"stale k\n", waits.stderr.decode()
+    plan = json.loads((remote.job(history(remote)[0]["id"]) / "job.json").read_text())["plan"]
+    assert (plan["policy"]["max_runtime_s"], plan["policy"]["after"]) == (600.0, [job_id])
+    again = remote.run("repeat", "plain", "--dry-run", "--json")
+    assert b"--after is not repeated" in again.stderr, again.stderr.decode()
+    assert not json.loads(again.stdout)["plan"]["policy"].get("after")
+
+    remote.write("torchferry.yaml", "run: echo $OLD $NEW $KEPT\nenv: {NEW: fresh}\n")
+    words = ("--with-changes", "--name", "anew", "--no-pull", "--after", job_id)
+    anew = remote.run("repeat", "first", *words)
+    assert anew.stdout == b"fresh k\n", anew.stderr.decode()
+    assert history(remote)[0]["words"][0] == "torchferry.yaml"
+    last = remote.run("repeat", "anew", "--with-changes", "--no-pull")
+    assert last.stdout == b"fresh k\n" and b"--after is not repeated" in last.stderr, last.stderr.decode()
+    assert "--after" not in history(remote)[0]["words"]
+    setup = remote.run("repeat", "plain", "--setup", "true")
+    assert setup.returncode == 2 and b"target.setup is what" in setup.stderr and b"--with-changes" in setup.stderr

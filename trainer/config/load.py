@@ -115,13 +115,18 @@ def _differs(key: str, config: Config) -> bool:
 
 
 def config_from_dict(
-    values: Mapping[str, object], where: str = "", *, changes: Mapping[str, Any] = NO_CHANGES
+    values: Mapping[str, object],
+    where: str = "",
+    *,
+    overrides: Sequence[str] = (),
+    changes: Mapping[str, Any] = NO_CHANGES,
 ) -> Config:
     """The checked Config of nested plain values, as `config_to_dict` gives them; `where` names them in errors.
 
-    `changes`: what options of the command line say besides, for `with_changes`.
+    `overrides` (`a.b=c`) and `changes`, for `with_changes`: what the command line says besides.
     """
     draft = Draft.of_tree(values, Places(where))
+    draft.override(overrides)
     draft.change(changes)
     return draft.finish()
 

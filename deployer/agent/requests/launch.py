@@ -44,7 +44,7 @@ def launch(root: Root, call: Call) -> None:
     if request.like:
         from . import repeat  # hardly ever needed
 
-        request = repeat.with_values_of(root, request)
+        request = repeat.with_values_of(root, request, plan)
     already = _existing(job, request.plan)
     if not already:
         already = not _start_once(root, job, plan, request, call)

@@ -10,7 +10,7 @@ from typing import Dict
 from ..host.errors import AgentError
 from ..host.layout import Root
 from ..host.typed import Damage, to_json
-from ..job.plan import trees_of
+from ..job.plan import Plan, trees_of
 from ..job.record import Record, plan_of, read_record
 from ..job.views import OfJob, OriginalView
 from ..store.content import Store
@@ -37,10 +37,12 @@ def _at_launch(record: Record) -> Record:
     return record if first is None or first.plan_before is None else record._replace(plan=first.plan_before)
 
 
-def with_values_of(root: Root, request: LaunchRequest) -> LaunchRequest:
-    """A launch with the --env values of the job that it repeats, under those that it has itself: they never left."""
+def with_values_of(root: Root, request: LaunchRequest, plan: Plan) -> LaunchRequest:
+    """A launch with those --env values of the job that it repeats that its plan names, under the ones that it has
+    itself: they never left."""
     record = _record(root, request.like)
-    env: Dict[str, str] = {**record.env, **request.env}
+    kept = {name: value for name, value in record.env.items() if name in plan.env_names}
+    env: Dict[str, str] = {**kept, **request.env}
     return request._replace(env=env, git=request.git or record.git)
 
 

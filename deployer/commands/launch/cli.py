@@ -89,8 +89,11 @@ def run(config: str | None, overrides: tuple[str, ...], **options: Any) -> None:
     there comes home: metrics.jsonl and export/, and checkpoints/ on request (`pull`). With --out PATH what it writes to
     PATH in its copy comes home too, to results/ID/code/PATH; a line names what stays.
     """
-    program = click.get_current_context().meta["program"]
+    meta, named = click.get_current_context().meta, config
+    program = meta["program"]
     config, overrides = _file_of(config, overrides, program)
+    if config is not None and config != named:  # for who launches it again
+        meta["words"] = [config, *meta["words"]]
     if config is not None and not Path(config).exists():
         _check_no_program(config, overrides)
     _launch(config, overrides, program, **options)
@@ -278,8 +281,9 @@ def repeat(job_id: str, overrides: tuple[str, ...], with_changes: bool, give_up_
       deploy.py repeat ID train.steps=200 --gpus 2   with other settings
       deploy.py repeat ID --with-changes             this folder as it is now, by the same words
 
-    Without --with-changes nothing is sent: its host has the files. What a resume changed later is not repeated. Secrets
-    are taken from this shell again, --env values from the host. Another host, by --ssh, needs --with-changes.
+    Without --with-changes nothing is sent: its host has the files. What a resume changed later is not repeated, but for
+    values of --env. Nor are --after and --notify. Secrets are taken from this shell again, --env values from the host.
+    Another host, by --ssh, needs --with-changes.
     """
     context = click.get_current_context()
     if context.meta["program"]:

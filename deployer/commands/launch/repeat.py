@@ -10,12 +10,12 @@ from deployer import terminal
 from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import Status
 from deployer.commands.launch.asked import tell_note
-from deployer.commands.launch.resume import named_env_file
+from deployer.commands.launch.resume import named_env_file, told_no_more, with_whole_ids
 from deployer.commands.launch.run import check_followed, follow_through, with_secrets
 from deployer.connection.host import HERE, Host
 from deployer.errors import UnknownJob, UsageError
 from deployer.jobs.registry import JobRecord
-from deployer.jobs.words import Anew, hidden_names, kept_words, split_program, without_env
+from deployer.jobs.words import Anew, hidden_names, kept_words, split_program, without_env, without_option
 from deployer.launch.start import launch_and_follow
 from deployer.plan.env_file import env_file_of
 from deployer.plan.notify import read_notify, with_urls
@@ -25,7 +25,9 @@ from deployer.plan.repeat import Original, plan_again, read_original
 from deployer.printable import shown
 from deployer.project.manifest import Scan, Shipment
 from deployer.project.walk import Ignored
+from trainer.config.load import key_of
 
+NOT_AFTER = "it waits for no other job: --after is not repeated; --after ID names one"
 NOTHING = Scan((), {}, 0, Ignored(0, 0, False, (), {}), (), ())
 
 
@@ -48,13 +50,14 @@ def repeat(
     check_followed(whom, detach=ways["detach"])
     original = _original(host, job_id)
     known = record.secrets if record else ()
-    if waits := changes["keys"].get("target.after"):
-        from deployer.jobs.after import whole_ids
-
-        changes["keys"]["target.after"] = whole_ids(waits, host)
-    options = Options(overrides=overrides, **changes)
+    options = with_whole_ids(Options(overrides=overrides, **changes), host)
     env_file = env_file_of(named_env_file(options) or (record.env_file if record else None) or None)
     plan, payload = plan_again(original.job, options, known=known, env_file=env_file, tell=tell_note)
+    before, given = original.job.plan, {*options.keys, *map(key_of, overrides)}
+    if before.policy.after and "target.after" not in given:
+        tell_note(NOT_AFTER)
+    if note := told_no_more(before, whom.urls):
+        tell_note(note)
     plan, payload = with_urls(plan, payload, whom.urls)
     files = f"those of {original.job.job_id}, which are there"
     if dry_run is not None:
@@ -135,11 +138,29 @@ def words_anew(record: JobRecord, words: Sequence[str], *, elsewhere: bool) -> A
         )
     given = set(hidden_names(words))
     names = tuple(name for name in dict.fromkeys(hidden_names(record.words)) if name not in given)
-    if names and elsewhere:
+    if names and (elsewhere or "" in names):
         where = record.ssh or HERE
         raise UsageError(
             f"the value of {names[0] or 'target.env'} is not kept here, and only {where} has it",
-            hint=" ".join(f"--env {name or 'NAME'}=…" for name in names) + " gives it again",
+            hint=" ".join(f"--env {name}=…" if name else "target.env={NAME: …}" for name in names) + " gives it again",
         )
-    kept = joined(record.words, kept_words(words))
-    return Anew(joined(without_env(record.words), words), record.job_id if names else "", names, kept)
+    former = _without_once(record.words, words)
+    kept = joined(former, kept_words(words))
+    return Anew(joined(without_env(former), words), record.job_id if names else "", names, kept)
+
+
+def _without_once(former: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
+    """Without what was of that one launch alone; says so, unless the words give it anew."""
+    kept = tuple(former)
+    for (option, key), note in _ONCE.items():
+        left = without_option(kept, option, key)
+        if left != kept and without_option(words, option, key) == tuple(words):
+            tell_note(note)
+        kept = left
+    return kept
+
+
+_ONCE = {
+    ("--after", "target.after"): NOT_AFTER,
+    ("--notify", ""): "whom --notify named is told no more: it is kept nowhere; --notify names it anew",
+}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployer.agent.job.plan import is_alone
+from deployer.agent.job.plan import Plan, is_alone
 from deployer.agent.job.status import Status
 from deployer.commands.launch.asked import tell_note
 from deployer.commands.launch.run import check_followed, follow_through, with_secrets
@@ -36,18 +38,8 @@ def resume(
     whom = read_notify(notify)
     check_followed(whom, detach=ways["detach"])
     job = read_resumable(host, job_id)
-    record = record_of(job, host)
-    if waits := changes["keys"].get("target.after"):
-        from deployer.jobs.after import whole_ids
-
-        changes["keys"]["target.after"] = whole_ids(waits, host)
     options = Options(overrides=overrides, **changes)
-    env_file = env_file_of(named_env_file(options) or record.env_file or None)
-    plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell_note)
-    if job.plan.policy.notify and not whom.urls:
-        tell_note(f"{', '.join(job.plan.policy.notify)} is told no more: a URL is kept nowhere; --notify names it anew")
-    plan, payload = with_urls(plan, payload, whom.urls)
-    record = with_secrets(record, plan, env_file)
+    plan, payload, record = next_of(job, options, host, urls=whom.urls, tell=tell_note)
     attempt = job.attempt + 1
 
     def start(screen: Any, view: Any) -> Status | None:
@@ -57,6 +49,37 @@ def resume(
         )
 
     return follow_through(start, host, record, bare=is_alone(plan), commands=whom.commands, **ways)
+
+
+def next_of(
+    job: Resumable, options: Options, host: Host, *, urls: Sequence[str], tell: Callable[[str], None]
+) -> tuple[Plan, dict[str, Any], JobRecord]:
+    """The plan of the next attempt, what travels beside it, and what this client notes of the job then. `tell` hears
+    what has no effect, and what is not as it was."""
+    record, options = record_of(job, host), with_whole_ids(options, host)
+    env_file = env_file_of(named_env_file(options) or record.env_file or None)
+    plan, payload = plan_next(job, options, known=record.secrets, env_file=env_file, tell=tell)
+    if note := told_no_more(job.plan, urls):
+        tell(note)
+    plan, payload = with_urls(plan, payload, urls)
+    return plan, payload, with_secrets(record, plan, env_file)
+
+
+def with_whole_ids(options: Options, host: Host) -> Options:
+    """With whole ids of the jobs that it is to start after, as far as this client knows them."""
+    waits = options.keys.get("target.after")
+    if not waits:
+        return options
+    from deployer.jobs.after import whole_ids
+
+    return replace(options, keys={**options.keys, "target.after": whole_ids(waits, host)})
+
+
+def told_no_more(plan: Plan, urls: Sequence[str]) -> str:
+    """A note on the URLs that heard of this job and will not again; empty where there is nothing to note."""
+    if urls or not plan.policy.notify:
+        return ""
+    return f"{', '.join(plan.policy.notify)} is told no more: a URL is kept nowhere; --notify names it anew"
 
 
 def named_env_file(options: Options) -> str:

@@ -75,7 +75,7 @@ def run(
     chosen = choose(config, overrides, program, kind, options)
     asked, chosen, taken = ask_for(chosen, defaults)
     host = enter(asked.config.target.ssh, asked.config.target.root)
-    asked = _with_after(asked, host)
+    asked = with_after(asked, host)
     if dry_run is None:
         check_platform(host)
         host.prefetch()
@@ -110,7 +110,7 @@ def run(
     )
 
 
-def _with_after(asked: Asked, host: Host) -> Asked:
+def with_after(asked: Asked, host: Host) -> Asked:
     """With whole ids of the jobs that it is to start after, as far as this client knows them."""
     target = asked.config.target
     if not target.after:
