@@ -265,13 +265,11 @@ def _compose(source: bytes | str, place: str) -> yaml.Node | None:
         except yaml.YAMLError:  # libyaml has a bound of its own in some versions, and other words
             _check_shape(yaml.parse(source, Loader=loader), place)
         node: yaml.Node | None = yaml.compose(source, Loader=loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter two: "\UFFFFFFFF" is no character
         mark = getattr(error, "problem_mark", None)
         where = f"{place}:{mark.line + 1}" if mark and isinstance(source, bytes) else place
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "it cannot be parsed"
         raise ConfigError(f"not valid YAML: {problem}", where=where) from None
-    except (ValueError, OverflowError):  # "\UFFFFFFFF": PyYAML does not look whether there is such a character
-        raise ConfigError("not valid YAML: it names a character that does not exist", where=place) from None
     return node
 
 

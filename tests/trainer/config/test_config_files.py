@@ -180,7 +180,7 @@ YAML_ERRORS = {
     "not UTF-8": (b"run: {name: \xff}", "Error: not valid YAML: invalid start byte\n  in a.yaml"),
     "no character": (
         'run: {name: "\\UFFFFFFFF"}',
-        "Error: not valid YAML: it names a character that does not exist\n  in a.yaml",
+        "Error: not valid YAML: it cannot be parsed\n  in a.yaml",
     ),
     "two documents": ("run: {}\n---\nrun: {}\n", "Error: not valid YAML: but found another document\n  in a.yaml:2"),
     "tag": (
