@@ -90,7 +90,7 @@ def launch(
 def _start(given: Options, access: dict[str, Any], project: Path, urls: Sequence[str]) -> Job:
     asked, chosen, _ = ask_for(given, read_defaults(project), tell=warn)
     target = asked.config.target
-    host = host_of(target.ssh, target.root, **_ENTERS | access)
+    host = host_of(target.ssh, target.root, project=project, **_ENTERS | access)
     try:
         check_platform(host)
         host.prefetch()

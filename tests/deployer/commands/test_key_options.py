@@ -78,7 +78,8 @@ def test_config_is_judged_with_the_options_over_it(tmp_path: Path) -> None:
     config, command, given = read_config(options)
     assert command is None and config.target.gpu_ranks == [1]
     assert config.target.secrets == ["A", "B"] and config.target.env == {"X": "1", "Y": "2"}
-    assert given == {f"target.{name}" for name in ("train_backend", "gpu_ranks", "secrets", "env")}
+    named = {f"target.{name}" for name in ("train_backend", "gpu_ranks", "secrets", "env")}
+    assert given == {*named, "run.name"}  # after its file
 
 
 @pytest.mark.parametrize(
