@@ -194,7 +194,7 @@ class _Links:
         """One that takes a connection more; waits while the host cannot be reached. Where all are full one caller logs
         in, without the lock: who gives back, or closes, waits for no login."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._is_up() and not (self._dials and self._is_full())))
+            self._changed.wait_for(lambda: self._closed or (self._is_up() and not self._dials))
             if self._closed:
                 raise LostConnection("the tunnel was closed")
             self._carried = {link: n for link, n in self._carried.items() if n or link.loss is None}
