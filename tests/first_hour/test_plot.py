@@ -109,7 +109,10 @@ def test_mistakes_are_told_with_what_there_is(tmp_path: Path):
         plot_here(run, html="/dev/null/x.html")
 
 
-def test_two_runs_share_a_chart_and_two_losses_of_one_run_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_runs_share_a_chart_and_two_losses_of_one_run_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "250")  # the paths of the tests are long, and a legend is cut
     first = put_run(tmp_path / "first", lines_of(5, eval_loss=1))
     second = put_run(tmp_path / "second", lines_of(9))
     assert plot_here(first) == 0
