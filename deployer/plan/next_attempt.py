@@ -8,6 +8,7 @@ from typing import Any
 
 from deployer.agent.host.typed import Damage
 from deployer.agent.job.plan import Plan, groups_of, is_trainer, parse_plan
+from deployer.agent.job.record import RawPlan
 from deployer.agent.job.views import PlanView
 from deployer.connection.host import Host
 from deployer.errors import HostError, UsageError
@@ -39,8 +40,13 @@ def read_resumable(host: Host, job_id: str) -> Resumable:
         call = link.first
         found = call.result("plan", PlanView)
         call.check_job_id(found.job_id, "plan.job_id")
+    return Resumable(found.job_id, plan_from(host, job_id, found.plan), found.attempt, found.from_step)
+
+
+def plan_from(host: Host, job_id: str, raw: RawPlan) -> Plan:
+    """The plan of a job as its host sent it. HostError for none."""
     try:
-        return Resumable(found.job_id, parse_plan(found.plan), found.attempt, found.from_step)
+        return parse_plan(raw)
     except Damage as damage:
         raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
 

@@ -7,14 +7,12 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from deployer.agent.host.layout import JOB_ID_ENV
-from deployer.agent.host.typed import Damage
-from deployer.agent.job.plan import Plan, parse_plan
+from deployer.agent.job.plan import Plan
 from deployer.agent.job.views import OriginalView
 from deployer.connection.host import Host
-from deployer.errors import HostError
 from deployer.plan.env_file import EnvFile
 from deployer.plan.launch_plan import new_job_id
-from deployer.plan.next_attempt import Resumable, plan_next
+from deployer.plan.next_attempt import Resumable, plan_from, plan_next
 from deployer.plan.options import Options
 
 
@@ -31,10 +29,7 @@ def read_original(host: Host, job_id: str) -> Original:
         call = link.first
         found = call.result("original", OriginalView)
         call.check_job_id(found.job_id, "original.job_id")
-    try:
-        plan = parse_plan(found.plan)
-    except Damage as damage:
-        raise HostError(f"cannot read what {host.name} says of {job_id}: {damage}") from None
+    plan = plan_from(host, job_id, found.plan)
     return Original(Resumable(found.job_id, plan, attempt=0, from_step=None), found.whole)
 
 

@@ -8,7 +8,7 @@ import os
 import zlib
 from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Set
 
-from ..host.files import blake2b, is_path_below
+from ..host.files import blake2b, is_path_below, open_regular
 from ..host.typed import Damage, as_row, parse
 
 Mode = Literal["f", "x", "l"]
@@ -39,6 +39,15 @@ class Changes(NamedTuple):
 
 def content_hash(data: bytes) -> str:
     return blake2b(data, digest_size=20).hexdigest()
+
+
+def file_hash(path: str) -> str:
+    """The content hash of a regular file. OSError when there is none to read."""
+    digest = blake2b(digest_size=20)
+    with open_regular(path) as file:
+        for data in iter(lambda: file.read(1 << 20), b""):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def root_hash(entries: Sequence[Entry]) -> str:

@@ -31,7 +31,7 @@ _OTHERS = {
     "spot_policy": f"no machine is rented, so none is taken away; {_RESTARTS}",
     "retry": _RESTARTS,
     **dict.fromkeys(("image", "registry_auth", "docker", "privileged", "entrypoint", "nvcc", "user"), NO_CONTAINER),
-    "ports": "no port is opened: ssh -L PORT:localhost:PORT HOST reaches one",
+    "ports": "no port is opened: deploy.py tunnel ID PORT reaches one",
     "volumes": _MOUNTED,
     "repos": f"{FOLDER}: clone what it names, and stand in it",
     "stop_duration": "deploy.py stop ID --grace S gives it time to save",

@@ -33,7 +33,7 @@ _RESOURCES = {
     "job_recovery": _RESTARTS,
     "spot_recovery": _RESTARTS,
     "image_id": NO_CONTAINER,
-    "ports": "no port is opened: ssh -L PORT:localhost:PORT HOST reaches one",
+    "ports": "no port is opened: deploy.py tunnel ID PORT reaches one",
     "autostop": "the host is yours and stays as it is",
 }
 _OTHERS = {
@@ -44,7 +44,7 @@ _OTHERS = {
     "storage_mounts": "a bucket: setup can download it, or the host has it mounted",
     "config": "options of SkyPilot itself",
     "experimental": "options of SkyPilot itself",
-    "event_callback": "nobody is called: deploy.py status ID tells how a job ended",
+    "event_callback": "--notify URL or CMD at the launch tells how a job goes",
     "inputs": "a hint for SkyPilot's choice of a cloud",
     "outputs": "a hint for SkyPilot's choice of a cloud",
 }

@@ -13,7 +13,7 @@ from typing import Dict, Iterable, List, NamedTuple, Sequence
 
 from ...host.disk import fail, free_bytes, megabytes, no_room
 from ...host.errors import AgentError
-from ...host.files import blake2b, is_path_below, open_regular, put_in_place, remove
+from ...host.files import is_path_below, put_in_place, remove
 from ...host.layout import CHECKPOINT_MARKER, Job, Root
 from ...host.locks import store_in_use
 from ...host.typed import Damage, to_json
@@ -102,17 +102,9 @@ def _is_there(job: Job, entry: tree.Entry) -> bool:
     path = os.path.join(job.path, entry.path)
     try:
         info = os.lstat(path)
-        return stat.S_ISREG(info.st_mode) and info.st_size == entry.size and _hash(path) == entry.hash
+        return stat.S_ISREG(info.st_mode) and info.st_size == entry.size and tree.file_hash(path) == entry.hash
     except OSError:
         return False
-
-
-def _hash(path: str) -> str:
-    digest = blake2b(digest_size=20)
-    with open_regular(path) as file:
-        for data in iter(lambda: file.read(1 << 20), b""):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def _check_free(job: Job, entries: Sequence[tree.Entry], *, force: bool) -> None:

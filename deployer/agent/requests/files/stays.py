@@ -9,14 +9,13 @@ import stat
 from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from ...host.errors import AgentError
-from ...host.files import blake2b
 from ...host.layout import Job, Root
 from ...job.plan import Plan
 from ...job.record import known_record
 from ...job.status import LOST, Status, read_word, slot_of
 from ...python.made import MADE
 from ...store.content import Store
-from ...store.tree import Entry, folders_of
+from ...store.tree import Entry, file_hash, folders_of
 from .view import Stays
 
 OURS = re.compile(r"(code|lib|control|ranks|tokens)\Z|\.|config\.attempt_\d+\.yaml\Z|.*\.tmp\Z")
@@ -115,7 +114,14 @@ class _Shipped:
         entry = self._entries.get(path)
         if entry is None or info.st_size != entry.size:
             return True
-        return is_later and (info.st_size > MOST_HASHED_BYTES or self._hash(path) != entry.hash)
+        if not is_later:
+            return False
+        if info.st_size > MOST_HASHED_BYTES:
+            return True
+        try:
+            return file_hash(os.path.join(self._base, path)) != entry.hash
+        except OSError:
+            return True
 
     def _is_of_setup(self, path: str, info: os.stat_result) -> bool:
         try:
@@ -131,13 +137,3 @@ class _Shipped:
             return "/".join(parts[:2])
         tops = ("/".join(parts[:depth]) for depth in range(2, len(parts)))
         return next((top for top in tops if top not in self._folders), path)
-
-    def _hash(self, path: str) -> str:
-        digest = blake2b(digest_size=20)
-        try:
-            with open(os.path.join(self._base, path), "rb") as file:
-                for data in iter(lambda: file.read(1 << 20), b""):
-                    digest.update(data)
-        except OSError:
-            return ""
-        return digest.hexdigest()
