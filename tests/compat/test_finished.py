@@ -102,6 +102,8 @@ def test_status_and_log_are_told(host: Host, name: str) -> None:
     known, job = JOBS[name], host.jobs[name]
     found = json.loads(host.ask("status", name, "--json"))
     wrote = json.loads((job / "status.json").read_text())
+    if "hint" in wrote:
+        wrote["hint"] = wrote["hint"] or None  # a script reads null where there is nothing to say
     pairs = zip(found["attempts"], wrote.get("attempts", ()), strict=True)
     kept = [{name: attempt[name] for name in old} for attempt, old in pairs]
     assert {**found, "attempts": kept} | wrote == {**found, "attempts": kept}  # nothing of it is judged anew

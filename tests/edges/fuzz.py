@@ -37,7 +37,7 @@ from tests.support.terminals import assert_tame
 CODES = {0, 1, 2, 3, 74, 75, 124, 125, 130, 143}
 """The documented ones, and that of the job that failed."""
 HANGS_S = patient(90)
-TIMES = {"seen_at", "age_s", "queue"}
+TIMES = {"seen_at", "age_s", "ran_s", "queue"}
 """What may change by itself: a claim whose file was damaged is made again, and is younger then."""
 WORDS = ("Traceback", "Torchferry failed", "the agent failed", "failed itself", "Error 0")
 

@@ -42,6 +42,8 @@ from .view import GcReport, GoneJob, KeptJobs
 
 MOST_LOOKED_INTO = 100
 """Jobs, for what nobody has fetched of them."""
+LOOK_S = 2.0
+"""For so long somebody who only looks at a job, to see how it ended, may hold its lock."""
 
 
 class _Asked(NamedTuple):
@@ -126,7 +128,7 @@ def _take_job(root: Root, job: Job) -> Optional[str]:
     except OSError:
         return None
     try:
-        free = take_lock(fd) and judge(job, is_locked=True).state in FINAL
+        free = take_lock(fd, wait_s=LOOK_S) and judge(job, is_locked=True).state in FINAL
         return _take(root, job.path) if free else None
     except (AgentError, OSError):
         return None

@@ -179,7 +179,7 @@ def _end_of_orphan(job: Job, status: Status, *, rebooted: bool) -> Status:
         return status._replace(
             state=former.state,
             code=former.code,
-            reason="%s; %s before attempt %d" % (former.reason, how, status.attempt),
+            reason="%s; %s before attempt %d was seen to run" % (former.reason, how, status.attempt),
             first_failing_rank=former.first_failing_rank,
             first_failing_group=former.first_failing_group,
             signal=former.signal,

@@ -168,7 +168,7 @@ def test_supervisor_killed_between_two_attempts_leaves_the_last_ones_verdict(tmp
     os.kill(supervisor_pid(job), signal.SIGKILL)
     status = end_of(job)
     assert (status.state, status.code) == ("failed", 6)
-    assert status.reason == "rank 0 exited with code 6; its supervisor was killed before attempt 3"
+    assert status.reason == "rank 0 exited with code 6; its supervisor was killed before attempt 3 was seen to run"
 
 
 def kill_supervisor_and_adopt(job: Job) -> None:
