@@ -33,6 +33,7 @@ COMMANDS = {
     "shell": "ssh connect login",
     "tunnel": "port-forward forward",
     "pull": "sync rsync cp scp download fetch get",
+    "push": "put upload",
     "gpus": "nvidia-smi gpustat nvtop nvitop sinfo",
     "gc": "rm clean cleanup prune purge remove",
     "doctor": "check verify",
@@ -59,13 +60,19 @@ OPTIONS = {
         "lora.rank={}": "--lora-rank",
         "optim.warmup_steps={}": "--warmup",
     },
+    "sft": {
+        "--model {}": "--model-name-or-path --model-name --model-id --base-model",
+        "--data {}": "--dataset-name --dataset --dataset-path --train-file",
+        "--lora": "--use-peft --peft --use-lora",
+    },
     "ps": {"--all": "-a", "--watch": "-f --follow"},
     "logs": {"--tail {}": "-n --lines"},
     "stop": {"--force": "-9 -KILL", "--grace {}": "-t --time --timeout --grace-period"},
     "gc": {"--yes": "-y -f"},
 }
 """Of our command: an option of ours, or a key of the config, and the options that say it elsewhere (with `-` for `_`).
-For what is not here `run` and `resume` ask the schema, which knows other tools' names of its keys."""
+For what is not here `run`, `sft` and `resume` ask the schema, which knows other tools' names of its keys, and `sft`
+what stands under `run`."""
 
 ABSENT = {
     "--output-dir": "results come home to results/ID, and deploy.py pull ID --to DIR brings them elsewhere",
@@ -74,8 +81,11 @@ ABSENT = {
 }
 """Options of `run` elsewhere that need none here, and why."""
 
-GROUPS = ("jobs", "job")
-"""Words before another tool's command, as in `sky jobs queue`."""
+GROUPS = ("jobs", "job", "trl")
+"""Words before another tool's command, as in `sky jobs queue` and `trl sft`."""
+
+COPIES = ("rsync", "scp", "cp", "sync", "copy")
+"""Words elsewhere for both ways: to a host when the last word names one."""
 
 PROGRAMS = frozenset(("python", "python3", "torchrun", "accelerate", "deepspeed", "bash", "sh"))
 """What a first word means that no file is named by, also where this machine lacks it; else what is found here."""
@@ -88,6 +98,8 @@ def line_here(words: Sequence[str], commands: Mapping[str, click.Command]) -> st
     if words[0] in GROUPS and words[1:] and (words[1] in _OURS_OF or words[1] in commands):
         words = words[1:]
     ours = words[0] if words[0] in commands else _OURS_OF.get(words[0], "")
+    if words[0] in COPIES and len(words) > 2 and ":" in words[-1] and ":" not in words[-2]:
+        ours = "push"
     name, *options = ours.split() or [""]
     if name not in commands:
         return ""
@@ -132,7 +144,12 @@ class _Line:
                 self.program = [*_STARTED_BY.get(Path(word).suffix, ()), word, *left]
             else:
                 self.words.append(word)
-        line = ["deploy.py", self.name, *(self._run_words() if self.name == "run" else self._job_words())]
+        words = {"run": self._run_words, "sft": self._sft_words}.get(self.name, self._job_words)
+        line = ["deploy.py", self.name, *words()]
+        if self.name == "run" and self.program is None and self.words and _is_task_elsewhere(self.words[0]):
+            line = ["deploy.py", "convert", self.words[0], "-o", "torchferry.yaml"]
+            self.notes.insert(0, "then " + shlex.join(["deploy.py", "run", *self.options]))
+            self.left_out += [*self.words[1:], *self.own]
         without = f" (without {shlex.join(self.left_out)})" if self.left_out else ""
         return shlex.join(line) + without + "".join(f"; {note}" for note in self.notes)
 
@@ -169,6 +186,10 @@ class _Line:
             return [*self.options, "--", *self.program, *self.own]
         return [*self.options, *(self.words or ["CONFIG"]), *self.keys]
 
+    def _sft_words(self) -> list[str]:
+        self.left_out += [word for word in self.words if "=" not in word]
+        return [*self.options, *(word for word in self.words if "=" in word), *self.keys]
+
     def _job_words(self) -> list[str]:
         arguments = [param for param in self.command.params if isinstance(param, click.Argument)]
         words, options = list(self.words), self.options
@@ -176,11 +197,16 @@ class _Line:
             host = words[:1] if self.name != "gc" and not self.left_out and "--ssh" not in options else []
             self.left_out += words[len(host) :]
             return [*options, *(["--ssh", *host] if host else [])]
+        if self.name == "push" and words and ":" in words[-1]:  # as scp and rsync name where a file goes
+            name, _, folder = words.pop().partition(":")
+            words, options = [name, *words], [*options, *(["--into", folder] if folder.strip("/.") else [])]
         if self.name == "pull" and words and ":" in words[0]:  # as scp, rsync and docker name a file
             words[:1] = words[0].split(":", 1)
             options = [*options, "--to", words.pop()] if len(words) > 2 else options
         if "--all" in options:
             return options
+        if len(words) == 2 and _IS_NUMBER.match(words[1]) and not _IS_NUMBER.match(words[0]):
+            words = ["ID"]  # as SkyPilot names a job: CLUSTER 3
         if arguments[0].nargs == -1:
             return [*options, *(list(filter(_is_id, words)) or ["ID"])]
         if len(arguments) == 1:
@@ -189,6 +215,7 @@ class _Line:
         return [*options, job_id, *(words[1:] if len(arguments) > 1 else ()), *self.keys]
 
 
+_IS_NUMBER = re.compile(r"\d{1,3}\Z")
 _STARTED_BY = {".py": ("python",), ".sh": ("bash",)}
 
 
@@ -211,13 +238,29 @@ def _template(name: str, option: str) -> str | None:
     for template, options in OPTIONS.get("run" if name == "resume" else name, {}).items():
         if plain in options.split() and (name != "resume" or "=" in template):
             return template
+    if name == "sft":
+        found = _template("run", option)
+        return found if found != "{}" else None  # it takes no file
     is_key = name in ("run", "resume") and plain.startswith("--") and plain not in ABSENT
     return _keys().get(plain[2:].replace("-", "_")) if is_key else None
 
 
 def said_here(option: str) -> str:
     """What an option of another tool's launch is here, an option or a key; empty for one that nobody knows."""
-    return " ".join(_filled(_template("run", option) or "", "VALUE"))
+    return " ".join(_filled(_template("sft", option) or "", "VALUE"))
+
+
+def _is_task_elsewhere(word: str) -> bool:
+    """Whether a file is a task that `convert` takes."""
+    if not Path(word).is_file():
+        return False
+    from trainer.config.kinds.recognise import DSTACK, SKYPILOT, read_kind
+    from trainer.errors import ConfigError
+
+    try:
+        return read_kind(word).kind in (SKYPILOT, DSTACK)
+    except (ConfigError, OSError):
+        return False
 
 
 @cache

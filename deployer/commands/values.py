@@ -97,7 +97,8 @@ def parse_assignment(text: str) -> tuple[str, str]:
     """The name and the value of NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE")
+        hint = f"--secret {name} takes the value from your shell, and keeps it secret" if name.isidentifier() else ""
+        raise UsageError(f"--env {name!r} is not of the form NAME=VALUE", hint=hint)
     return name, value
 
 

@@ -86,7 +86,7 @@ def with_defaults(asked: Asked, defaults: Mapping[str, Any]) -> tuple[Asked, set
 def without_effect(command: Command, target: TargetConfig, given: Mapping[str, Any]) -> Iterator[str]:
     """What of the command line changes nothing for a program of one's own, in words."""
     if target.device == "cpu" and not command.torchrun and "target.gpu_ranks" in given:
-        yield "--gpus changes nothing: on the CPU a program without --torchrun is one process"
+        yield "naming GPUs changes nothing: on the CPU a program without --torchrun is one process"
     if ours := next((word for word in command.argv[1:] if word.partition("=")[0] in _OURS), None):
         yield f"{ours} stands after --, so the program gets it, and it is no option of this command"
 

@@ -56,7 +56,8 @@ class Collected:
         is_broken_off = "status.json" not in inode.names and (folder, self.truth.folders[folder]) not in self.promised
         told = {left["pid"] for left in status.get("remaining") or ()}
         runs = [p for p in self._of(folder) if p.pid not in told]
-        if not self.truth.damaged and (not (is_broken_off or status["state"] in FINAL) or runs):
+        unwritten = self.kernel.disk.room() < 1 << 20  # how it ended could be told, and not written
+        if not self.truth.damaged and (not (is_broken_off or unwritten or status["state"] in FINAL) or runs):
             self.truth.broken(f"{folder} was collected while it was {status['state']}, and {runs} ran")
         self.truth.forget(folder)
 

@@ -101,6 +101,7 @@ def generate(
         tell=lambda line: write_line(sys.stderr, line),
     )
     live = sys.stdout.isatty() and not as_json
+    write_line(sys.stderr, f"sampling up to {max_tokens} tokens on {speaker.model.device}")
     said = []
     for text in texts:
         if len(texts) > 1 and not as_json:

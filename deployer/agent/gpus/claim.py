@@ -158,6 +158,8 @@ def _refused(view: QueueView, claims: Sequence[Claim], sight: Sight) -> AgentErr
 
 POLL_S = 1.0
 """So often a waiting job looks who holds its GPUs."""
+AGAIN_S = 2.0
+"""So long a next supervisor waits for whoever looks and claims: somebody waits for it."""
 SIGHT_S = 10.0
 """nvidia-smi is asked again so often while leases alone keep a job waiting; before a start it is asked always."""
 
@@ -170,6 +172,8 @@ class JobGpus:
         one that waited for another job, see claim."""
         self.view: Optional[QueueView] = None
         """Why it waits."""
+        self.given_to = ""
+        """The job that took them while nobody held them."""
         self._wanted = wanted
         self._env = env
         self._held = take_over(handed) if handed else None
@@ -215,12 +219,20 @@ class JobGpus:
         self._held = claim_gpus(self._wanted._replace(queue=True), self._env)
 
     def hold_again(self, devices: Sequence[str], visible: str) -> None:
-        """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does."""
+        """For a job whose supervisor was killed: its ranks hold the first claim, and end before it does. Since the last
+        of them ended nobody has held the GPUs, so another job may have them by now: see `given_to`."""
         if not devices:
             return
         claim = Claim(SHARED if self._wanted.allow_busy else LEASE, self._wanted.job, tuple(devices))
-        self._held = Held(claim, visible)
-        self.keep()
+        try:
+            with claiming(AGAIN_S) as claims:
+                for other in _of_others(claims.read(), self._wanted.job) if claim.kind == LEASE else ():
+                    if other.kind == LEASE and any(any_overlap(device, other.devices) for device in devices):
+                        self.given_to = other.job
+                        return
+                self._held = claims.hold(claim, visible)
+        except (AgentError, OSError):
+            self._held = Held(claim, visible)  # `keep` tries again
 
     def keep(self) -> None:
         """Gives the claim its names and words again where somebody took them. To be called often. Where no name is

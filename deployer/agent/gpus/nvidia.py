@@ -111,9 +111,7 @@ class Sight(NamedTuple):
         return {device: who for device, who in users.items() if who}
 
 
-def see(
-    requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "target.device=cpu", limited: bool = False
-) -> Sight:
+def see(requested: Sequence[str], env: Dict[str, str], *, on_cpu: str = "--device cpu", limited: bool = False) -> Sight:
     """The host's GPUs and those asked for: by index, UUID or the beginning of one, or as auto:N.
 
     AgentError when the host has not what is asked for, or when one is named twice. `on_cpu` is the option of the job

@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
     """Wait for them."""
     allow_busy: bool = False
     """Take them though others use them."""
-    on_cpu: str = "target.device=cpu"
+    on_cpu: str = "--device cpu"
     """The option of the job that does without."""
 
 

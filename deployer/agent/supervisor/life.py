@@ -124,7 +124,7 @@ class JobRun:
             return never
         if not self.given.adopt and not self._queue():
             return Ending(STOPPED, None, _STOPPED_QUEUED)
-        if self.gpus is not None:
+        if self.gpus is not None and self.gpus.devices:
             self.status.note(devices=self.gpus.devices)
         ending = self._try(adopted=self.given.adopt)
         while ending.state == FAILED and self._max_restarts:
@@ -240,6 +240,8 @@ class JobRun:
     def _why_no_restart(self) -> Optional[str]:
         if self.given.adopt and self.plan.secret_names:
             return "the supervisor that knew its secrets was killed; resume it"
+        if self.gpus is not None and self.gpus.given_to:
+            return "its supervisor was killed, and %s has its GPUs by now; resume it" % self.gpus.given_to
         from . import restarts  # a job that does not fail starts sooner
 
         now = self.status.now

@@ -85,6 +85,26 @@ def test_claim_whose_file_somebody_has_written_into_is_written_again(folder: Pat
     held.release()
 
 
+def test_next_supervisor_leaves_gpus_alone_that_another_job_has_by_now(folder: Path) -> None:
+    ranks = hold("j")
+    adopted = JobGpus(Wanted("j", ("0",)), {}, None)
+    adopted.hold_again(["GPU-0"], "0")
+    assert (jobs_seen(), adopted.devices, adopted.given_to) == (["j", "j"], ("GPU-0",), "")
+    adopted.release()
+    ranks.release()
+    other = hold("k", "GPU-0", "GPU-1")
+    late = JobGpus(Wanted("j", ("0",)), {}, None)
+    late.hold_again(["GPU-0"], "0")
+    assert (jobs_seen(), late.devices, late.given_to) == (["k"], (), "k")
+    late.keep()
+    assert jobs_seen() == ["k"]
+    beside = JobGpus(Wanted("j", ("0",), allow_busy=True), {}, None)
+    beside.hold_again(["GPU-0"], "0")
+    assert (jobs_seen(), beside.given_to) == (["j", "k"], "")
+    beside.release()
+    other.release()
+
+
 @pytest.mark.parametrize("words", ["", "[" * 9000, '{"kind": "lease", "job": "j", "dev'])
 def test_lease_that_makes_no_sense_keeps_others_out_until_its_processes_end(folder: Path, words: str) -> None:
     held = hold("j")

@@ -114,6 +114,23 @@ def test_adopted_job_keeps_its_gpus_to_its_end(host: Ferry) -> None:
     assert run(host, "--gpus", "0").returncode == 0
 
 
+def test_adopted_job_does_not_start_again_on_gpus_that_another_job_has_by_now(host: Ferry) -> None:
+    script = "sleep 600 </dev/null >/dev/null 2>&1 & " + BLOCKED + "; exit 3"  # what it leaves behind holds no GPU
+    first = begin(host, "first", "--gpus", "0", "--max-restarts", "1", script=script)
+    os.kill(reached(host, first, "running")["supervisor"]["pid"], signal.SIGKILL)
+    go(first)
+    words = ("--gpus", "0", "--name", "second", "--detach")
+    wait_for(lambda: run(host, *words, program=("sh", "-c", BLOCKED)).returncode == 0)
+    (second,) = (job for job in host.job_ids() if job.startswith("second-"))
+    assert host.run("logs", first.name, *host.where()).returncode == 3
+    found = status_of(host, first)
+    assert (found["state"], found["attempt"]) == ("failed", 1)
+    assert found["reason"].endswith(
+        f"; not restarted: its supervisor was killed, and {second} has its GPUs by now; resume it"
+    )
+    assert "GPU 0 is held by job " + second in error_of(run(host, "--gpus", "0"))
+
+
 def test_restarted_job_keeps_its_gpus_between_its_attempts(host: Ferry) -> None:
     script = "[ $TORCHFERRY_ATTEMPT = 1 ] && exit 1; " + BLOCKED
     holder = begin(host, "holder", "--gpus", "0", "--max-restarts", "1", script=script)
@@ -325,4 +342,4 @@ def test_gpus_of_a_host_without_any_says_so_and_names_the_way_out(ferry: Ferry) 
     assert done.returncode == 125
     message, hint = done.stderr.decode().splitlines()
     assert message.endswith(" has no nvidia-smi, so no GPU is seen")
-    assert hint.endswith("run on its CPUs with target.device=cpu, or choose another machine")
+    assert hint.endswith("run on its CPUs with --device cpu, or choose another machine")

@@ -46,6 +46,13 @@ LINES = [  # what is typed, and what is to be typed here
     ("jobs cancel 3", "stop 3"),
     ("jobs logs 3", "logs 3"),
     ("launch task.yaml", "run task.yaml"),
+    ("launch -c box sky.yaml", "convert sky.yaml -o torchferry.yaml; then deploy.py run --ssh box"),
+    ("cancel mycluster 3", "stop ID"),
+    ("scp a.txt job-1:", "push job-1 a.txt"),
+    ("rsync -a data job-1:in/", "push --into in/ job-1 data (without -a)"),
+    ("upload job-1 a.txt", "push job-1 a.txt"),
+    ("sft --model_name_or_path m --dataset_name d --lr 1", "sft --model m --data d optim.learning_rate=1"),
+    ("trl sft --model_name_or_path m --dataset d --use_peft", "sft --model m --data d --lora"),
     ("apply -f task.yaml", "run task.yaml"),
     ("submit c.py --lr 1e-4", "run c.py optim.learning_rate=1e-4"),
     ("launch -c box --num-gpus=2 t.py --lr 1", "run --ssh box --gpus auto:2 -- python t.py --lr 1"),
@@ -79,6 +86,7 @@ LINES = [  # what is typed, and what is to be typed here
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "t.py").write_text("import torch\n")
     (tmp_path / "c.py").write_text("from trainer.schema import Config\n\nconfig: Config = Config()\n")
+    (tmp_path / "sky.yaml").write_text("resources: {accelerators: A100}\nrun: true\n")
     (tmp_path / "download").mkdir()  # a folder is no config
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -76,7 +76,7 @@ def test_cpu_as_many_processes_and_no_visible_gpu():
 @pytest.mark.parametrize(
     ("words", "torchrun", "keys", "told"),
     [
-        (["true"], False, {"target.gpu_ranks": [0, 1]}, ["--gpus changes nothing: on the CPU a program without"]),
+        (["true"], False, {"target.gpu_ranks": [0, 1]}, ["naming GPUs changes nothing: on the CPU a program without"]),
         (["true"], False, {}, []),
         (["t.py"], True, {"target.gpu_ranks": [0, 1]}, []),
         (["true", "x", "--gpus=3", "--detach"], False, {}, ["--gpus=3 stands after --, so the program gets it"]),
