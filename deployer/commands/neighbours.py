@@ -144,8 +144,8 @@ class _Line:
                 self.program = [*_STARTED_BY.get(Path(word).suffix, ()), word, *left]
             else:
                 self.words.append(word)
-        words = {"run": self._run_words, "sft": self._sft_words}.get(self.name, self._job_words)
-        line = ["deploy.py", self.name, *words()]
+        words_of = {"run": self._run_words, "sft": self._sft_words}.get(self.name, self._job_words)
+        line = ["deploy.py", self.name, *words_of()]
         if self.name == "run" and self.program is None and self.words and _is_task_elsewhere(self.words[0]):
             line = ["deploy.py", "convert", self.words[0], "-o", "torchferry.yaml"]
             self.notes.insert(0, "then " + shlex.join(["deploy.py", "run", *self.options]))
