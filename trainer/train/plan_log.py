@@ -65,7 +65,9 @@ def tell_plan(train: Run, chosen: Sequence[str] = ()) -> None:
         f"note: {note}" for note in config_notes(config, backend=train.backend.name, deployed=JOB_ID_ENV in os.environ)
     ]
     notes += [f"note: {note}" for note in length_notes(config, loader.total_steps)]
-    resumed = [f"resuming after step {train.start_step}"] if train.start_step else []
+    is_over = train.start_step >= loader.total_steps
+    more = ", the last: nothing is left to train; more train.steps or train.epochs goes on" if is_over else ""
+    resumed = [f"resuming after step {train.start_step}{more}"] if train.start_step else []
     row = f"x {config.data.seq_len} tokens" if config.data.packing else f"of at most {config.data.seq_len} tokens"
     summary = summarize(train.module).render()
     size = f"{loader.global_batch_size} rows {row}"

@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, ModelError
 from trainer.recipes.causal_lm import CausalLM
 from trainer.schema import OptimConfig
 from trainer.train import loop
+from trainer.train.plan_log import tell_plan
 
 FIELDS = {"save_every": 2, "eval_every": 0, "keep_last": 0, "micro_batch_size": 6}
 
@@ -187,6 +188,14 @@ def test_whole_checkpoint_of_an_earlier_version_is_gone_on_from_with_a_note(rows
     assert build(rows, run_dir, ALONE, backend="pytorch", **FIELDS).start_step == 4
     note = "note: step_000004 is of an earlier version, which kept no checksum of state.json"
     assert capfd.readouterr().out.count(note) == 1
+
+
+@pytest.mark.parametrize(("steps", "is_over"), [(4, True), (6, False)])
+def test_run_that_has_all_its_steps_says_so_when_it_is_started_again(rows, run_dir, steps, is_over, capfd):
+    tell_plan(build(rows, run_dir, ALONE, backend="pytorch", **{**FIELDS, "steps": steps}))
+    told = capfd.readouterr().out
+    assert "resuming after step 4" in told
+    assert ("step 4, the last: nothing is left to train; more train.steps or train.epochs goes on\n" in told) is is_over
 
 
 def test_checkpoint_with_its_checksum_is_gone_on_from_without_a_note(rows, run_dir, capfd):
