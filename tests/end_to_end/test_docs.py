@@ -13,7 +13,7 @@ from tests.support.ferry import REPO
 from trainer.commands.cli import COMMANDS, load_command, train_command
 from trainer.config.keys import DROPPED, known_keys
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 
 
 def commands_in(page: Path) -> list[str]:

@@ -140,8 +140,8 @@ def long_lived() -> Iterator[Callable[[], None]]:
     block Python's collections go through younger objects alone.
 
     A full collection goes through every object there is, beside torch and what its compiler made for some 250 ms, in
-    which no kernel is launched (docs/performance.md); it comes now and then, and on each rank at another step. What is
-    set aside is freed as ever once nothing refers to it.
+    which no kernel is launched (docs/records/speed.md); it comes now and then, and on each rank at another step.
+    What is set aside is freed as ever once nothing refers to it.
     """
 
     def set_aside() -> None:
