@@ -1,6 +1,6 @@
 """The house: which folder may need which, and how large folders, files and functions may be.
 
-What each folder needs is a line of `house.txt`; docs/architecture.md draws it. Another name there is a decision, not a
+What each folder needs is a line of `house.txt`; docs/parts.md draws it. Another name there is a decision, not a
 repair: look first whether what is imported stands in the wrong folder.
 """
 
@@ -75,8 +75,8 @@ def test_no_folders_need_each_other_in_a_circle():
 
 
 def drawn_lines(half: str) -> dict[str, int]:
-    """Folder -> the line that it stands on in the picture of docs/architecture.md, from above."""
-    picture = re.search(rf"```house {half}\n(.*?)```", (REPO / "docs" / "architecture.md").read_text(), re.DOTALL)
+    """Folder -> the line that it stands on in the picture of docs/parts.md, from above."""
+    picture = re.search(rf"```house {half}\n(.*?)```", (REPO / "docs" / "parts.md").read_text(), re.DOTALL)
     assert picture
     lines = [line.split()[:1] if line.startswith(". ") else line.split() for line in picture[1].splitlines()]
     return {half if name == "." else f"{half}/{name}": i for i, names in enumerate(lines) for name in names}

@@ -4,14 +4,18 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
 
+from deployer.agent.host.layout import Job
+from deployer.agent.job.status import State
 from deployer.cli import cli
 from tests.support.ferry import REPO
 from trainer.commands.cli import COMMANDS, load_command, train_command
 from trainer.config.keys import DROPPED, known_keys
+from trainer.schema import CHECKPOINTS_DIR, EXPORT_DIR, MEMORY_PLAN_FILE, METRICS_FILE, OUTCOME_FILE, SAMPLES_FILE
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 
@@ -29,13 +33,52 @@ def test_every_file_that_a_page_links_exists(page):
         assert (page.parent / target).stat().st_size > 0, target
 
 
-def test_every_module_that_the_architecture_names_exists():
-    named = set(re.findall(r"`([\w/]+\.py)`", (REPO / "docs" / "architecture.md").read_text()))
+@pytest.mark.parametrize(("page", "at_least"), [("parts.md", 80), ("internals.md", 50)])
+def test_every_module_and_folder_that_a_page_of_the_code_names_exists(page, at_least):
+    text = (REPO / "docs" / page).read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
     files = [
         f"/{path.relative_to(REPO)}" for top in ("deployer", "trainer", "tests") for path in (REPO / top).rglob("*.py")
     ]
     missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
-    assert len(named) > 20 and missing - {"deploy.py", "torchferry.py", "train.py"} == set()
+    assert len(named) > at_least and missing - {"deploy.py", "torchferry.py", "train.py"} == set()
+    folders = re.findall(r"`((?:deployer|trainer|tests)/[\w/]*)`", text)
+    assert [name for name in folders if not (REPO / name).is_dir()] == []
+
+
+def table_below(title: str, page: str) -> list[list[str]]:
+    """The cells of each row of the first table below a heading, without the table's head."""
+    below = (REPO / "docs" / page).read_text().partition(f"\n## {title}\n")[2]
+    rows = [line for line in below.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+
+
+def test_architecture_is_read_in_one_sitting():
+    assert len((REPO / "docs" / "architecture.md").read_text().split()) < 1700
+
+
+def test_each_term_of_the_vocabulary_is_defined_once():
+    rows = table_below("Vocabulary", "architecture.md")
+    terms = [term.strip("*") for term, _ in rows]
+    assert len(terms) >= 30 and len(set(terms)) == len(terms)
+    assert [row for row in rows if row[0] != f"**{row[0].strip('*')}**" or not 2 <= len(row[1].split()) <= 20] == []
+    pages = {page: re.findall(r"^\| \*\*([^*]+)\*\* \|", page.read_text(), re.MULTILINE) for page in PAGES}
+    assert [page.name for page, found in pages.items() if page.name != "architecture.md" and {*found} & {*terms}] == []
+
+
+def test_vocabulary_has_the_states_that_a_job_can_have():
+    meaning = dict(table_below("Vocabulary", "architecture.md"))["**state**"]
+    assert tuple(re.split(", | or ", meaning)) == get_args(State)
+
+
+def test_architecture_shows_every_file_that_the_host_and_the_trainer_keep_of_a_job():
+    table = " ".join(row[0] for row in table_below("The job folder", "architecture.md"))
+    shown = {path.split("/")[0] for path in re.findall(r"`([^`]+)`", table)}
+    job = Job("/jobs/a-job")
+    inside = [path for path in vars(job).values() if path.startswith(f"{job.path}/")]
+    of_the_host = {"logs", "ranks", *(Path(path).relative_to(job.path).parts[0] for path in inside)}
+    of_the_trainer = {METRICS_FILE, SAMPLES_FILE, OUTCOME_FILE, CHECKPOINTS_DIR, EXPORT_DIR, MEMORY_PLAN_FILE}
+    assert (of_the_host | of_the_trainer) - shown == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
