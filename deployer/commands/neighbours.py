@@ -255,7 +255,7 @@ def _is_task_elsewhere(word: str) -> bool:
     if not Path(word).is_file():
         return False
     from trainer.config.kinds.recognise import DSTACK, SKYPILOT, read_kind
-    from trainer.errors import ConfigError
+    from trainer.config.load import ConfigError
 
     try:
         return read_kind(word).kind in (SKYPILOT, DSTACK)
