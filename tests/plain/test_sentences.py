@@ -1,4 +1,4 @@
-"""The wording of README and of the pages that users read: short sentences, and no phrases that a reader has to decode."""
+"""The wording of the README and the pages for users: short sentences, and no phrases that are hard to read."""
 
 import re
 from itertools import pairwise
@@ -37,8 +37,7 @@ def prose(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """Split where a full stop, a colon at the end of a part, `!` or `?` is followed by a blank. What stands in backquotes
-    is one word, whatever it holds."""
+    """Split at `.`, `!` or `?` before a blank. Text in backquotes counts as one word."""
     found = []
     for part in prose(text):
         part = re.sub(r"`[^`]*`", "CODE", part)
