@@ -32,7 +32,7 @@ def prose(text: str) -> list[str]:
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\]\([^)]*\)", "]", text)
-    parts = re.split(r"\n\s*\n|\n(?=[*#] )", text)
+    parts = re.split(r"\n\s*\n|\n(?= *(?:[*#]|\d+\.) )", text)
     return [" ".join(part.split()) for part in parts if part.strip()]
 
 
