@@ -104,8 +104,8 @@ def _find_place(job_id: str | None, **place: Any) -> tuple[Host, str | None, tup
 def tunnel(job_id: str, ports: str | None, give_up_s: float, as_json: bool, **place: Any) -> None:
     """Forward a port of this machine to a job's host, until Ctrl-C.
 
-    PORT 9000:8888 forwards port 9000 here to port 8888 there; 0:8888 takes any free port here. Without ID, the command takes
-    the newest job launched from this client; with --ssh it needs no job.
+    PORT 9000:8888 forwards port 9000 here to port 8888 there; 0:8888 takes any free port here. Without ID, the
+    command takes the newest job launched from this client; with --ssh it needs no job.
 
     The tunnel listens on 127.0.0.1 only and ends at 127.0.0.1 on the host. It takes many connections at once and
     reconnects when the network breaks. The SSH server need not allow port forwarding. --json prints one line with the

@@ -240,12 +240,13 @@ def _check_no_program(config: str, overrides: tuple[str, ...]) -> None:
 def resume(job_id: str | None, overrides: tuple[str, ...], give_up_s: float, **options: Any) -> None:
     """Start an ended job again from its newest checkpoint.
 
-    The job keeps its ID and its code. The trainer continues from the newest complete checkpoint; your own program
-    starts as it is. Without ID, the command takes the newest job launched from this client.
+    Use it after a failure, a stop or a reboot. The job keeps its ID and its code. The trainer continues from the
+    newest complete checkpoint; your own program starts as it is. Without ID, the command takes the newest job launched
+    from this client.
 
     \b
     Examples:
-      deploy.py resume ID                     # after a failure, a stop or a reboot
+      deploy.py resume ID                     # after a failure or a stop
       deploy.py resume ID train.steps=4000    # continue after its end
       deploy.py resume ID --gpus 0,1          # on other GPUs
     """
