@@ -34,7 +34,7 @@ from deployer.terminal import (
     show_error,
 )
 
-HELP = """Run a training job on any machine you can ssh to, watch it, and pull its results.
+HELP = """Launch a job on any machine you can ssh to, watch it, pull its results.
 
 `deploy.py CONFIG` means `deploy.py run CONFIG`. A job keeps running when this client, its network or its terminal ends.
 `ps`, `logs`, `stop` and `pull` find it again by its ID.

@@ -105,7 +105,7 @@ def test_every_option_is_explained(name: str) -> None:
 def test_help_has_a_line_two_paragraphs_and_fits_on_the_screen(name: str) -> None:
     summary, *others = paragraphs_of(name)
     assert summary == FORWARDED.get(name, [summary])[0] and re.fullmatch(r"[A-Z][a-z-]+ .*\.", summary)
-    assert len(others) <= MOST_PARAGRAPHS
+    assert len(summary) <= WIDTH - 2 and len(others) <= MOST_PARAGRAPHS
     lines = help_of(name).splitlines()
     assert [line for line in lines if len(line) > WIDTH or re.search(r"(^| )--[a-z-]+-$", line)] == []
 
