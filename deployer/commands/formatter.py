@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import click
 
@@ -16,7 +16,7 @@ class Formatter(click.HelpFormatter):
     def write_text(self, text: str) -> None:
         super().write_text(_glued(text))
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         super().write_dl([(first, _glued(second)) for first, second in rows], col_max, col_spacing)
 
     def getvalue(self) -> str:
